@@ -1,0 +1,513 @@
+"""Every setting of the system: one dataclass a part, registered with Hydra, and all checks of their values.
+
+Invariant: whoever holds a `Config` holds a checked one. `load` composes it from configs/ and `key=value` overrides and
+stops at the first door, before any process, socket or file exists, with sentences that name the key, the value and the fix.
+Nobody else reads raw Hydra dicts.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+PACKAGE = Path(__file__).resolve().parent
+ASSETS = PACKAGE / "assets"
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work. Each line of the message names a key, its value and the fix."""
+
+
+@dataclass
+class RunConfig:
+    name: str = "impala"
+    """Names the run's folder in /dev/shm, where actors find their learner."""
+    dir: str = "outputs/${run.name}"
+    """Folder of logs, metrics and checkpoints; made if it is missing."""
+    seed: int = 0
+    terminal: bool = True
+    """Live view in the terminal."""
+
+
+@dataclass
+class WebShopConfig:
+    items: str | None = None
+    """The original's items_shuffle*.json; None: the synthetic catalogue."""
+    attributes: str | None = None
+    """The original's items_ins_v2*.json."""
+    human: str | None = None
+    """The original's items_human_ins.json."""
+    nouns: str | None = None
+    """A file asin -> nouns of its title; None: spaCy where it is installed, else the built-in heuristic."""
+    num_products: int = 1000
+    catalogue_seed: int = 0
+    goals: str = "synthetic"
+    """synthetic | human."""
+    observation_mode: str = "text_rich"
+    """text | text_rich."""
+    strict_compat: bool = True
+    solvable_only: bool = False
+    max_steps: int = 15
+    max_invalid_actions: int | None = None
+    """In training an episode ends after so many actions that do nothing; None: never."""
+    results_per_page: int = 10
+    """The original shows 10."""
+    instruction_once: bool = False
+    """Show the instruction on the first page only, since the conversation holds it."""
+    delta_pages: bool = False
+    """After a click on an option show only what changed on the page."""
+
+
+@dataclass
+class EnvConfig:
+    name: str = "webshop"
+    """webshop | parrot (toy, one turn) | lookup (toy, several turns)."""
+    webshop: WebShopConfig = field(default_factory=WebShopConfig)
+
+
+@dataclass
+class EngineConfig:
+    name: str = "torch"
+    """torch: the embedded engine."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner divides its logits by the same."""
+    top_p: float = 1.0
+    """Only 1.0 in training: see `problems`."""
+    top_k: int = -1
+    """Only -1 (off) in training."""
+    max_new_tokens: int = 64
+    """Longest answer of one turn, in tokens."""
+    max_length: int = 2048
+    """Longest episode, in tokens."""
+    dtype: str = "float32"
+    """float32 | bfloat16."""
+
+
+@dataclass
+class ScratchConfig:
+    """A randomly initialised model with a tokenizer of characters, for the toy environments."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+
+
+@dataclass
+class ModelConfig:
+    path: str = "tiny_shopper"
+    """A Hugging Face directory, the name of a policy in impala_llm/assets, or `scratch`."""
+    scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    dtype: str = "float32"
+    """Compute type of the learner's forward pass: float32 | bfloat16 (autocast; the weights stay float32)."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    value_hidden_size: int = 0
+    """Hidden width of the value head; 0: linear."""
+    value_trunk_gradient: bool = False
+    """Whether the value loss also shapes the trunk."""
+
+
+@dataclass
+class ActorConfig:
+    num_actors: int = 1
+    max_episodes: int = 64
+    """Episodes that one actor plays at once."""
+    episode_timeout_s: float = 300.0
+    """Wall-clock budget of an episode, reset included; past it the ticket is given back."""
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "vtrace"
+    """vtrace: turn-level V-trace with a value head | group_relative: scores against their group's mean."""
+    group_size: int = 1
+    """Episodes of the same task that are granted, and for group_relative compared, together."""
+    normalize_std: bool = False
+    """group_relative: divide by the group's standard deviation."""
+    discount: float = 1.0
+    """γ a turn."""
+    lam: float = 1.0
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+    turn_ratio: str = "geometric"
+    """Ratio of a turn in V-trace: geometric (mean of its tokens' log-ratios) | product."""
+    dead_band: float = 0.0
+    """Token log-ratios smaller than this count as 0 in the turn's ratio."""
+    normalize_advantage: bool = True
+    """vtrace: divide the advantages by their root mean square over all ranks (no shift of their mean)."""
+    loss: str = "truncated_is"
+    """truncated_is | ppo_clip."""
+    is_cap: float = 1.0
+    """truncated_is: cap C of the token weight min(π/μ, C)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    aggregate: str = "token_mean"
+    """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    max_staleness: int | None = 2
+    """η: the oldest data a batch may hold, in policy versions; 0 is synchronous, None free running."""
+
+
+@dataclass
+class LearnerConfig:
+    num_ranks: int = 1
+    """Processes of torchrun; each has its own receiver and replay shard."""
+    batch_size: int = 64
+    """Trajectories of an update, over all ranks."""
+    total_updates: int = 400
+    max_minutes: float | None = None
+    """End after this much wall-clock time; the learning rate decays towards whichever end comes first."""
+    token_budget: int = 8192
+    """Tokens of a micro-batch."""
+    learning_rate: float = 3e-4
+    value_learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    warmup_updates: int = 5
+    value_warmup_updates: int = 0
+    """First updates in which only the value head learns."""
+    decay: str = "linear"
+    """constant | linear | cosine: of the learning rate after the warm-up, to `final_learning_rate_fraction`."""
+    final_learning_rate_fraction: float = 0.1
+    max_grad_norm: float = 1.0
+    save_every: int = 0
+    """Updates between two saved models; 0: only the last one."""
+    stall_timeout_s: float = 600.0
+    """The learner ends with an error when no batch came together for so long."""
+
+
+@dataclass
+class ReplayConfig:
+    capacity: int = 4096
+    """Trajectories a rank keeps."""
+    capacity_mb: int = 512
+    recency_tau: float | None = None
+    """τ of e^(-age/τ), in versions; None: recency off."""
+    advantage_exponent: float = 0.0
+    rarity_exponent: float = 0.0
+    uniform_floor: float = 0.0
+    """Share of draws that ignore priority."""
+    correction_exponent: float = 1.0
+    """b of the weights (N·P)^-b that undo the bias of the draw."""
+    max_replays: int = 1
+    """Updates that may use a trajectory; 1: each is used once."""
+    samples_per_insert: float = 1.0
+    """Reuse: samples drawn per trajectory inserted, on average at most."""
+
+
+@dataclass
+class PipelineConfig:
+    arena_mb: int = 64
+    """Shared memory of an actor for trajectories under way."""
+    weight_slots: int = 3
+    heartbeat_s: float = 1.0
+    actor_timeout_s: float = 20.0
+    """Silence after which an actor counts as dead and its tickets are granted again."""
+    learner_timeout_s: float = 120.0
+    """Silence of the learner after which an actor ends itself."""
+
+
+@dataclass
+class EvaluationConfig:
+    before_and_after: bool = False
+    """`impala-llm train` ends with a table: the policy before and after, greedy, on held-out tasks."""
+    split: str = "test"
+    num_tasks: int = 500
+    """Tasks of the split, the first ones in canonical order."""
+    unseen_seed: int | None = None
+    """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
+    num_examples: int = 3
+    """Episodes printed to read."""
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "env.name": ("webshop", "parrot", "lookup"),
+    "env.webshop.goals": ("synthetic", "human"),
+    "env.webshop.observation_mode": ("text", "text_rich"),
+    "engine.name": ("torch",),
+    "engine.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.device": ("auto", "cpu", "cuda"),
+    "algorithm.advantage": ("vtrace", "group_relative"),
+    "algorithm.turn_ratio": ("geometric", "product"),
+    "algorithm.loss": ("truncated_is", "ppo_clip"),
+    "algorithm.aggregate": ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"),
+    "learner.decay": ("constant", "linear", "cosine"),
+    "evaluation.split": ("train", "validation", "test"),
+}
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    # key: smallest and largest allowed value, both included
+    "run.seed": (0, 2**31 - 1),
+    "env.webshop.num_products": (1, math.inf),
+    "env.webshop.max_steps": (1, math.inf),
+    "env.webshop.max_invalid_actions": (1, math.inf),
+    "env.webshop.results_per_page": (1, 50),
+    "engine.temperature": (1e-3, 100),
+    "engine.max_new_tokens": (1, math.inf),
+    "engine.max_length": (2, math.inf),
+    "model.value_hidden_size": (0, math.inf),
+    "model.scratch.hidden_size": (16, math.inf),
+    "model.scratch.num_layers": (1, math.inf),
+    "actor.num_actors": (1, math.inf),
+    "actor.max_episodes": (1, math.inf),
+    "actor.episode_timeout_s": (1e-3, math.inf),
+    "algorithm.group_size": (1, math.inf),
+    "algorithm.discount": (0, 1),
+    "algorithm.lam": (0, 1),
+    "algorithm.rho_bar": (1e-3, math.inf),
+    "algorithm.c_bar": (0, math.inf),
+    "algorithm.dead_band": (0, math.inf),
+    "algorithm.is_cap": (1e-3, math.inf),
+    "algorithm.clip_low": (0, 1),
+    "algorithm.clip_high": (0, math.inf),
+    "algorithm.dual_clip": (1, math.inf),
+    "algorithm.value_coef": (0, math.inf),
+    "algorithm.entropy_coef": (0, math.inf),
+    "algorithm.max_staleness": (0, math.inf),
+    "learner.num_ranks": (1, math.inf),
+    "learner.batch_size": (1, math.inf),
+    "learner.total_updates": (1, math.inf),
+    "learner.max_minutes": (1e-3, math.inf),
+    "learner.token_budget": (2, math.inf),
+    "learner.learning_rate": (0, 1),
+    "learner.value_learning_rate": (0, 1),
+    "learner.weight_decay": (0, 1),
+    "learner.adam_beta1": (0, 0.9999),
+    "learner.adam_beta2": (0, 0.99999),
+    "learner.warmup_updates": (0, math.inf),
+    "learner.value_warmup_updates": (0, math.inf),
+    "learner.final_learning_rate_fraction": (0, 1),
+    "learner.max_grad_norm": (1e-6, math.inf),
+    "learner.save_every": (0, math.inf),
+    "learner.stall_timeout_s": (1, math.inf),
+    "replay.capacity": (1, math.inf),
+    "replay.capacity_mb": (1, math.inf),
+    "replay.recency_tau": (1e-6, math.inf),
+    "replay.advantage_exponent": (0, math.inf),
+    "replay.rarity_exponent": (0, math.inf),
+    "replay.uniform_floor": (0, 1),
+    "replay.correction_exponent": (0, 1),
+    "replay.max_replays": (1, math.inf),
+    "replay.samples_per_insert": (1e-3, math.inf),
+    "pipeline.arena_mb": (1, 1 << 20),
+    "pipeline.weight_slots": (2, 64),
+    "pipeline.heartbeat_s": (1e-2, math.inf),
+    "pipeline.actor_timeout_s": (1e-1, math.inf),
+    "pipeline.learner_timeout_s": (1e-1, math.inf),
+    "evaluation.num_tasks": (1, math.inf),
+    "evaluation.num_examples": (0, math.inf),
+}
+
+
+def problems(config: Config) -> list[str]:
+    """All reasons why a configuration cannot work; empty when it can. Pure: looks at no process and starts none."""
+    values = dict(_leaves(config))
+    found = []
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            found.append(f"{key}={values[key]} is not known: choose one of {', '.join(allowed)}")
+    for key, (low, high) in BOUNDS.items():
+        value = values[key]
+        if value is not None and not low <= value <= high:
+            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            found.append(f"{key}={value} is out of range: set it to {limits}")
+    if found:
+        return found  # what follows compares values that must be sane first
+
+    algorithm, learner, actor, replay, engine = (
+        config.algorithm, config.learner, config.actor, config.replay, config.engine,
+    )  # fmt: skip
+    share = learner.batch_size // learner.num_ranks
+    if engine.top_p != 1.0 or engine.top_k != -1:
+        key, value = ("engine.top_p", engine.top_p) if engine.top_p != 1.0 else ("engine.top_k", engine.top_k)
+        found.append(
+            f"{key}={value} cannot be trained on: the engine would sample from another distribution than the one whose "
+            f"log-probabilities it reports; leave {key}={1.0 if key.endswith('p') else -1} and use engine.temperature"
+        )
+    if engine.max_new_tokens >= engine.max_length:
+        found.append(
+            f"engine.max_new_tokens={engine.max_new_tokens} leaves no room for a prompt in "
+            f"engine.max_length={engine.max_length}: set it lower"
+        )
+    if learner.batch_size % learner.num_ranks:
+        found.append(
+            f"learner.batch_size={learner.batch_size} does not divide among learner.num_ranks={learner.num_ranks}: "
+            f"set it to a multiple, such as {share * learner.num_ranks or learner.num_ranks}"
+        )
+    elif share % algorithm.group_size:
+        found.append(
+            f"algorithm.group_size={algorithm.group_size} does not divide a rank's share of the batch, {share} "
+            f"trajectories: set learner.batch_size to a multiple of {algorithm.group_size * learner.num_ranks}"
+        )
+    if share > replay.capacity:
+        found.append(
+            f"learner.batch_size={learner.batch_size} ({share} a rank) is larger than the buffer, "
+            f"replay.capacity={replay.capacity}: raise replay.capacity to at least {share}"
+        )
+    if algorithm.advantage == "group_relative" and algorithm.group_size < 2:
+        found.append(
+            f"algorithm.group_size={algorithm.group_size} leaves algorithm.advantage=group_relative nothing to compare: "
+            "set algorithm.group_size to at least 2, such as 8"
+        )
+    if engine.max_length > learner.token_budget:
+        found.append(
+            f"learner.token_budget={learner.token_budget} cannot hold an episode of engine.max_length={engine.max_length} "
+            f"tokens: raise it to at least {engine.max_length}"
+        )
+    if actor.num_actors < learner.num_ranks:
+        found.append(
+            f"actor.num_actors={actor.num_actors} is fewer than learner.num_ranks={learner.num_ranks}: each rank is fed "
+            f"by its own actors; set actor.num_actors to at least {learner.num_ranks}"
+        )
+    if replay.samples_per_insert > replay.max_replays:
+        found.append(
+            f"replay.samples_per_insert={replay.samples_per_insert} cannot be reached with replay.max_replays="
+            f"{replay.max_replays}: set replay.max_replays to at least {math.ceil(replay.samples_per_insert)}"
+        )
+    if algorithm.max_staleness == 0 and replay.max_replays > 1:
+        found.append(
+            f"replay.max_replays={replay.max_replays} cannot go with algorithm.max_staleness=0: data used twice is stale; "
+            "set replay.max_replays=1 or raise algorithm.max_staleness"
+        )
+    if config.pipeline.actor_timeout_s <= config.pipeline.heartbeat_s:
+        found.append(
+            f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
+            f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
+        )
+    shop = config.env.webshop
+    if (shop.items is None) != (shop.attributes is None):
+        found.append(
+            f"env.webshop.items={shop.items} and env.webshop.attributes={shop.attributes} come together: give both files, "
+            "or neither for the synthetic catalogue"
+        )
+    for name in ("items", "attributes", "human", "nouns"):
+        path = getattr(shop, name)
+        if path is not None and not Path(path).is_file():
+            found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
+    if config.model.path != "scratch" and model_directory(config) is None:
+        found.append(
+            f"model.path={config.model.path} is neither a Hugging Face directory (with config.json), nor one of "
+            f"{', '.join(sorted(p.name for p in ASSETS.glob('*') if p.is_dir())) or 'the assets'}, nor scratch: correct it"
+        )
+    if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
+        found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    return found
+
+
+def model_directory(config: Config) -> Path | None:
+    """The Hugging Face directory that `model.path` means, or None if there is none (or it is `scratch`)."""
+    for candidate in (Path(config.model.path).expanduser(), ASSETS / config.model.path):
+        if (candidate / "config.json").is_file():
+            return candidate.resolve()
+    return None
+
+
+def load(overrides: Sequence[str] = ()) -> Config:
+    """Compose, type-check and check a configuration.
+
+    Args:
+        overrides: Hydra's `key=value` and `group=choice` words, such as `experiment=quickstart learner.batch_size=32`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, an impossible value or combination.
+    """
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+            raw = compose("config", overrides=list(overrides))
+        OmegaConf.resolve(raw)
+        config = OmegaConf.to_object(raw)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from None
+    assert isinstance(config, Config)
+    found = problems(config)
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
+
+
+def config_folder() -> Path:
+    """configs/: inside the package in a wheel, beside it in a checkout."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def threads_per_process(config: Config) -> int:
+    """Threads of each learner rank and actor, so that together they do not exceed the cores of this host.
+
+    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, cores // (config.learner.num_ranks + config.actor.num_actors))
+
+
+def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """All settings as (dotted key, value)."""
+    assert is_dataclass(node)
+    for f in fields(node):
+        value = getattr(node, f.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One sentence with key, value and fix from what Hydra or OmegaConf raised."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    given = dict(word.lstrip("+~").partition("=")[::2] for word in overrides)
+    known = dict(_leaves(Config()))
+    groups = [p.name for p in config_folder().iterdir() if p.is_dir()]
+    for key, value in given.items():
+        if key in groups:
+            choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml"))
+            if value not in choices:
+                return f"{key}={value} is not known: choose one of {', '.join(choices)}"
+        elif key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+            hint = (leaf or close or ["run `impala-llm train --dry-run` to see all keys"])[0]
+            return f"{key}={value} is an unknown key: did you mean {hint}?"
+    for cause in causes:
+        full_key = getattr(cause, "full_key", None)
+        if isinstance(cause, OmegaConfBaseException) and full_key and not isinstance(cause, ConfigKeyError):
+            reason = str(cause.msg or cause).splitlines()[0]
+            return f"{full_key}={given.get(full_key, '?')} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
+    return str(error).splitlines()[0]

@@ -1,0 +1,51 @@
+"""What a text environment is to the rest of the system: a `Suite` of tasks that hands out `Session`s.
+
+A suite is the immutable part that all episodes of a process share (a catalogue, an index); a session is one episode
+at a time and is small. Neither knows tokens or models. Identical states give identical text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Session(Protocol):
+    """One episode at a time. Used from one thread."""
+
+    def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        """Start the episode of a task: (first observation, info).
+
+        Raises:
+            ValueError: `task_id` is not a task of the suite.
+        """
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play an action: (observation, reward, terminated, truncated, info).
+
+        When terminated or truncated, `info` holds `score` (float in [0, 1]) and `success` (bool), and may hold
+        `stats` (dict of float).
+        """
+        ...
+
+
+class Suite(Protocol):
+    """The tasks of an environment and what their episodes share."""
+
+    name: str
+    system_prompt: str
+    """Text before the first observation; may be empty."""
+
+    def tasks(self, split: Split) -> Sequence[int]:
+        """Task ids of a split, in canonical order, the same in every process. Splits are disjoint."""
+        ...
+
+    def session(self, training: bool) -> Session:
+        """A fresh session. `training` switches on what only training does, such as an early end."""
+        ...
+
+    def signature(self, task_id: int) -> str:
+        """The kind of a task: what the rarity factor of the replay priority counts."""
+        ...

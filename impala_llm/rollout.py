@@ -1,0 +1,217 @@
+"""One episode: environment × engine → `Trajectory`. Tokens in, tokens out.
+
+Invariant: the token row of an episode only ever grows. Observations are tokenised once, when they arrive; answers are
+the engine's ids and are never decoded and encoded again, so the learner scores exactly what the policy saw and said.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from impala_llm.engines.base import Engine, Generation, SamplingParams
+from impala_llm.envs.base import Session
+from impala_llm.trajectory import NO_VERSION, Trajectory
+
+
+class EpisodeAborted(RuntimeError):
+    """The engine ended an answer early: the episode is not played to its end and its ticket goes back."""
+
+
+class ChatFormat:
+    """Turns observations into tokens around the answers, by the tokenizer's own chat template.
+
+    The template is rendered once with marks in place of the messages; what stands between the marks are the fixed
+    pieces of a conversation. Rendering it again for every turn would re-tokenise earlier answers, and some templates
+    rewrite them.
+
+    Args:
+        tokenizer: of the policy, with a chat template.
+        system_prompt: first message; empty for none.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that drops or repeats messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str = "") -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat_template: set one in the policy's directory (model.path)")
+        self._tokenizer = tokenizer
+        marks = ["qzobservationone", "qzanswerone", "qzobservationtwo"]  # letters only: no template alters them
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        conversation = [
+            {"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
+        ]
+
+        def render(messages: list[dict[str, str]]) -> str:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            assert isinstance(text, str)
+            return text
+
+        opening = render(system + conversation[:1]).split(marks[0])
+        middle = render(system + conversation)
+        if len(opening) != 2 or any(middle.count(mark) != 1 for mark in marks):
+            raise ValueError("the chat template drops or repeats messages: it must show each message once")
+        closing, prompt = middle.split(marks[1])[1].split(marks[2])
+        self._before_first, self._after_first = (self._encode_template(piece) for piece in opening)
+        self._between, self._after_observation = self._encode_template(closing), self._encode_template(prompt)
+        self._observation_ids = functools.lru_cache(maxsize=16384)(self._encode_text)
+        stops = {tokenizer.eos_token_id, self._between[0] if self._between else None} - {None}
+        if not stops:
+            raise ValueError("the tokenizer has no eos_token and its chat template ends no answer: set eos_token")
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
+
+    def first(self, observation: str) -> list[int]:
+        """Ids of the conversation up to the first answer."""
+        return [*self._before_first, *self._observation_ids(observation), *self._after_first]
+
+    def following(self, observation: str, last_token: int) -> list[int]:
+        """Ids between an answer that ended with `last_token` and the next answer."""
+        closing = self._between
+        if last_token in self.stop_token_ids and closing and closing[0] in self.stop_token_ids:
+            closing = closing[1:]  # the policy said it itself
+        return [*closing, *self._observation_ids(observation), *self._after_observation]
+
+    def text(self, answer: np.ndarray) -> str:
+        """What an answer says, without its stop token. For the environment only; never encoded again."""
+        return self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+
+    def _encode_template(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        # An observation that spells a special token must not become one: it could end a turn or forge an answer.
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Who plays what: the metadata of a trajectory that is known before the first step."""
+
+    episode_id: str
+    task_id: int
+    group_id: int
+    ticket_id: int
+    seed: int
+    env: str
+    actor_id: str
+    signature: str
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How an answer is sampled and how long it and the episode may become, in tokens."""
+
+    temperature: float
+    max_new_tokens: int
+    max_length: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step as text, for people to read."""
+
+    observation: str
+    action: str
+    reward: float
+
+
+async def play_episode(
+    spec: EpisodeSpec,
+    session: Session,
+    engine: Engine,
+    chat: ChatFormat,
+    limits: EpisodeLimits,
+    transcript: list[Turn] | None = None,
+) -> Trajectory:
+    """Play one episode to its end.
+
+    The end is a terminal state, the environment's own limit (`truncated`), or a full context of `limits.max_length`
+    tokens; only after a limit that is not part of the task the value past the end is bootstrapped.
+
+    Args:
+        transcript: if given, filled with the episode as text.
+
+    Raises:
+        EpisodeAborted: the engine aborted an answer.
+        EngineError: the engine refused the request or died.
+        ValueError: the environment refused the task.
+    """
+    observation, info = session.reset(spec.task_id)
+    tokens: list[int] = chat.first(observation)
+    answers: list[tuple[int, Generation, float]] = []  # (place of the first token, answer, reward)
+    terminated = truncated = False
+    try:
+        while not (terminated or truncated):
+            room = limits.max_length - len(tokens)
+            if room < 1:
+                truncated = True
+                break
+            params = SamplingParams(
+                temperature=limits.temperature,
+                max_new_tokens=min(limits.max_new_tokens, room),
+                stop_token_ids=chat.stop_token_ids,
+                greedy=limits.greedy,
+                seed=spec.seed,
+            )
+            answer = await engine.generate(spec.episode_id, tokens, params)
+            if answer.finish_reason == "abort":
+                raise EpisodeAborted(f"episode {spec.episode_id}: the engine aborted the answer of turn {len(answers)}")
+            start = len(tokens)
+            tokens = [*tokens, *answer.tokens.tolist()]
+            action = chat.text(answer.tokens)
+            before = observation
+            observation, reward, terminated, truncated, info = session.step(action)
+            answers.append((start, answer, reward))
+            if transcript is not None:
+                transcript.append(Turn(before, action, reward))
+            if not (terminated or truncated):
+                tokens = [*tokens, *chat.following(observation, tokens[-1])]
+    finally:
+        engine.release(spec.episode_id)
+    return _assemble(spec, tokens, answers, truncated and not terminated, info)
+
+
+def _assemble(
+    spec: EpisodeSpec, tokens: list[int], answers: list[tuple[int, Generation, float]], bootstrap: bool, info: dict
+) -> Trajectory:
+    """Lay an episode out as the arrays of a `Trajectory`; what follows the last answer is cut off."""
+    if not answers:
+        raise ValueError(
+            f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an answer: "
+            "raise engine.max_length"
+        )
+    num_tokens = answers[-1][0] + len(answers[-1][1].tokens)
+    mask = np.zeros(num_tokens, np.bool_)
+    logprobs = np.zeros(num_tokens, np.float32)
+    versions = np.full(num_tokens, NO_VERSION, np.int32)
+    rewards = np.zeros(num_tokens, np.float32)
+    turns = np.empty((len(answers), 2), np.int32)
+    for k, (start, answer, reward) in enumerate(answers):
+        end = start + len(answer.tokens)
+        mask[start:end] = True
+        logprobs[start:end] = answer.logprobs
+        versions[start:end] = answer.versions
+        rewards[end - 1] = reward
+        turns[k] = start, end
+    return Trajectory(
+        tokens=np.asarray(tokens[:num_tokens], np.int32),
+        action_mask=mask,
+        behaviour_logprobs=logprobs,
+        versions=versions,
+        rewards=rewards,
+        turns=turns,
+        bootstrap=bootstrap,
+        episode_id=spec.episode_id,
+        group_id=spec.group_id,
+        task_id=spec.task_id,
+        env=spec.env,
+        actor_id=spec.actor_id,
+        ticket_id=spec.ticket_id,
+        signature=spec.signature,
+        score=float(info.get("score", 0.0)),
+        success=bool(info.get("success", False)),
+        stats={key: float(value) for key, value in info.get("stats", {}).items()},
+    )

@@ -1,0 +1,193 @@
+"""The one noun of the system: a `Trajectory`, as the model saw it.
+
+An episode, or an unroll of one (the n-step piece of IMPALA, arXiv 1802.01561), is a row of tokens that was never
+re-tokenised, with what the behaviour policy said about each token that it sampled. This module knows no I/O.
+
+Invariant: a `Trajectory` that exists is valid. Construction checks every field, so that whoever holds one
+(channel, replay, learner) does not check again; only the vocabulary, which the record does not know, is checked
+at the door of the learner with `validate_vocabulary`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ARRAY_FIELDS: dict[str, np.dtype] = {
+    "tokens": np.dtype(np.int32),
+    "action_mask": np.dtype(np.bool_),
+    "behaviour_logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "rewards": np.dtype(np.float32),
+    "turns": np.dtype(np.int32),
+}
+"""Array fields and their dtypes, in the order in which they lie on the wire."""
+
+NO_VERSION = -1
+"""Version of a token that no policy sampled: prompts and observations."""
+
+
+class TrajectoryError(ValueError):
+    """A malformed trajectory. The message names the field, the value and what is expected."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Trajectory:
+    """One episode, or an unroll of one. T tokens, K turns.
+
+    Raises:
+        TrajectoryError: on construction, when a field is malformed or fields disagree.
+    """
+
+    tokens: np.ndarray
+    """int32[T]: prompt, observation and action tokens in the order in which the model saw them."""
+    action_mask: np.ndarray
+    """bool[T]: True where the behaviour policy sampled the token."""
+    behaviour_logprobs: np.ndarray
+    """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere."""
+    versions: np.ndarray
+    """int32[T]: policy version that sampled the token, -1 elsewhere. May change inside one answer."""
+    rewards: np.ndarray
+    """float32[T]: reward received after the token at that place (the last token of a turn); 0 elsewhere."""
+    turns: np.ndarray
+    """int32[K, 2]: [start, end) of each action span, in order."""
+    bootstrap: bool
+    """True where the episode goes on, or was cut, past the last token, so that its value must be bootstrapped."""
+    episode_id: str
+    unroll_index: int = 0
+    group_id: int
+    task_id: int
+    env: str
+    actor_id: str
+    ticket_id: int
+    signature: str = ""
+    """What rarity counts: the kind of task, such as a product's query."""
+    score: float
+    """Final score of the episode, in [0, 1]."""
+    success: bool
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtype in ARRAY_FIELDS.items():
+            _check_array(name, getattr(self, name), dtype, ndim=2 if name == "turns" else 1)
+        num_tokens = len(self.tokens)
+        if num_tokens == 0:
+            raise TrajectoryError("tokens is empty: a trajectory holds at least one action token")
+        for name in ("action_mask", "behaviour_logprobs", "versions", "rewards"):
+            if len(getattr(self, name)) != num_tokens:
+                raise TrajectoryError(
+                    f"{name} has length {len(getattr(self, name))}, tokens has {num_tokens}: lengths must agree"
+                )
+        if self.tokens.min() < 0:
+            raise TrajectoryError(f"tokens holds the negative id {int(self.tokens.min())}: ids start at 0")
+        mask = self.action_mask
+        if not mask.any():
+            raise TrajectoryError("action_mask is False everywhere: there is no action to learn from")
+        if mask[0]:
+            raise TrajectoryError("action_mask is True at place 0: a first token has no context that predicts it")
+        self._check_turns()
+        action_versions = self.versions[mask]
+        if action_versions.min() < 0:
+            raise TrajectoryError(f"versions is {int(action_versions.min())} on an action token: it must be >= 0")
+        if (self.versions[~mask] != NO_VERSION).any():
+            raise TrajectoryError(f"versions must be {NO_VERSION} wherever action_mask is False")
+        logprobs = self.behaviour_logprobs
+        if not np.isfinite(logprobs).all():
+            raise TrajectoryError("behaviour_logprobs holds a value that is not finite")
+        if logprobs.max() > 1e-4:  # float32 log-softmax of a certain token may round a hair above 0
+            raise TrajectoryError(f"behaviour_logprobs reaches {float(logprobs.max())}: log-probabilities are <= 0")
+        if logprobs[~mask].any():
+            raise TrajectoryError("behaviour_logprobs must be 0 wherever action_mask is False")
+        if not np.isfinite(self.rewards).all():
+            raise TrajectoryError("rewards holds a value that is not finite")
+        if self.rewards[~mask].any():
+            raise TrajectoryError("rewards must be 0 wherever action_mask is False: a reward follows an action")
+        self._check_metadata()
+
+    def _check_turns(self) -> None:
+        """The spans of `turns` are in order, disjoint and cover exactly the action tokens."""
+        turns = self.turns
+        if turns.shape[1:] != (2,):
+            raise TrajectoryError(f"turns has shape {turns.shape}: [K, 2] is expected")
+        starts, ends = turns[:, 0], turns[:, 1]
+        if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
+            raise TrajectoryError(f"turns must be non-empty, ordered and disjoint [start, end) spans, got {turns.tolist()}")
+        num_tokens = len(self.tokens)
+        if len(turns) and (starts[0] < 0 or ends[-1] > num_tokens):
+            raise TrajectoryError(f"turns reaches outside of the {num_tokens} tokens: {turns.tolist()}")
+        edges = np.zeros(num_tokens + 1, np.int32)
+        np.add.at(edges, starts, 1)
+        np.add.at(edges, ends, -1)
+        if (edges.cumsum()[:-1].astype(bool) != self.action_mask).any():
+            raise TrajectoryError("turns must cover exactly the tokens where action_mask is True")
+
+    def _check_metadata(self) -> None:
+        for name, kind in METADATA_FIELDS.items():
+            value = getattr(self, name)
+            # bool is an int to isinstance, and an int is a fine float
+            accepted = isinstance(value, kind) or (kind is float and isinstance(value, int))
+            if not accepted or (kind is not bool and isinstance(value, bool)):
+                raise TrajectoryError(f"{name} is {value!r}, a {type(value).__name__}: {kind.__name__} is expected")
+        if not self.episode_id:
+            raise TrajectoryError("episode_id is empty: it names the episode for ever")
+        if self.unroll_index < 0:
+            raise TrajectoryError(f"unroll_index is {self.unroll_index}: it counts from 0")
+        if not 0.0 <= self.score <= 1.0:
+            raise TrajectoryError(f"score is {self.score}: it must lie in [0, 1]")
+        for key, value in self.stats.items():
+            if not isinstance(key, str) or not isinstance(value, int | float):
+                raise TrajectoryError(f"stats[{key!r}] is {value!r}: names map to numbers")
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raise `TrajectoryError` if a token id is not in [0, vocab_size)."""
+        largest = int(self.tokens.max())
+        if largest >= vocab_size:
+            raise TrajectoryError(f"tokens holds id {largest}: the vocabulary has {vocab_size} entries")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest policy version among the action tokens."""
+        return int(self.versions[self.action_mask].min())
+
+    @property
+    def newest_version(self) -> int:
+        """Largest policy version among the action tokens."""
+        return int(self.versions.max())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, without metadata."""
+        return sum(getattr(self, name).nbytes for name in ARRAY_FIELDS)
+
+
+METADATA_FIELDS: dict[str, type] = {
+    "bootstrap": bool,
+    "episode_id": str,
+    "unroll_index": int,
+    "group_id": int,
+    "task_id": int,
+    "env": str,
+    "actor_id": str,
+    "ticket_id": int,
+    "signature": str,
+    "score": float,
+    "success": bool,
+    "stats": dict,
+}
+"""Metadata fields and their Python types, in the order of the record."""
+
+
+def _check_array(name: str, value: object, dtype: np.dtype, ndim: int) -> None:
+    if not isinstance(value, np.ndarray):
+        raise TrajectoryError(f"{name} is a {type(value).__name__}: a numpy array of {dtype} is expected")
+    if value.dtype != dtype:
+        raise TrajectoryError(f"{name} has dtype {value.dtype}: {dtype} is expected")
+    if value.ndim != ndim:
+        raise TrajectoryError(f"{name} has {value.ndim} dimensions: {ndim} expected")
