@@ -53,7 +53,7 @@ class WebShopConfig:
     goals: str = "synthetic"
     """synthetic | human."""
     observation_mode: str = "text_rich"
-    """text | text_rich."""
+    """text | text_rich, as in the original | compact: a third of the tokens, for small models."""
     strict_compat: bool = True
     solvable_only: bool = False
     max_steps: int = 15
@@ -65,12 +65,14 @@ class WebShopConfig:
     """Show the instruction on the first page only, since the conversation holds it."""
     delta_pages: bool = False
     """After a click on an option show only what changed on the page."""
+    sparse_reward: bool = False
+    """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
 
 
 @dataclass
 class EnvConfig:
     name: str = "webshop"
-    """webshop | parrot (toy, one turn) | lookup (toy, several turns)."""
+    """webshop | parrot (toy, one turn) | corridor (toy, several turns)."""
     webshop: WebShopConfig = field(default_factory=WebShopConfig)
 
 
@@ -246,9 +248,9 @@ class Config:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "env.name": ("webshop", "parrot", "lookup"),
+    "env.name": ("webshop", "parrot", "corridor"),
     "env.webshop.goals": ("synthetic", "human"),
-    "env.webshop.observation_mode": ("text", "text_rich"),
+    "env.webshop.observation_mode": ("text", "text_rich", "compact"),
     "engine.name": ("torch",),
     "engine.dtype": ("float32", "bfloat16"),
     "model.dtype": ("float32", "bfloat16"),

@@ -1,0 +1,29 @@
+# Two images from one file:
+#   docker build --target cpu -t impala_llm:cpu .     learner and actors on the embedded engine, no GPU needed
+#   docker build --target gpu -t impala_llm:gpu .     the same with SGLang and CUDA
+# Processes of one host meet in /dev/shm, which Docker keeps at 64 MB: run with --shm-size=8g (or --ipc=host).
+
+# SGLang's own image carries the CUDA toolkit that its kernels are compiled with at run time.
+ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.21
+
+FROM python:3.11-slim AS cpu
+WORKDIR /opt/impala_llm
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu --no-deps "torch==2.13.0+cpu"
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY configs configs
+COPY impala_llm impala_llm
+RUN pip install --no-cache-dir -c constraints.txt .
+WORKDIR /workspace
+ENTRYPOINT ["impala-llm"]
+
+FROM ${SGLANG_IMAGE} AS gpu
+WORKDIR /opt/impala_llm
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY configs configs
+COPY impala_llm impala_llm
+# The image's own packages are what SGLang was built against: they bind here, constraints.txt does not.
+RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/image.txt \
+ && pip install --no-cache-dir -c /tmp/image.txt . \
+ && rm /tmp/image.txt
+WORKDIR /workspace
+ENTRYPOINT ["impala-llm"]

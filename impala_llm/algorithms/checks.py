@@ -1,0 +1,82 @@
+"""Shape and type checks that the functions of this folder run on entry.
+
+Invariant: a mistake of the caller ends here with the name of the argument, what it is and what it should be, and
+never as a broadcast further down.
+"""
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float64)
+
+
+def require_same_floats(*named: tuple[str, Tensor], ndim: int) -> None:
+    """All `(name, tensor)` have the shape and dtype (float32 or float64) of the first one, which has `ndim` dimensions.
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong shape.
+    """
+    first_name, first = named[0]
+    require_float(first_name, first, ndim=ndim)
+    for name, tensor in named[1:]:
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}: they must be equal"
+            )
+        require_dtype_of(name, tensor, first_name, first)
+
+
+def require_float(name: str, tensor: Tensor, *, ndim: int) -> None:
+    """`tensor` is float32 or float64 and has `ndim` dimensions."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: convert it to float32 or float64")
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: {ndim} dimension(s) expected")
+
+
+def require_dtype_of(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """`tensor` has the dtype of `other`."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, {other_name} has {other.dtype}: they must be equal")
+
+
+def require_indices(name: str, indices: Tensor, length: int, bound: int | None = None) -> None:
+    """`indices` is int64[length] with values >= 0, and < `bound` if that is given; in any order."""
+    _require_index_shape(name, indices, length)
+    if length:
+        low, high = (int(edge) for edge in torch.aminmax(indices))
+        _require_range(name, low, high, bound)
+
+
+def require_segment_ids(name: str, segment_ids: Tensor, length: int, num_segments: int | None = None) -> None:
+    """`segment_ids` is int64[length], non-decreasing, >= 0, and < `num_segments` if that is given.
+
+    A number may be missing: that segment is empty.
+    """
+    _require_index_shape(name, segment_ids, length)
+    if length == 0:
+        return
+    if bool((segment_ids[1:] < segment_ids[:-1]).any()):
+        raise ValueError(f"{name} decreases somewhere: lay the rows end to end, in order")
+    _require_range(name, int(segment_ids[0]), int(segment_ids[-1]), num_segments)
+
+
+def require_at_least(name: str, value: float, smallest: float) -> None:
+    """`value` is a number >= `smallest`; NaN is refused."""
+    if not value >= smallest:
+        raise ValueError(f"{name} is {value}: it must be at least {smallest:g}")
+
+
+def _require_index_shape(name: str, indices: Tensor, length: int) -> None:
+    if indices.dtype != torch.int64:
+        raise TypeError(f"{name} has dtype {indices.dtype}: int64 expected")
+    if indices.shape != (length,):
+        raise ValueError(f"{name} has shape {list(indices.shape)}: [{length}] expected, one for each element")
+
+
+def _require_range(name: str, low: int, high: int, bound: int | None) -> None:
+    if low < 0:
+        raise ValueError(f"{name} holds {low}: indices start at 0")
+    if bound is not None and high >= bound:
+        raise ValueError(f"{name} holds {high}, but there are only {bound} of what it counts")

@@ -1,0 +1,188 @@
+"""Importance ratios between the learner's policy π and the behaviour policy μ, and what is measured on them.
+
+`log_ratio` is l = log π - log μ in nats, [N], of the action tokens only; rows lie end to end and `segment_ids` names
+the row of each token. Invariant: log-ratios are clamped to [-20, 20] before any exponential, so every ratio and weight
+is finite and positive; weights and masks are constants for the gradient.
+
+Order of use: reject, truncate, normalise.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from impala_llm.algorithms.checks import (
+    require_at_least,
+    require_float,
+    require_segment_ids,
+)
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this many nats before the exponential: e^20 and its square are finite in float32."""
+
+
+class KLEstimates(NamedTuple):
+    """Divergences of π from μ estimated from samples of μ; scalars of the dtype of the log-ratios."""
+
+    k1: Tensor
+    """mean(-l): unbiased for KL(μ‖π), of high variance, may be negative."""
+    k2: Tensor
+    """mean(l²)/2: biased, low variance."""
+    k3: Tensor
+    """mean(e^l - l - 1): unbiased, never negative."""
+    chi2: Tensor
+    """mean(e^2l) - 1: estimate of χ²(π‖μ), which bounds the variance of importance weights."""
+
+
+def ratios(log_ratio: Tensor) -> Tensor:
+    """e^l with l clamped to ±20. Any shape; differentiable inside of the clamp."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def apply_dead_band(log_ratio: Tensor, width: float) -> Tensor:
+    """Log-ratios with |l| < `width` set to 0, that is to ratio 1; width 0 changes nothing.
+
+    Meant for the noise between the kernels that sample and those that train, which says nothing about the policies.
+    """
+    require_at_least("width", width, 0.0)
+    if width == 0.0:
+        return log_ratio
+    return torch.where(log_ratio.abs() < width, torch.zeros_like(log_ratio), log_ratio)
+
+
+def truncated_weights(
+    log_ratio: Tensor,
+    segment_ids: Tensor,
+    level: Literal["token", "sequence"] = "token",
+    cap: float = 1.0,
+) -> Tensor:
+    """Importance weights, truncated from above.
+
+    Args:
+        log_ratio: float[N].
+        segment_ids: int64[N], non-decreasing.
+        level: `token`: min(e^l, cap). `sequence`: min(e^(sum of l over the row), cap), the same for all of its tokens.
+        cap: C > 0; infinity does not truncate.
+
+    Returns:
+        float[N], without gradient.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, level or cap.
+    """
+    _require_ratio_arguments(log_ratio, segment_ids)
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
+    log_ratio = log_ratio.detach()
+    if level == "sequence":
+        log_ratio = segment_sum(log_ratio, segment_ids)[segment_ids]
+    elif level != "token":
+        raise ValueError(f"level is {level!r}: choose token or sequence")
+    return ratios(log_ratio).clamp(max=cap)
+
+
+def rejection_mask(
+    log_ratio: Tensor,
+    segment_ids: Tensor,
+    level: Literal["token", "sequence", "geometric"] = "token",
+    low: float = 0.0,
+    high: float = float("inf"),
+) -> Tensor:
+    """Which tokens to keep: those whose ratio ρ lies in [low, high].
+
+    Args:
+        log_ratio: float[N].
+        segment_ids: int64[N], non-decreasing.
+        level: what ρ is. `token`: e^l. `sequence`: e^(sum of l over the row), which rejects long rows. `geometric`:
+            e^(mean of l over the row), which does not look at the length. The last two keep or reject whole rows.
+        low, high: 0 <= low <= high.
+
+    Returns:
+        bool[N].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, level or bounds.
+    """
+    _require_ratio_arguments(log_ratio, segment_ids)
+    if not 0 <= low <= high:
+        raise ValueError(f"low is {low} and high is {high}: 0 <= low <= high is needed")
+    log_ratio = log_ratio.detach()
+    if level == "sequence":
+        log_ratio = segment_sum(log_ratio, segment_ids)[segment_ids]
+    elif level == "geometric":
+        log_ratio = segment_mean(log_ratio, segment_ids)[segment_ids]
+    elif level != "token":
+        raise ValueError(f"level is {level!r}: choose token, sequence or geometric")
+    ratio = ratios(log_ratio)
+    return (ratio >= low) & (ratio <= high)
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """(Σw)² / (n·Σw²) in (0, 1] (Kish): the share of the samples that equal weights would need for the same variance.
+
+    Args:
+        weights: float[n], >= 0.
+
+    Returns:
+        Scalar without gradient; 0 only when there is no positive weight at all.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape, a negative weight.
+    """
+    require_float("weights", weights, ndim=1)
+    weights = weights.detach()
+    if weights.numel() == 0:
+        return weights.new_zeros(())
+    smallest, largest = torch.aminmax(weights)
+    if bool(smallest < 0):
+        raise ValueError(f"weights holds {float(smallest)}: importance weights are >= 0")
+    if bool(largest == 0):
+        return weights.new_zeros(())
+    scaled = weights / largest  # squares of large weights would overflow, of small ones vanish
+    share: Tensor = scaled.sum().square() / (weights.numel() * scaled.square().sum())
+    return share.clamp(max=1.0)
+
+
+def kl_estimates(log_ratio: Tensor) -> KLEstimates:
+    """Estimates of KL(μ‖π) and χ²(π‖μ) from tokens that μ sampled (Schulman, "Approximating KL divergence", 2020).
+
+    Args:
+        log_ratio: float[N] in nats; clamped to ±20.
+
+    Returns:
+        Four scalars, differentiable; all 0 when N is 0.
+    """
+    require_float("log_ratio", log_ratio, ndim=1)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if log_ratio.numel() == 0:
+        zero = log_ratio.sum()
+        return KLEstimates(zero, zero, zero, zero)
+    return KLEstimates(
+        k1=-log_ratio.mean(),
+        k2=log_ratio.square().mean() / 2,
+        # expm1 keeps the digits that e^l - 1 loses near 0, where nearly all tokens are
+        k3=(log_ratio.expm1() - log_ratio).mean(),
+        chi2=(2 * log_ratio).expm1().mean(),
+    )
+
+
+def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int | None = None) -> Tensor:
+    """Sum of `values` [N] over each segment: [num_segments], by default the largest id plus one.
+
+    0 for an empty segment. `segment_ids` may be in any order.
+    """
+    if num_segments is None:
+        num_segments = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
+    return values.new_zeros(num_segments).index_add(0, segment_ids, values)
+
+
+def segment_mean(values: Tensor, segment_ids: Tensor, num_segments: int | None = None) -> Tensor:
+    """Mean of `values` [N] over each segment, like `segment_sum`. 0 for an empty segment."""
+    counts = segment_sum(torch.ones_like(values), segment_ids, num_segments)
+    return segment_sum(values, segment_ids, num_segments) / counts.clamp(min=1)
+
+
+def _require_ratio_arguments(log_ratio: Tensor, segment_ids: Tensor) -> None:
+    require_float("log_ratio", log_ratio, ndim=1)
+    require_segment_ids("segment_ids", segment_ids, log_ratio.shape[0])

@@ -1,0 +1,147 @@
+"""Attention of new tokens over the KV cache, for histories of uneven length and grouped heads.
+
+Invariant: a token sees the cached positions of its own session up to its own, and nothing else.
+
+Two shapes of work come up. A decoding row is one query. All rows go through one batched product over the *blocks* of
+the cache as they lie there, followed by a softmax over the blocks of each row; no key or value is copied or padded.
+A segment is a run of new tokens of one session, and gets a causal attention of its own.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from impala_llm.engines.kv_cache import BLOCK, KVCache
+
+LOG2_E = 1.4426950408889634
+_MIN_SHARE_IN_PLACE = 0.6
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """R queries of one token each, every one of another session, and the C cache blocks to look at."""
+
+    num_rows: int
+    owner: torch.Tensor
+    """int64[C]: the row that a block belongs to; R where it belongs to none."""
+    source: torch.Tensor
+    """int64[C]: the same, but a row that exists."""
+    places: torch.Tensor
+    """int64[R * M]: which of the C blocks a row has, M the most blocks of a row; its last one repeated at the end."""
+    mask: torch.Tensor
+    """float[C, 1, BLOCK]: 0 where the block's row sees the position, -inf elsewhere."""
+    gathered: torch.Tensor | None
+    """int64[C]: the blocks; None where they are blocks 0 .. C - 1 of the pool."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """New tokens of one session: rows [start, end) of the batch, the last ones of a history of `length` tokens."""
+
+    blocks: torch.Tensor
+    """int64[...]: the session's cache blocks."""
+    start: int
+    end: int
+    length: int
+    mask: torch.Tensor | None
+    """bool[end - start, length], True where visible; None at the start of a session, where it is plainly causal."""
+
+
+def query_rows(cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: torch.device) -> QueryRows:
+    """Rows for sessions in slots int64[R], R >= 1, which are `lengths` (int64[R]) tokens long, the new one included."""
+    num_rows = len(slots)
+    counts = -(-lengths // BLOCK)
+    columns = np.arange(counts.max())
+    present = columns < counts[:, None]
+    blocks = cache.table[slots, : len(columns)]
+    used = blocks[present]
+    of_row = np.repeat(np.arange(num_rows), counts)
+    span = int(used.max()) + 1
+    # Blocks of idle sessions in between cost time, and so does a copy: beyond this share the copy is cheaper.
+    in_place = len(used) >= _MIN_SHARE_IN_PLACE * span
+    if in_place:
+        index, size = blocks, span
+    else:
+        index, size = np.zeros_like(blocks), len(used)
+        index[present] = np.arange(len(used))
+    last = index[np.arange(num_rows), counts - 1]
+    owner = np.full(size, num_rows)
+    owner[index[present]] = of_row
+    # -inf and not just no owner: where nobody subtracts a maximum, an exponential may overflow.
+    mask = np.full((size, 1, BLOCK), -np.inf, dtype=np.float32)
+    mask[index[present]] = 0.0
+    mask[last, 0] = np.where(np.arange(BLOCK) < (lengths - (counts - 1) * BLOCK)[:, None], 0.0, -np.inf)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return QueryRows(
+        num_rows=num_rows,
+        owner=tensor(owner),
+        source=tensor(np.minimum(owner, num_rows - 1)),
+        places=tensor(np.where(present, index, last[:, None]).reshape(-1)),
+        mask=tensor(mask),
+        gathered=None if in_place else tensor(used),
+    )
+
+
+def segment(cache: KVCache, slot: int, start: int, end: int, length: int, device: torch.device) -> Segment:
+    """A segment of the session in a slot; other arguments as the fields of `Segment`."""
+    mask = None
+    if length > end - start:
+        last_seen = torch.arange(length - (end - start), length, device=device)
+        mask = torch.arange(length, device=device) <= last_seen[:, None]
+    blocks = torch.from_numpy(cache.table[slot, : -(-length // BLOCK)]).to(device)
+    return Segment(blocks=blocks, start=start, end=end, length=length, mask=mask)
+
+
+def attend_rows(queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRows) -> torch.Tensor:
+    """Attention of one query a row.
+
+    Args:
+        queries: [R, heads, head_dim], scaled by `scaling` * LOG2_E: torch's exp2 is four times as fast as its exp.
+
+    Returns:
+        [R, heads * head_dim] in the dtype of the queries.
+    """
+    num_rows, heads, head_dim = queries.shape
+    size = len(rows.owner)
+    if rows.gathered is None:
+        keys, values = cache.first_blocks(layer, size)
+    else:
+        keys, values = cache.gather_blocks(layer, rows.gathered)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    by_block = queries.to(cache.dtype).index_select(0, rows.source).view(len(keys), -1, head_dim)
+    scores = torch.bmm(by_block, keys.transpose(1, 2)).view(size, heads, BLOCK).float().add_(rows.mask)
+    highest = scores.amax(-1).index_select(0, rows.places).view(num_rows, -1, heads).amax(1)
+    weights = scores.sub_(highest.index_select(0, rows.source)[:, :, None]).exp2_()
+    parts = torch.bmm(weights.to(cache.dtype).view(len(keys), -1, BLOCK), values).view(size, -1).float()
+    # One row more than there are queries: it takes what belongs to none.
+    total = weights.new_zeros(num_rows + 1, heads).index_add_(0, rows.owner, weights.sum(-1))
+    mixed = parts.new_zeros(num_rows + 1, heads * head_dim).index_add_(0, rows.owner, parts)
+    mixed = mixed.view(-1, heads, head_dim)[:num_rows] / total[:num_rows, :, None]
+    return mixed.view(num_rows, -1).to(queries.dtype)
+
+
+def attend_segment(queries: torch.Tensor, cache: KVCache, layer: int, part: Segment) -> torch.Tensor:
+    """Causal attention of one session's new tokens.
+
+    Args:
+        queries: [n, heads, head_dim], scaled as for `attend_rows`.
+
+    Returns:
+        [n, heads * head_dim] in the dtype of the queries.
+    """
+    own = cache.gather_blocks(layer, part.blocks).transpose(1, 2).flatten(2, 3)[:, None, :, : part.length]
+    mixed = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None].to(cache.dtype),
+        own[0],
+        own[1],
+        attn_mask=part.mask,
+        is_causal=part.mask is None,
+        scale=1.0 / LOG2_E,
+        enable_gqa=True,
+    )
+    return mixed[0].transpose(0, 1).reshape(len(queries), -1).to(queries.dtype)

@@ -1,0 +1,98 @@
+"""Keys and values of every session, in blocks of a fixed number of tokens out of one preallocated pool.
+
+Invariant: everything in the pool is finite, used or not. Attention reads the unused end of a block too and gives it
+probability 0, and 0 x NaN would be NaN; whoever may have written a NaN must `clear` the session.
+
+Blocks and not one stretch a session, because decoding is bound by the bytes it reads: with blocks a step reads what
+the sessions' lengths need, and not all of them padded to the longest.
+"""
+
+import heapq
+
+import numpy as np
+import torch
+
+BLOCK = 64
+"""Tokens in a block."""
+
+
+class KVCache:
+    """Pool [layers, 2, blocks + 1, kv_heads, BLOCK, head_dim]; 2: keys, values.
+
+    It has room for `slots` sessions of `max_length` tokens. The last block belongs to nobody: the padding of a batch
+    is written there.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        blocks_per_slot = -(-max_length // BLOCK)
+        self.num_blocks = slots * blocks_per_slot
+        shape = (layers, 2, self.num_blocks + 1, kv_heads, BLOCK, head_dim)
+        # zero_() and not torch.zeros: it touches every page now and not in the middle of a decoding step.
+        self._pool = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self._flat = [layer.view(-1, head_dim) for layer in self._pool]
+        self.slots = slots
+        self.max_length = max_length
+        self.kv_heads = kv_heads
+        self.dtype = dtype
+        self.table = np.full((slots, blocks_per_slot), self.num_blocks, dtype=np.int64)
+        """int64[slots, blocks of a slot]: the blocks of each session, in order; `num_blocks` where there is none."""
+        self._owned = np.zeros(slots, dtype=np.int64)
+        # A heap, so that the lowest free block goes first and the used ones lie close together.
+        self._free = list(range(self.num_blocks))
+        heads = np.arange(kv_heads, dtype=np.int64) * BLOCK
+        self._head_rows = np.concatenate([heads, heads + (self.num_blocks + 1) * kv_heads * BLOCK])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pool in bytes."""
+        return self._pool.nbytes
+
+    def reserve(self, slot: int, length: int) -> None:
+        """See to it that a session has blocks for `length` tokens, length <= max_length."""
+        for place in range(int(self._owned[slot]), -(-length // BLOCK)):
+            self.table[slot, place] = heapq.heappop(self._free)
+            self._owned[slot] = place + 1
+
+    def free(self, slot: int) -> None:
+        """Take a session's blocks back."""
+        for block in self.table[slot, : self._owned[slot]]:
+            heapq.heappush(self._free, int(block))
+        self.table[slot] = self.num_blocks
+        self._owned[slot] = 0
+
+    def clear(self, slot: int) -> None:
+        """Zero a session's blocks, so that nothing not finite stays in them."""
+        self._pool[:, :, torch.from_numpy(self.table[slot, : self._owned[slot]])] = 0
+
+    def rows(self, slots: np.ndarray, positions: np.ndarray, padding: int) -> np.ndarray:
+        """Where `write` puts N tokens and `padding` more: int64[(N + padding) * 2 * kv_heads].
+
+        Args:
+            slots, positions: int64[N], of each token.
+        """
+        blocks = np.concatenate([self.table[slots, positions // BLOCK], np.full(padding, self.num_blocks)])
+        offsets = np.concatenate([positions % BLOCK, np.zeros(padding, dtype=np.int64)])
+        return ((blocks * (self.kv_heads * BLOCK) + offsets)[:, None] + self._head_rows).reshape(-1)
+
+    def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Store the keys and values of N tokens, [N, 2 * kv_heads, head_dim] with the keys first."""
+        flat = keys_values.reshape(-1, keys_values.shape[-1])
+        self._flat[layer].index_copy_(0, rows, flat.to(self.dtype))
+
+    def first_blocks(self, layer: int, count: int) -> torch.Tensor:
+        """View [2, count, kv_heads, BLOCK, head_dim] of blocks 0 .. count - 1."""
+        return self._pool[layer, :, :count]
+
+    def gather_blocks(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Copy [2, len(blocks), kv_heads, BLOCK, head_dim] of the blocks int64[...]."""
+        return self._pool[layer].index_select(1, blocks)

@@ -1,0 +1,62 @@
+"""Replaces a model's weights in place.
+
+Invariant: all or nothing: names and shapes are compared before the first value is written, so a refused set of weights
+leaves the old one as it was.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from impala_llm.engines.base import EngineError
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+class ModelWeights:
+    """The tensors of a model under their names in its state dict. Tied tensors have several names; one suffices."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = dict(model.state_dict())
+        self._aliases: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            self._aliases.setdefault(tensor.data_ptr(), []).append(name)
+
+    def load_file(self, directory: Path) -> None:
+        """Copy from a directory's model.safetensors. Raises EngineError where it is unreadable or does not fit."""
+        path = Path(directory) / WEIGHTS_FILE
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                self._copy(shapes, file.get_tensor, str(path))
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"cannot read the weights {path}: {error}") from error
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy from tensors in memory, of any dtype and device. Raises EngineError where they do not fit."""
+        self._copy({name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__, "the state")
+
+    @torch.no_grad()
+    def _copy(self, shapes: Mapping[str, tuple[int, ...]], tensor: Callable[[str], torch.Tensor], source: str) -> None:
+        unknown = sorted(shapes.keys() - self._tensors.keys())
+        missing = [names[0] for names in self._aliases.values() if shapes.keys().isdisjoint(names)]
+        wrong = [
+            f"{name} is {list(shape)} and should be {list(self._tensors[name].shape)}"
+            for name, shape in shapes.items()
+            if name in self._tensors and shape != tuple(self._tensors[name].shape)
+        ]
+        problems = [
+            f"{len(names)} {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", wrong))
+            if names
+        ]
+        if problems:
+            raise EngineError(
+                f"the weights in {source} are not of this engine's model ({'; '.join(problems)});"
+                " the old weights stay in use: give the engine the model that the learner trains"
+            )
+        for name in shapes:
+            self._tensors[name].copy_(tensor(name))

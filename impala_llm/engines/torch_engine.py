@@ -1,0 +1,329 @@
+"""The embedded engine: continuous batching on a Hugging Face causal LM in plain PyTorch, inside the actor's process.
+
+Invariant: a step is one forward over every running session plus one draw for each, and nothing else happens while it
+runs. Requests, aborts and new weights therefore always fall between two steps, and a token's version is the version of
+the weights that gave its logits.
+
+Keys and values stay in the cache over all turns of a session and over a change of weights (policy "keep_kv"): after a
+change, the logits of a session are those of the new weights on keys and values of the old ones.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from impala_llm.engines import sampling
+from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.engines.decoder import make_decoder
+from impala_llm.engines.kv_cache import KVCache
+from impala_llm.engines.model_weights import ModelWeights
+from impala_llm.engines.scheduling import Plan, plan_step
+from impala_llm.engines.sessions import SessionTable, check_request
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start (differences give rates), and the load now."""
+
+    steps: int = 0
+    decode_tokens: int = 0
+    """Tokens sampled."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed. A token whose keys and values were in the cache is not counted."""
+    busy_seconds: float = 0.0
+    """Time spent in steps."""
+    weight_loads: int = 0
+    weight_load_seconds: float = 0.0
+    running: int = 0
+    """Sessions with an answer under way."""
+    waiting: int = 0
+    """Requests that wait for a free slot."""
+
+
+@dataclass
+class _Request:
+    session_id: str
+    prompt: np.ndarray
+    params: SamplingParams
+    answer: asyncio.Future[Generation]
+
+
+class TorchEngine:
+    """See `impala_llm.engines.base.Engine`. All methods are called from one asyncio loop."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_sessions: int,
+        max_length: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        prefill_budget: int = 2048,
+        version: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: belongs to the engine from now on: its attention and the storage of its parameters are changed.
+            max_sessions: cache slots. A session holds one from its first request until `release`; more sessions wait.
+            max_length: tokens of a session at most, answers included. The cache takes max_sessions * max_length places.
+            seed: mixed into the random stream of every session.
+            prefill_budget: prompt tokens in one step at most; bounds a step's memory and how long decoding waits.
+            version: policy version of the model's weights.
+
+        Raises:
+            EngineError: a limit that is not positive, more tokens than the model has positions for, or a model whose
+                attention this engine cannot compute.
+        """
+        for name, value in (
+            ("max_sessions", max_sessions),
+            ("max_length", max_length),
+            ("prefill_budget", prefill_budget),
+        ):
+            if value < 1:
+                raise EngineError(f"{name} is {value}: it must be >= 1")
+        config = model.config.get_text_config()
+        if max_length > config.max_position_embeddings:
+            raise EngineError(
+                f"max_length is {max_length}, but the model has {config.max_position_embeddings} positions:"
+                " lower max_length or take another model"
+            )
+        self.version = version
+        self.vocab_size = config.vocab_size
+        self.max_length = max_length
+        self._seed = seed
+        self._prefill_budget = prefill_budget
+        self._device = torch.device(device)
+        model = model.to(self._device).eval()
+        self._decoder = make_decoder(model, max_length)
+        # After the decoder, which may move the parameters.
+        self._weights = ModelWeights(model)
+        # On a CPU, half-precision products are slow for the uneven widths of attention, so the cache is float32 there.
+        self._cache = KVCache(
+            layers=config.num_hidden_layers,
+            slots=max_sessions,
+            kv_heads=config.num_key_value_heads,
+            max_length=max_length,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=torch.float32 if self._device.type == "cpu" else model.dtype,
+            device=self._device,
+        )
+        self._table = SessionTable(self._cache)
+        self._requests: dict[str, _Request] = {}
+        self._waiting: deque[_Request] = deque()
+        self._stats = EngineStats()
+        self._runner: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: Path | str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_sessions: int,
+        max_length: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        prefill_budget: int = 2048,
+        version: int = 0,
+    ) -> "TorchEngine":
+        """An engine on a local Hugging Face directory; nothing is downloaded. Arguments and errors as above."""
+        if not (Path(path) / "config.json").is_file():
+            raise EngineError(f"model path {path}: no config.json there; give a local Hugging Face model directory")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        return cls(
+            model,
+            max_sessions=max_sessions,
+            max_length=max_length,
+            seed=seed,
+            device=device,
+            prefill_budget=prefill_budget,
+            version=version,
+        )
+
+    async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
+        """Continue a history; computes only what the session's cache does not hold. Waits while all slots are taken.
+
+        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length".
+
+        Raises:
+            EngineError: a token id outside of the vocabulary, a history without room for an answer or at odds with the
+                session's cache, a second request of a session that has one, or a failed step.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if session_id in self._requests:
+            raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
+        tokens = check_request(prompt, params, self.vocab_size, self.max_length)
+        slot = self._table.slot(session_id)
+        if slot is not None:
+            self._table.check_prefix(slot, tokens)
+        request = _Request(session_id, tokens, params, asyncio.get_running_loop().create_future())
+        self._requests[session_id] = request
+        if slot is None:
+            self._waiting.append(request)
+            self._admit()
+        else:
+            self._start(slot, request)
+        try:
+            return await request.answer
+        finally:
+            # Only a cancelled caller leaves a request behind.
+            if self._requests.get(session_id) is request:
+                self.abort(session_id)
+
+    def release(self, session_id: str) -> None:
+        """Forget a session and give its slot to the next that waits; a running answer is aborted. Unknown ids pass."""
+        self.abort(session_id)
+        if self._table.slot(session_id) is not None:
+            self._table.close(session_id)
+            self._admit()
+
+    def abort(self, session_id: str | None = None) -> None:
+        """End one session's answer, or all: the caller gets what there is, with reason "abort". The cache is kept."""
+        for name in list(self._requests) if session_id is None else [session_id]:
+            request = self._requests.get(name)
+            if request is None:
+                continue
+            slot = self._table.slot(name)
+            if slot is None:
+                self._waiting.remove(request)
+                empty = np.zeros(0, dtype=np.int32)
+                answer = Generation(empty, np.zeros(0, dtype=np.float32), empty.copy(), "abort")
+            else:
+                answer = self._table.finish(slot, "abort")
+            self._resolve(name, answer)
+
+    async def load_weights(self, directory: Path, version: int) -> None:
+        """Copy the weights of a Hugging Face directory (model.safetensors) in place; running answers go on with them.
+
+        Raises:
+            EngineError: a version below the present one, an unreadable file, names or shapes of another model. The old
+                weights stay in use.
+        """
+        self._check_version(version)
+        begin = time.perf_counter()
+        self._weights.load_file(directory)
+        self._count_load(version, begin)
+
+    def load_state(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """The same from tensors in memory, for a learner in this process."""
+        self._check_version(version)
+        begin = time.perf_counter()
+        self._weights.load_state(state)
+        self._count_load(version, begin)
+
+    def stats(self) -> EngineStats:
+        """Counters and load, as of now."""
+        return replace(self._stats, running=int(self._table.running.sum()), waiting=len(self._waiting))
+
+    async def close(self) -> None:
+        """Abort everything and refuse further requests."""
+        self._closed = True
+        self.abort()
+        if self._runner is not None:
+            await self._runner
+
+    def _check_version(self, version: int) -> None:
+        if version < self.version:
+            raise EngineError(
+                f"version {version} is older than the engine's {self.version}: versions never decrease;"
+                " after a restart of the learner, resume it from its checkpoint"
+            )
+
+    def _count_load(self, version: int, begin: float) -> None:
+        self.version = version
+        self._stats.weight_loads += 1
+        self._stats.weight_load_seconds += time.perf_counter() - begin
+
+    def _admit(self) -> None:
+        while self._waiting and not self._table.is_full():
+            request = self._waiting.popleft()
+            self._start(self._table.open(request.session_id), request)
+
+    def _start(self, slot: int, request: _Request) -> None:
+        self._table.start(slot, request.prompt, request.params, sampling.stream_key(self._seed, request.params.seed))
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.get_running_loop().create_task(self._run())
+
+    def _resolve(self, session_id: str, answer: Generation | EngineError) -> None:
+        future = self._requests.pop(session_id).answer
+        if future.done():
+            return
+        if isinstance(answer, EngineError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    async def _run(self) -> None:
+        while self._table.running.any():
+            begin = time.perf_counter()
+            try:
+                self._step()
+            except Exception as error:  # whatever a forward may raise: the requests fail, the engine goes on
+                _log.exception("a decoding step failed")
+                for slot in np.flatnonzero(self._table.running):
+                    self._fail(int(slot), f"a decoding step failed: {error!r}", error)
+            self._stats.busy_seconds += time.perf_counter() - begin
+            # Those who got an answer run now and may ask again before the next batch is packed.
+            await asyncio.sleep(0)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        table = self._table
+        plan = plan_step(table, self._cache, self._prefill_budget, self._device)
+        if plan is None:
+            return
+        of_prompts = np.clip(table.prompt_length[plan.slots] - table.cached[plan.slots], 0, plan.computed).sum()
+        logits = self._decoder(plan.batch, self._cache)[: len(plan.sampled)]
+        table.cached[plan.slots] += plan.computed
+        self._stats.steps += 1
+        self._stats.prefill_tokens += int(of_prompts)
+        if len(plan.sampled):
+            self._draw(plan, logits)
+
+    def _draw(self, plan: Plan, logits: torch.Tensor) -> None:
+        table, slots = self._table, plan.sampled
+        inverse = table.inverse_temperature[slots]
+        draws = torch.from_numpy(sampling.uniforms(table.key[slots], table.drawn[slots])).to(self._device)
+        scales = torch.from_numpy(inverse)[:, None].to(self._device) if (inverse != 1.0).any() else None
+        is_greedy = table.greedy[slots]
+        if is_greedy.all():
+            tokens, logprobs = sampling.greedy(logits)
+        else:
+            tokens, logprobs = sampling.sample(logits, scales, draws)
+            if is_greedy.any():
+                chosen = torch.from_numpy(is_greedy).to(self._device)
+                best, best_logprobs = sampling.greedy(logits)
+                tokens, logprobs = torch.where(chosen, best, tokens), torch.where(chosen, best_logprobs, logprobs)
+        tokens_host, logprobs_host = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        finite = np.isfinite(logprobs_host)
+        if not finite.all():
+            for slot in slots[~finite]:
+                self._fail(int(slot), f"the weights of version {self.version} give logits that are not finite", None)
+                table.forget(int(slot))
+            slots, tokens_host, logprobs_host = slots[finite], tokens_host[finite], logprobs_host[finite]
+        stopped, at_limit = table.append(slots, tokens_host, logprobs_host, self.version)
+        self._stats.decode_tokens += len(slots)
+        for row in np.flatnonzero(stopped | at_limit):
+            slot = int(slots[row])
+            answer = table.finish(slot, "stop" if stopped[row] else "length")
+            self._resolve(table.session(slot), answer)
+
+    def _fail(self, slot: int, reason: str, cause: Exception | None) -> None:
+        session_id = self._table.session(slot)
+        self._table.finish(slot, "abort")
+        error = EngineError(f"session {session_id!r}: {reason}")
+        error.__cause__ = cause
+        self._resolve(session_id, error)

@@ -1,0 +1,192 @@
+"""Toy suites whose optimal and chance scores are known, for tests of learning that must end in minutes.
+
+Both are answered with single letters, so that a byte-level tokenizer and a two-layer model learn them from nothing.
+Of an action only the first character after leading blanks counts: an untrained policy then hits the right letter
+about once in (size of its vocabulary) tries and not once in its square. Invariant: a task id alone fixes the whole
+episode.
+"""
+
+import random
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from impala_llm.envs.base import Split
+
+MAX_WORDS = len(string.ascii_lowercase)
+
+
+class ParrotSuite:
+    """One turn: the observation is `say b`, the right answer `b`.
+
+    optimal_score: 1.0. chance_score, of a policy that draws one of the words evenly: 1 / num_words.
+    Tasks are interchangeable, so every split asks for every word; the last two fifths are validation and test.
+    Raises ValueError for num_words outside [2, 26] or num_tasks below 5.
+    """
+
+    def __init__(self, num_words: int = 4, num_tasks: int = 1000) -> None:
+        self.name = "parrot"
+        self.system_prompt = ""
+        self.words = _checked_words(num_words)
+        self._splits = _fifths(num_tasks)
+
+    @property
+    def optimal_score(self) -> float:
+        return 1.0
+
+    @property
+    def chance_score(self) -> float:
+        return 1.0 / len(self.words)
+
+    def tasks(self, split: Split) -> Sequence[int]:
+        return self._splits[split]
+
+    def session(self, training: bool) -> "ParrotSession":
+        return ParrotSession(self)
+
+    def signature(self, task_id: int) -> str:
+        return self.answer(task_id)
+
+    def answer(self, task_id: int) -> str:
+        """The letter that the task asks for; ValueError if there is no such task."""
+        _check_task(task_id, self._splits)
+        return self.words[task_id % len(self.words)]
+
+
+class ParrotSession:
+    """An episode of `ParrotSuite`."""
+
+    def __init__(self, suite: ParrotSuite) -> None:
+        self._suite = suite
+        self._answer: str | None = None
+
+    def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        self._answer = self._suite.answer(task_id)
+        return f"say {self._answer}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._answer is None:
+            raise RuntimeError("no episode is under way: call reset(task_id) before step")
+        score = float(spoken(action) == self._answer)
+        info = {"score": score, "success": score == 1.0, "stats": {"right_turns": score}}
+        self._answer = None
+        return "", score, True, False, info
+
+
+class CorridorSuite:
+    """Several turns: each door shows a letter, and the way on is this letter or the one of the door before.
+
+    The observation of turn t is `+b` (answer with this letter, `b`) or `-b` (answer with the letter that the PREVIOUS
+    observation showed). The first is always `+`. The corridor goes on whether an answer was right or not and says
+    nothing about it; the reward, the share of right answers, comes at the end.
+
+    optimal_score: 1.0, which needs memory. chance_score, of a policy that draws one of the words evenly: 1 /
+    num_words. The best policy without memory of earlier turns scores `memoryless_score`, as half of the doors but the
+    first are `-`. Tasks are drawn from random.Random(task_id). Raises ValueError for num_words outside [2, 26],
+    num_turns below 2, num_tasks below 5.
+    """
+
+    def __init__(self, num_words: int = 4, num_turns: int = 3, num_tasks: int = 1000) -> None:
+        if num_turns < 2:
+            raise ValueError(f"num_turns is {num_turns}; a corridor needs at least 2 turns (one turn: ParrotSuite)")
+        self.name = "corridor"
+        self.system_prompt = ""
+        self.words = _checked_words(num_words)
+        self.num_turns = num_turns
+        self._splits = _fifths(num_tasks)
+
+    @property
+    def optimal_score(self) -> float:
+        return 1.0
+
+    @property
+    def chance_score(self) -> float:
+        return 1.0 / len(self.words)
+
+    @property
+    def memoryless_score(self) -> float:
+        """Expected score when a `-` door is answered by an even guess among the words, a `+` door rightly."""
+        later = 0.5 * (1.0 + self.chance_score)
+        return (1.0 + (self.num_turns - 1) * later) / self.num_turns
+
+    def tasks(self, split: Split) -> Sequence[int]:
+        return self._splits[split]
+
+    def session(self, training: bool) -> "CorridorSession":
+        return CorridorSession(self)
+
+    def signature(self, task_id: int) -> str:
+        """The signs of the doors, such as `+-+`."""
+        return "".join(sign for sign, _ in self.doors(task_id))
+
+    def doors(self, task_id: int) -> list[tuple[str, str]]:
+        """(sign, letter) of each turn; ValueError if there is no such task."""
+        _check_task(task_id, self._splits)
+        rng = random.Random(task_id)
+        letters = [rng.choice(self.words) for _ in range(self.num_turns)]
+        signs = ["+", *(rng.choice("+-") for _ in range(self.num_turns - 1))]
+        return list(zip(signs, letters, strict=True))
+
+    def answers(self, task_id: int) -> list[str]:
+        """The right letter of each turn."""
+        doors = self.doors(task_id)
+        return [letter if sign == "+" else doors[turn - 1][1] for turn, (sign, letter) in enumerate(doors)]
+
+
+class CorridorSession:
+    """An episode of `CorridorSuite`."""
+
+    def __init__(self, suite: CorridorSuite) -> None:
+        self._suite = suite
+        self._doors: list[str] = []
+        self._answers: list[str] = []
+        self._turn = 0
+        self._right = 0
+
+    def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        self._doors = [sign + letter for sign, letter in self._suite.doors(task_id)]
+        self._answers = self._suite.answers(task_id)
+        self._turn, self._right = 0, 0
+        return self._doors[0], {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._turn >= len(self._answers):
+            raise RuntimeError("no episode is under way: call reset(task_id) before step")
+        self._right += spoken(action) == self._answers[self._turn]
+        self._turn += 1
+        if self._turn < len(self._doors):
+            return self._doors[self._turn], 0.0, False, False, {}
+        score = self._right / len(self._answers)
+        info = {
+            "score": score,
+            "success": self._right == len(self._answers),
+            "stats": {"right_turns": float(self._right)},
+        }
+        return "", score, True, False, info
+
+
+def spoken(action: str) -> str:
+    """What an action says: its first character after leading blanks, or "" if there is none."""
+    return action.lstrip()[:1]
+
+
+def _checked_words(num_words: int) -> str:
+    if not 2 <= num_words <= MAX_WORDS:
+        raise ValueError(f"num_words is {num_words}; choose between 2 and {MAX_WORDS}, one letter each")
+    return string.ascii_lowercase[:num_words]
+
+
+def _fifths(num_tasks: int) -> dict[Split, range]:
+    if num_tasks < 5:
+        raise ValueError(f"num_tasks is {num_tasks}; at least 5 are needed so that no split is empty")
+    fifth = num_tasks // 5
+    return {
+        "train": range(0, num_tasks - 2 * fifth),
+        "validation": range(num_tasks - 2 * fifth, num_tasks - fifth),
+        "test": range(num_tasks - fifth, num_tasks),
+    }
+
+
+def _check_task(task_id: int, splits: dict[Split, range]) -> None:
+    if not any(task_id in tasks for tasks in splits.values()):
+        raise ValueError(f"task_id is {task_id}; this suite has the tasks 0 to {splits['test'][-1]}")

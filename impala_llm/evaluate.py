@@ -1,0 +1,193 @@
+"""Greedy evaluation of a policy on tasks that it never trained on: score and success with their 95 % intervals.
+
+The tasks are the first `evaluation.num_tasks` of a split in canonical order, so two evaluations compare like with like.
+Every result names what it was measured on: catalogue, goals, split, number of tasks, limits.
+"""
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from impala_llm.config import Config
+from impala_llm.engines import make_engine
+from impala_llm.envs import make_suite
+from impala_llm.envs.base import Split, Suite
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
+
+Z95 = 1.959963984540054
+"""Two-sided 95 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a policy on a set of tasks."""
+
+    label: str
+    """Which policy."""
+    tasks: str
+    """Which tasks: environment, catalogue, goals, split."""
+    num_tasks: int
+    score: float
+    score_interval: tuple[float, float]
+    """Mean ± 1.96 standard errors."""
+    success: float
+    success_interval: tuple[float, float]
+    """Wilson's interval of a proportion."""
+    turns: float
+    tokens: float
+    """Mean tokens of an episode, observations included."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An episode to read."""
+
+    task_id: int
+    score: float
+    turns: list[Turn]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Normal 95 % interval of a mean."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, mean
+    half = Z95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a proportion (Wilson 1927); sound near 0 and 1, unlike the normal one."""
+    p, z2 = successes / trials, Z95**2
+    centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = Z95 * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
+    return centre - half, centre + half
+
+
+def evaluate(
+    config: Config, policy: Path, suite: Suite, label: str, tasks_label: str, num_examples: int = 0
+) -> tuple[Result, list[Example]]:
+    """Play the tasks greedily.
+
+    Args:
+        policy: Hugging Face directory.
+        suite: whose split `config.evaluation.split` is played; sessions are not in training mode.
+        num_examples: episodes to return as text: the first ones, in canonical order.
+    """
+    split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
+    tasks = list(suite.tasks(split))[: config.evaluation.num_tasks]
+    if not tasks:
+        raise ValueError(f"evaluation.split={split} has no tasks in {tasks_label}: choose another split")
+    chat = ChatFormat(AutoTokenizer.from_pretrained(policy), suite.system_prompt)
+    limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
+    transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
+
+    async def play_all() -> list:
+        engine = make_engine(config, policy, version=0)
+        streams = asyncio.Semaphore(config.actor.max_episodes)
+
+        async def play(number: int, task: int):
+            async with streams:
+                spec = EpisodeSpec(
+                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
+                )
+                return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
+
+        try:
+            return await asyncio.gather(*(play(i, task) for i, task in enumerate(tasks)))
+        finally:
+            await engine.close()
+
+    episodes = asyncio.run(play_all())
+    scores = [episode.score for episode in episodes]
+    successes = sum(episode.success for episode in episodes)
+    result = Result(
+        label=label,
+        tasks=tasks_label,
+        num_tasks=len(tasks),
+        score=float(np.mean(scores)),
+        score_interval=mean_interval(scores),
+        success=successes / len(tasks),
+        success_interval=wilson_interval(successes, len(tasks)),
+        turns=float(np.mean([len(e.turns) for e in episodes])),
+        tokens=float(np.mean([e.num_tokens for e in episodes])),
+    )
+    examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
+    return result, examples
+
+
+def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[Result], list[Example]]:
+    """Evaluate each policy on the configured split and, if `evaluation.unseen_seed` is set, on a catalogue of that seed.
+
+    The examples are the last policy's on the configured split.
+    """
+    suites = [make_suite(config.env)]
+    if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
+        shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
+        suites.append(make_suite(dataclasses.replace(config.env, webshop=shop)))
+    results, examples = [], []
+    for number, suite in enumerate(suites):
+        label = f"{suite.name}, split {config.evaluation.split}"
+        for name, path in policies.items():
+            wanted = config.evaluation.num_examples if number == 0 else 0
+            result, read = evaluate(config, path, suite, name, label, wanted)
+            results.append(result)
+            examples = read or examples
+    return results, examples
+
+
+def show(results: Sequence[Result], examples: Sequence[Example], console: Console) -> None:
+    """Print a table of results and the examples."""
+    for number, example in enumerate(examples, 1):
+        console.print(f"[bold]Example {number}[/] · task {example.task_id} · score {example.score:.2f}", highlight=False)
+        for turn in example.turns:
+            console.print(f"  {turn.observation.strip()}", style="dim", highlight=False, markup=False)
+            console.print(f"  > {turn.action}", style="bold", highlight=False, markup=False)
+    table = Table(title="Greedy, 95 % intervals")
+    for column in ("tasks", "policy", "n", "score", "success", "turns", "tokens"):
+        table.add_column(column, justify="left" if column in ("tasks", "policy") else "right")
+    for r in results:
+        table.add_row(
+            r.tasks,
+            r.label,
+            str(r.num_tasks),
+            f"{r.score:.3f}  [{r.score_interval[0]:.3f}, {r.score_interval[1]:.3f}]",
+            f"{r.success:.3f}  [{r.success_interval[0]:.3f}, {r.success_interval[1]:.3f}]",
+            f"{r.turns:.1f}",
+            f"{r.tokens:.0f}",
+        )
+    console.print(table)
+
+
+def results_json(results: Sequence[Result]) -> str:
+    """The results as one JSON list."""
+    return json.dumps([dataclasses.asdict(r) for r in results])
+
+
+def compare(config: Config) -> list[Result]:
+    """After a run: the starting policy beside the trained one; the table is printed and kept in `run.dir`."""
+    policies = {"before": resolve_policy(config), "after": Path(config.run.dir) / "policy"}
+    results, examples = evaluate_policies(config, policies)
+    show(results, examples, Console())
+    (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
+    return results
+
+
+def main(config: Config, as_json: bool = False) -> int:
+    """`impala-llm evaluate`: the policy of `model.path`."""
+    policy = resolve_policy(config)
+    results, examples = evaluate_policies(config, {config.model.path: policy})
+    show(results, examples, Console(stderr=as_json))
+    if as_json:
+        print(results_json(results))
+    return 0

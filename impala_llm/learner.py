@@ -1,0 +1,284 @@
+"""Entry: a learner rank. `torchrun impala_llm/learner.py key=value ...`
+
+    receive → buffer → draw by priority → pack → forward → V-trace → loss → backward → reduce → step → publish → repeat
+
+Actors play on all the while: the receiver's thread takes their trajectories and deals tickets during every step. Each
+rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
+version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
+
+Left out on purpose: resuming (a later stage), sharded weights (every rank holds all of them), evaluation (evaluate.py).
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import torch
+
+from impala_llm.algorithms.advantages import group_relative
+from impala_llm.config import Config, ConfigError, load, threads_per_process
+from impala_llm.envs import make_suite
+from impala_llm.learning.feed import Batch, Feed
+from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.objective import Denominators, objective
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.packing import pack
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.observability.metrics import MetricLog, StageTimer
+from impala_llm.observability.tensorboard import MetricWriter
+from impala_llm.observability.terminal import TerminalView
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.tickets import TicketLedger
+from impala_llm.pipeline.weights import WeightPublisher
+
+
+def learn(config: Config, ranks: Ranks) -> None:
+    """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy."""
+    torch.manual_seed(config.run.seed)
+    start = resolve_policy(config)
+    files = policy_files(start)
+    model = PolicyModel.from_pretrained(start, config.model.value_hidden_size, config.model.value_trunk_gradient)
+    model.to(ranks.device)
+    ranks.broadcast(model.parameters())
+    optimizer = Optimizer(model, config.learner)
+    batch_size = config.learner.batch_size // ranks.world_size
+
+    with ExitStack() as stack:
+        # Rank 0 owns the run's folder in shared memory: it goes when the last of the stack is undone.
+        run_dir = stack.enter_context(RunDirectory.create(config.run.name)) if ranks.is_main else None
+        ranks.barrier()
+        if run_dir is None:
+            run_dir = RunDirectory.attach(config.run.name)
+        publisher = None
+        if ranks.is_main:
+            publisher = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
+            publisher.publish(dict(model.policy_tensors()), version=0)
+        ranks.barrier()
+        receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size)
+        stack.callback(receiver.close)
+        stack.callback(receiver.shutdown)
+        feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
+        writer = view = None
+        if ranks.is_main:
+            writer = stack.enter_context(MetricWriter(Path(config.run.dir) / "tensorboard"))
+            if config.run.terminal:
+                view = stack.enter_context(TerminalView(config.learner.total_updates))
+
+        meters = Meters(receiver, ranks)
+        timer = StageTimer()
+        started = time.monotonic()
+        progress = 0.0
+        version = 0
+        while progress < 1.0:
+            with timer.stage("idle"):
+                batch = feed.next_batch(version)
+            update(config, ranks, model, optimizer, batch, feed, version, progress, timer, meters.log)
+            with timer.stage("publish"):
+                before = time.perf_counter()
+                receiver.trained([t.ticket_id for t in batch.trajectories])
+                version += 1
+                if publisher is not None:
+                    publisher.publish(dict(model.policy_tensors()), version)
+                ranks.barrier()  # announced by a rank, it must lie on the board
+                receiver.announce(version)
+                meters.log.add("weights/publish_s", time.perf_counter() - before)
+            with timer.stage("log"):
+                elapsed_minutes = (time.monotonic() - started) / 60
+                progress = version / config.learner.total_updates
+                if config.learner.max_minutes is not None:
+                    progress = max(progress, elapsed_minutes / config.learner.max_minutes)
+                progress = min(1.0, ranks.sum([progress])[0] / ranks.world_size)  # ranks must end together
+                meters.observe(feed, batch, version)
+                if config.learner.save_every and version % config.learner.save_every == 0 and ranks.is_main:
+                    model.save(Path(config.run.dir) / f"policy-{version}", files)
+            meters.finish_step(timer.end_step(), batch.num_tokens)
+            summary = meters.gather()
+            if writer is not None:
+                writer.write(version, summary)
+            if view is not None:
+                view.update(version, summary)
+        if ranks.is_main:
+            model.save(Path(config.run.dir) / "policy", files)
+
+
+def update(
+    config: Config,
+    ranks: Ranks,
+    model: PolicyModel,
+    optimizer: Optimizer,
+    batch: Batch,
+    feed: Feed,
+    version: int,
+    progress: float,
+    timer: StageTimer,
+    log: MetricLog,
+) -> None:
+    """One optimizer step on one batch: from version v to v + 1."""
+    train_policy = version >= config.learner.value_warmup_updates
+    with timer.stage("pack"):
+        trajectories = batch.trajectories
+        counts = [
+            sum(t.num_action_tokens for t in trajectories), sum(len(t.turns) for t in trajectories), len(trajectories)
+        ]  # fmt: skip
+        denominators = Denominators(*ranks.sum(counts))
+        advantages = None
+        if config.algorithm.advantage == "group_relative":
+            advantages = group_relative(
+                torch.tensor([t.score for t in trajectories]),
+                torch.tensor([t.group_id for t in trajectories]),
+                config.algorithm.normalize_std,
+            )
+        weights = torch.tensor(batch.weights, dtype=torch.float32)
+        micro_batches = pack(trajectories, config.learner.token_budget)
+    sizes: dict[int, float] = {}
+    for micro in micro_batches:
+        members = torch.tensor(micro.members)
+        with timer.stage("forward"):
+            outcome = objective(
+                config,
+                model,
+                micro.to(ranks.device),
+                None if advantages is None else advantages[members].to(ranks.device),
+                weights[members].to(ranks.device),
+                denominators,
+                version,
+                train_policy,
+            )
+        with timer.stage("backward"):
+            outcome.loss.backward()
+        for name, value, weight in outcome.figures:
+            log.add(name, value, weight)
+        for member, size in zip(micro.members, outcome.advantage_size.tolist(), strict=True):
+            sizes[batch.item_ids[member]] = max(size, sizes.get(batch.item_ids[member], 0.0))
+    feed.buffer.update_advantages(list(sizes), list(sizes.values()))
+    with timer.stage("backward"):
+        ranks.sum_gradients(model)
+    with timer.stage("optimize"):
+        result = optimizer.step(version, progress, train_policy)
+    log.add("optimizer/gradient_norm", result.gradient_norm)
+    log.add("optimizer/clipped_share", float(result.clipped))
+    log.add("optimizer/skipped", float(result.skipped))
+    log.add("optimizer/learning_rate", result.learning_rate)
+
+
+def start_receiver(config: Config, ranks: Ranks, run_dir: RunDirectory, vocab_size: int, batch_size: int) -> Receiver:
+    """This rank's door for actors, with its share of the training tasks behind it."""
+    algorithm = config.algorithm
+    order = TaskOrder(
+        make_suite(config.env).tasks("train"), algorithm.group_size, config.run.seed, ranks.rank, ranks.world_size
+    )
+    # Free running is bounded by what the buffer can hold.
+    max_open = config.replay.capacity if algorithm.max_staleness is None else None
+    ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open=max_open)
+    receiver = Receiver(
+        run_dir.endpoint(ranks.rank), ledger, vocab_size, run_dir, heartbeat_timeout_s=config.pipeline.actor_timeout_s
+    )
+    receiver.start()
+    return receiver
+
+
+class Meters:
+    """Numbers of one rank's step, and their sum over ranks."""
+
+    TOTALS = {
+        "received": "pipeline/received",
+        "trajectories_refused": "pipeline/refused",
+        "duplicates": "pipeline/duplicates",
+        "regranted": "pipeline/regranted",
+        "failed": "actor/failed_episodes",
+    }
+
+    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
+        self.log = MetricLog()
+        self._receiver, self._ranks = receiver, ranks
+        self._totals = receiver.counters()
+
+    def observe(self, feed: Feed, batch: Batch, version: int) -> None:
+        """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
+        log = self.log
+        for t in feed.received:
+            log.update(
+                {
+                    "rollout/reward": float(t.rewards.sum()),
+                    "rollout/score": t.score,
+                    "rollout/success_rate": float(t.success),
+                    "rollout/length_tokens": t.num_tokens,
+                    "rollout/action_tokens": t.num_action_tokens,
+                    "rollout/turns": len(t.turns),
+                    "rollout/episodes": 1,
+                }
+            )
+            for key, value in t.stats.items():
+                log.add(f"env/{key}", value)
+        for t in feed.evicted:
+            log.add("buffer/evicted", 1)
+            log.add("buffer/evicted_length_tokens", t.num_tokens)
+            log.add("buffer/evicted_reward", float(t.rewards.sum()))
+        feed.received.clear()
+        feed.evicted.clear()
+        stats = feed.buffer.stats()
+        log.add("buffer/fill", stats.fill)
+        log.add("buffer/trajectories", stats.num_trajectories)
+        log.add("buffer/size_gb", stats.num_bytes / 1e9)
+        log.add("buffer/reuse", batch.mean_reuse)
+        if stats.oldest_version is not None:
+            log.add("staleness/in_buffer", version - stats.oldest_version)
+        totals = self._receiver.counters()
+        for key, name in self.TOTALS.items():
+            log.add(name, totals[key] - self._totals[key])
+        self._totals = totals
+        log.add("pipeline/outstanding_tickets", totals["open"])
+        log.add("staleness/in_flight", totals["staleness_in_flight"])
+        log.add("learner/version", version)
+        log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
+        for figures in self._receiver.actor_stats().values():
+            for name, value in figures.items():
+                log.add(name, value)
+
+    def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
+        self.log.update(times)
+        self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
+
+    def gather(self) -> dict[str, float]:
+        """All ranks' numbers as one; the same on every rank."""
+        merged = MetricLog()
+        for state in self._ranks.gather(self.log.state()):
+            merged.merge(state)
+        self.log.flush()
+        return merged.flush()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 at the end of training, 2 for bad settings, 143 after SIGTERM."""
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        print(f"learner: {error}", file=sys.stderr)
+        return 2
+    # As an exception it undoes everything on its way out: sockets, shared memory, files.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    torch.set_num_threads(threads_per_process(config))
+    ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
+    if config.learner.num_ranks != ranks.world_size:
+        print(
+            f"learner: learner.num_ranks={config.learner.num_ranks}, but torchrun started {ranks.world_size} ranks: "
+            f"set learner.num_ranks={ranks.world_size}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        learn(config, ranks)
+    finally:
+        ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""From the receiver's door to a batch: groups are put together, buffered, and drawn by priority.
+
+Invariant: every ticket whose trajectory comes out of the receiver is reported back once as trained or evicted; nothing
+waits in here for a group member that can never come.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+from impala_llm.config import Config
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.replay import EvictedItem, GroupAssembler, OldestFirst, PrioritySampler, ReplayBuffer, SamplesPerInsert
+from impala_llm.trajectory import Trajectory
+
+
+class Stalled(RuntimeError):
+    """No batch came together for too long. The message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an update trains on, in the order of the tickets: the same data gives the same sums to the last bit."""
+
+    trajectories: tuple[Trajectory, ...]
+    weights: tuple[float, ...]
+    """Importance weight of each trajectory's draw."""
+    item_ids: tuple[int, ...]
+    """Buffer item of each trajectory."""
+    mean_reuse: float
+    """Times that a trajectory has been drawn, this time included, on average."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(t.num_tokens for t in self.trajectories)
+
+
+class Feed:
+    """Owned by the learner's thread of one rank.
+
+    Args:
+        batch_size: trajectories of a batch of this rank.
+        seed: of the draws.
+    """
+
+    def __init__(self, config: Config, receiver: Receiver, batch_size: int, seed: int) -> None:
+        replay, group_size = config.replay, config.algorithm.group_size
+        self._receiver = receiver
+        self._group_size = group_size
+        self._num_items = batch_size // group_size
+        self._stall_timeout_s = config.learner.stall_timeout_s
+        self._exponent = replay.correction_exponent
+        self._groups = GroupAssembler(group_size)
+        prioritised = replay.recency_tau is not None or replay.advantage_exponent or replay.rarity_exponent
+        sampler = (
+            PrioritySampler(
+                recency_tau=math.inf if replay.recency_tau is None else replay.recency_tau,
+                advantage_exponent=replay.advantage_exponent,
+                rarity_exponent=replay.rarity_exponent,
+                uniform_floor=replay.uniform_floor,
+            )
+            if prioritised or replay.max_replays > 1
+            else OldestFirst()
+        )
+        staleness = config.algorithm.max_staleness
+        self.buffer = ReplayBuffer(
+            sampler,
+            replay.capacity,
+            replay.capacity_mb << 20,
+            math.inf if staleness is None else staleness,
+            replay.max_replays,
+            seed,
+        )
+        # Samples never run ahead of inserts · ratio; inserts are paced by the tickets.
+        self._rate = SamplesPerInsert(
+            replay.samples_per_insert,
+            min_size=batch_size,
+            error=batch_size * max(1.0, replay.samples_per_insert),
+            sample_batch=batch_size,
+            insert_batch=group_size,
+        )
+        self.received: list[Trajectory] = []
+        """Arrived since `take_received`."""
+        self.evicted: list[Trajectory] = []
+
+    def next_batch(self, version: int) -> Batch:
+        """Wait until a batch can be drawn.
+
+        Raises:
+            Stalled: after `learner.stall_timeout_s`.
+            ReceiverError: the receiver has died.
+        """
+        deadline = time.monotonic() + self._stall_timeout_s
+        self.collect(version, timeout_s=0.0)
+        while (batch := self._draw(version)) is None:
+            if time.monotonic() > deadline:
+                counters = self._receiver.counters()
+                raise Stalled(
+                    f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {counters['actors']:.0f} actors, "
+                    f"{counters['open']:.0f} episodes under way, {len(self.buffer)} groups buffered, "
+                    f"{len(self._groups)} in open groups, {counters['failed']:.0f} attempts failed so far; "
+                    "look at the actors' logs"
+                )
+            self.collect(version, timeout_s=0.2)
+        return batch
+
+    def collect(self, version: int, timeout_s: float) -> None:
+        """Take in what has arrived, waiting up to `timeout_s` for the first."""
+        late = []
+        for trajectory in self._receiver.drain(timeout_s):
+            self.received.append(trajectory)
+            if self._groups.is_closed(trajectory.group_id):
+                late.append(trajectory)
+            elif (group := self._groups.add(trajectory)) is not None:
+                self._insert(group.trajectories, version)
+        for group_id, present in self._groups.open_groups().items():
+            if present + self._receiver.lost_members(group_id) >= self._group_size:
+                group, dropped = self._groups.close_short(group_id)
+                late.extend(dropped)
+                if group is not None:
+                    self._insert(group.trajectories, version)
+        self._drop(late)
+
+    def _insert(self, trajectories: tuple[Trajectory, ...], version: int) -> None:
+        self._rate.record_inserts(len(trajectories))
+        self._evict(self.buffer.insert(trajectories, version))
+
+    def _draw(self, version: int) -> Batch | None:
+        if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
+            return None
+        sample = self.buffer.sample(self._num_items, version, self._exponent)
+        self._evict(sample.evicted)
+        if not sample.items:
+            return None
+        members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
+        members.sort(key=lambda member: member[0].ticket_id)
+        self._rate.record_samples(len(members))
+        trajectories, weights, item_ids = zip(*members, strict=True)
+        reuse = sum(item.num_replays * len(item.trajectories) for item in sample.items) / len(members)
+        return Batch(trajectories, weights, item_ids, reuse)
+
+    def _evict(self, items: tuple[EvictedItem, ...]) -> None:
+        self._drop([t for item in items for t in item.trajectories])
+
+    def _drop(self, trajectories: list[Trajectory]) -> None:
+        if trajectories:
+            self.evicted.extend(trajectories)
+            self._receiver.evicted([t.ticket_id for t in trajectories])

@@ -1,0 +1,51 @@
+"""Log-probabilities of the taken tokens and the entropy, from hidden states, without the full logits ever existing.
+
+Only positions that predict an action token enter, in chunks; the backward pass computes each chunk's logits again, so
+memory is one chunk of logits whatever the batch.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 2048
+"""Positions whose logits exist at once."""
+
+
+def token_log_probs(
+    hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature) of the targets, and the entropy of that distribution.
+
+    Args:
+        hidden: float[N, H], at the places before the targets.
+        head_weight: float[V, H]. head_bias: float[V].
+        targets: int64[N].
+        temperature: the one that the engine sampled with, > 0.
+
+    Returns:
+        float32[N] log-probabilities and float32[N] entropies, both in nats and differentiable.
+    """
+    log_probs, entropies = [], []
+    for start in range(0, max(1, len(targets)), CHUNK):
+        part = slice(start, start + CHUNK)
+        arguments = (hidden[part], head_weight, head_bias, targets[part], temperature)
+        # a single chunk is held anyway: computing it again would only cost time
+        if torch.is_grad_enabled() and len(targets) > CHUNK:
+            log_prob, entropy = checkpoint(_chunk, *arguments, use_reentrant=False)
+        else:
+            log_prob, entropy = _chunk(*arguments)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def _chunk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    # float32 whatever the compute type: bfloat16 would leave two digits of a log-probability. float64 stays.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy

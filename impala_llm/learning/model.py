@@ -1,0 +1,193 @@
+"""The policy as the learner holds it: a Hugging Face causal LM on packed rows, and a value head on its last hidden state.
+
+Rows lie end to end in one flat sequence without padding; attention is causal inside each row and blind to the others.
+Invariant: `hidden` of packed rows equals the plain forward of each row alone, so what the learner scores is what any
+Hugging Face user would compute.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from impala_llm.learning.logprobs import token_log_probs
+
+ATTENTION = "impala_segments"
+VALUE_HEAD_FILE = "value_head.safetensors"
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BUCKET = 32
+"""Rows whose lengths round up to the same multiple of this many tokens share one attention call."""
+
+
+class SegmentPlan:
+    """Which rows share an attention call, and where their tokens lie. Made once a batch, used by every layer.
+
+    Args:
+        lengths: int64[num_segments], tokens of each row, in packed order.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        starts = (lengths.cumsum(0) - lengths).tolist()
+        buckets: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths.tolist()):
+            buckets.setdefault(-(-length // _BUCKET) * _BUCKET, []).append(row)
+        total = int(lengths.sum())
+        self.gathers: list[Tensor] = []
+        """For each call: int64[rows, width], places in the flat sequence; padding points at the place past its end."""
+        for width in sorted(buckets):
+            index = torch.full((len(buckets[width]), width), total, dtype=torch.int64)
+            for place, row in enumerate(buckets[width]):
+                length = int(lengths[row])
+                index[place, :length] = torch.arange(starts[row], starts[row] + length)
+            self.gathers.append(index)
+        order = torch.cat([index.reshape(-1) for index in self.gathers])
+        kept = (order < total).nonzero().squeeze(1)
+        self.restore = torch.empty(total, dtype=torch.int64)
+        """int64[M]: where each token of the flat sequence lies among all padded outputs laid end to end."""
+        self.restore[order[kept]] = kept
+
+    def to(self, device: torch.device) -> "SegmentPlan":
+        self.gathers = [index.to(device) for index in self.gathers]
+        self.restore = self.restore.to(device)
+        return self
+
+
+def _segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    segments: SegmentPlan | None = None,
+    **_unused: object,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each row. query [1, heads, M, d]; key, value [1, kv_heads, M, d] → [1, M, heads, d].
+
+    The padding of a shared call follows its row, so a causal mask hides it, and its outputs are dropped.
+    """
+    if segments is None:
+        raise ValueError("segments is None: this attention works on packed rows, call PolicyModel.hidden")
+    # one zero place at the end for padding to point at
+    padded = [nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)) for x in (query, key, value)]
+    outputs = []
+    for index in segments.gathers:
+        q, k, v = (x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2) for x in padded)
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3]))
+    return torch.cat(outputs).index_select(0, segments.restore)[None], None
+
+
+AttentionInterface.register(ATTENTION, _segment_attention)
+
+
+class PolicyModel(nn.Module):
+    """Causal LM and value head.
+
+    Args:
+        lm: a Hugging Face causal LM whose attention goes through the attention interface (Qwen2, Qwen3, Llama, ...).
+        value_hidden_size: width of a hidden layer of the value head; 0: linear.
+        value_trunk_gradient: whether the value loss reaches the LM.
+    """
+
+    def __init__(self, lm: nn.Module, value_hidden_size: int = 0, value_trunk_gradient: bool = False) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_trunk_gradient = value_trunk_gradient
+        width = lm.config.hidden_size
+        last = nn.Linear(value_hidden_size or width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.value_head = (
+            nn.Sequential(nn.Linear(width, value_hidden_size), nn.GELU(), last) if value_hidden_size else nn.Sequential(last)
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: Path, value_hidden_size: int = 0, value_trunk_gradient: bool = False
+    ) -> "PolicyModel":
+        """From a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape."""
+        lm = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
+        )
+        model = cls(lm, value_hidden_size, value_trunk_gradient)
+        saved = directory / VALUE_HEAD_FILE
+        if saved.is_file():
+            state = load_file(saved)
+            shapes = {name: tensor.shape for name, tensor in model.value_head.state_dict().items()}
+            if {name: tensor.shape for name, tensor in state.items()} == shapes:
+                model.value_head.load_state_dict(state)
+        return model
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm.config.vocab_size)
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Last hidden states [M, H] of packed rows.
+
+        Args:
+            tokens: int64[M]. position_ids: int64[M], from 0 in each row. lengths: int64[num_segments], sum M.
+        """
+        plan = SegmentPlan(lengths.cpu()).to(tokens.device)
+        return self.lm.model(
+            input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
+        ).last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, vocabulary]."""
+        return self.lm.get_output_embeddings()(hidden)
+
+    def action_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `logprobs.token_log_probs`."""
+        head = self.lm.get_output_embeddings()
+        return token_log_probs(hidden, head.weight, getattr(head, "bias", None), targets, temperature)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[N, H] → float32[N]. The LM gets a gradient through it only with `value_trunk_gradient`."""
+        if not self.value_trunk_gradient:
+            hidden = hidden.detach()
+        return self.value_head(hidden.float()).squeeze(-1)
+
+    def policy_tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], np.ndarray]]]:
+        """The policy as (name, (safetensors dtype, shape, flat uint8 view)), without the value head.
+
+        Tied weights come once, under the name that save_pretrained keeps.
+        """
+        seen = set()
+        for name, tensor in self.lm.state_dict().items():
+            if tensor.data_ptr() in seen:
+                continue
+            seen.add(tensor.data_ptr())
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy())
+
+    def save(self, directory: Path, files: dict[str, bytes] | None = None) -> None:
+        """Write a Hugging Face directory with the value head beside it.
+
+        Args:
+            files: further files by name, such as those of the tokenizer.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in (files or {}).items():
+            (directory / name).write_bytes(content)
+        self.lm.save_pretrained(directory)
+        save_file(self.value_head.state_dict(), directory / VALUE_HEAD_FILE)
+
+
+def policy_files(directory: Path) -> dict[str, bytes]:
+    """What a policy's directory holds beside weights: configuration and tokenizer files, by name."""
+    suffixes = {".json", ".jinja", ".txt", ".model"}
+    skipped = {"model.safetensors.index.json", "training.json"}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.suffix in suffixes and path.name not in skipped
+    }

@@ -1,0 +1,73 @@
+"""AdamW, the learning-rate schedule and the gradient clip: one optimizer step.
+
+Invariant: a gradient that is not finite changes nothing, neither weights nor moments; the step is reported as skipped.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from impala_llm.config import LearnerConfig
+from impala_llm.learning.model import PolicyModel
+
+
+@dataclass(frozen=True)
+class StepResult:
+    gradient_norm: float
+    """L2, before clipping, of the policy's gradient (the value head's has its own clip)."""
+    clipped: bool
+    skipped: bool
+    """The gradient was not finite."""
+    learning_rate: float
+
+
+def schedule(config: LearnerConfig, update: int, progress: float) -> float:
+    """Factor of the learning rate, in [0, 1].
+
+    Args:
+        update: counted from 0; the first `warmup_updates` rise linearly.
+        progress: share of the run that is over, in [0, 1]: of updates or of time, whichever is further.
+    """
+    warmup = min(1.0, (update + 1) / config.warmup_updates) if config.warmup_updates else 1.0
+    final = config.final_learning_rate_fraction
+    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[config.decay]
+    return warmup * (final + (1.0 - final) * shape)
+
+
+class Optimizer:
+    """AdamW with a group for the policy's matrices, one for its vectors (never decayed) and one for the value head."""
+
+    def __init__(self, model: PolicyModel, config: LearnerConfig) -> None:
+        self._config = config
+        self._policy = [p for p in model.lm.parameters() if p.requires_grad]
+        self._value = list(model.value_head.parameters())
+        groups = [
+            {"params": [p for p in self._policy if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self._policy if p.ndim < 2], "weight_decay": 0.0},
+            {"params": self._value, "weight_decay": 0.0},
+        ]
+        self._rates = [config.learning_rate, config.learning_rate, config.value_learning_rate]
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2))
+
+    def step(self, update: int, progress: float, train_policy: bool = True) -> StepResult:
+        """Clip, step and clear the gradients.
+
+        Args:
+            update, progress: see `schedule`.
+            train_policy: False leaves the policy as it is: only the value head learns.
+        """
+        limit = self._config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._policy, limit).item()
+        value_norm = torch.nn.utils.clip_grad_norm_(self._value, limit).item()
+        factor = schedule(self._config, update, progress)
+        finite = math.isfinite(norm) and math.isfinite(value_norm)
+        if finite:
+            if not train_policy:
+                for p in self._policy:
+                    p.grad = None  # AdamW passes over it, its moments included
+            for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+            self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        return StepResult(norm, norm > limit, not finite, self._config.learning_rate * factor)

@@ -1,0 +1,111 @@
+"""From trajectories to packed micro-batches: rows end to end, no padding, and where their decisions lie.
+
+Invariant: a trajectory is never cut, and every token of every trajectory is in exactly one micro-batch. The same
+trajectories in the same order give the same micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impala_llm.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S rows of M tokens in all, with N action tokens in K turns. Integer tensors are int64."""
+
+    members: tuple[int, ...]
+    """Place of each row's trajectory in what was packed."""
+    tokens: Tensor
+    """[M]."""
+    position_ids: Tensor
+    """[M], from 0 in each row."""
+    lengths: Tensor
+    """[S]."""
+    action_positions: Tensor
+    """[N]: flat places of the action tokens; the place before predicts each."""
+    behaviour_logprobs: Tensor
+    """float32[N]."""
+    versions: Tensor
+    """[N]."""
+    segment_ids: Tensor
+    """[N]: row of each action token."""
+    turn_ids: Tensor
+    """[N]: turn of each action token, counted through all rows."""
+    turn_segment_ids: Tensor
+    """[K]: row of each turn."""
+    turn_rewards: Tensor
+    """float32[K]: sum of the rewards inside of the turn."""
+    turn_value_positions: Tensor
+    """[K]: flat place of the last token before the turn: the state in which it was decided."""
+    last_positions: Tensor
+    """[S]: flat place of each row's last token: the state to bootstrap from."""
+    bootstrap: Tensor
+    """bool[S]."""
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return PackedBatch(members=self.members, **moved)
+
+
+def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBatch]:
+    """Cut trajectories into micro-batches of at most `token_budget` tokens, long ones first (first-fit decreasing).
+
+    Raises:
+        ValueError: a trajectory that is longer than the budget.
+    """
+    order = sorted(range(len(trajectories)), key=lambda i: (-trajectories[i].num_tokens, i))
+    bins: list[tuple[list[int], int]] = []
+    for i in order:
+        size = trajectories[i].num_tokens
+        if size > token_budget:
+            raise ValueError(
+                f"episode {trajectories[i].episode_id} has {size} tokens, learner.token_budget is {token_budget}: raise it"
+            )
+        for place, (members, used) in enumerate(bins):
+            if used + size <= token_budget:
+                members.append(i)
+                bins[place] = members, used + size
+                break
+        else:
+            bins.append(([i], size))
+    return [_pack_rows(trajectories, members) for members, _ in bins]
+
+
+def _pack_rows(trajectories: Sequence[Trajectory], members: list[int]) -> PackedBatch:
+    rows = [trajectories[i] for i in members]
+    lengths = np.array([row.num_tokens for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    masks = np.concatenate([row.action_mask for row in rows])
+    positions = np.flatnonzero(masks)
+    turns = np.concatenate([row.turns + start for row, start in zip(rows, starts, strict=True)]).astype(np.int64)
+    rewards = np.concatenate([row.rewards for row in rows])
+    # sums over spans as differences of a running sum would round: reduceat adds each span by itself
+    turn_rewards = np.add.reduceat(np.append(rewards, 0.0), turns.reshape(-1))[::2] if len(turns) else np.zeros(0)
+
+    def flat(name: str) -> np.ndarray:
+        return np.concatenate([getattr(row, name) for row in rows])[positions]
+
+    def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
+
+    return PackedBatch(
+        members=tuple(members),
+        tokens=tensor(np.concatenate([row.tokens for row in rows])),
+        position_ids=tensor(np.concatenate([np.arange(n) for n in lengths])),
+        lengths=tensor(lengths),
+        action_positions=tensor(positions),
+        behaviour_logprobs=tensor(flat("behaviour_logprobs"), torch.float32),
+        versions=tensor(flat("versions")),
+        segment_ids=tensor(np.repeat(np.arange(len(rows)), [row.num_action_tokens for row in rows])),
+        turn_ids=tensor(np.repeat(np.arange(len(turns)), turns[:, 1] - turns[:, 0])),
+        turn_segment_ids=tensor(np.repeat(np.arange(len(rows)), [len(row.turns) for row in rows])),
+        turn_rewards=tensor(turn_rewards, torch.float32),
+        turn_value_positions=tensor(turns[:, 0] - 1),
+        last_positions=tensor(starts + lengths - 1),
+        bootstrap=tensor(np.array([row.bootstrap for row in rows]), torch.bool),
+    )

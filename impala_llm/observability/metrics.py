@@ -1,0 +1,261 @@
+"""Every metric of the system, once: its name, how values of it combine, and what it means.
+
+Names are `<part>/<what>[_unit]`. Invariant: a number reaches TensorBoard, the JSONL file or the terminal only under a
+name that `METRICS` declares (or under `env/`, whose second half the environment chooses): one name, one meaning.
+
+    log = MetricLog()
+    log.add("rollout/score", trajectory.score)
+    log.add("loss/policy", loss, weight=num_action_tokens)
+    writer.write(step, log.flush())
+"""
+
+import difflib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+ENV_PREFIX = "env/"
+"""`env/<key>`: mean over finished episodes of the number that the environment reports as info["stats"][key]."""
+
+
+class Kind(Enum):
+    """How the values that arrive between two flushes become one number."""
+
+    MEAN = "weighted mean"
+    MAX = "maximum"
+    MIN = "minimum"
+    SUM = "sum"
+    LAST = "last value"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declared metric: `meaning` names the denominator or unit where there is one."""
+
+    name: str
+    kind: Kind
+    meaning: str
+
+
+class MetricError(ValueError):
+    """A metric that is not declared, or a value that cannot be combined."""
+
+
+STAGES = ("idle", "receive", "sample", "pack", "forward", "backward", "optimize", "publish", "checkpoint", "log")
+"""Stages of the learner's step, in order. `idle` is waiting for a batch; gradient reduction belongs to `backward`."""
+
+_MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
+
+_DECLARED = (
+    # What the agents achieve. Denominator: episodes that ended since the last flush.
+    ("rollout/reward", _MEAN, "sum of an episode's rewards, per finished episode"),
+    ("rollout/score", _MEAN, "final score in [0, 1], per finished episode"),
+    ("rollout/success_rate", _MEAN, "share of finished episodes that succeeded"),
+    ("rollout/length_tokens", _MEAN, "tokens of an episode (prompt, observations, actions), per finished episode"),
+    ("rollout/action_tokens", _MEAN, "sampled tokens of an episode, per finished episode"),
+    ("rollout/turns", _MEAN, "actions of an episode, per finished episode"),
+    ("rollout/episodes", _SUM, "finished episodes that the learner received since the last step"),
+    ("evaluate/score", _MEAN, "greedy score in [0, 1] on a held-out split, per episode"),
+    ("evaluate/success_rate", _MEAN, "greedy share of successful episodes on a held-out split"),
+    # The update.
+    ("loss/policy", _MEAN, "policy-gradient part, per action token"),
+    ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
+    ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
+    ("loss/total", _MEAN, "the number that is differentiated, per action token"),
+    ("optimizer/gradient_norm", _MEAN, "L2 norm of the whole gradient before clipping"),
+    ("optimizer/clipped_share", _MEAN, "share of optimizer steps whose gradient was clipped"),
+    ("optimizer/skipped", _MEAN, "share of optimizer steps left out since the gradient was not finite"),
+    ("optimizer/learning_rate", _LAST, "learning rate of the step just made"),
+    ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
+    ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),
+    ("value/explained_variance", _MEAN, "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess"),
+    # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).
+    ("ratio/mean", _MEAN, "importance ratio pi/mu of the configured granularity, per action token or turn"),
+    ("ratio/max", _MAX, "largest importance ratio pi/mu"),
+    ("ratio/rho_clip_share", _MEAN, "share of ratios above rho_bar, which the value targets truncate"),
+    ("ratio/c_clip_share", _MEAN, "share of ratios above c_bar, which the trace truncates"),
+    ("ratio/pg_clip_share", _MEAN, "share of action tokens whose weight in the policy loss is truncated or masked"),
+    (
+        "ratio/ess",
+        _MEAN,
+        "effective sample size (sum w)^2 / (n sum w^2) in (0, 1], over the batch's untruncated ratios",
+    ),
+    ("ratio/k1", _MEAN, "estimate of KL(mu, pi) by -log(pi/mu), nats per action token; may be negative"),
+    ("ratio/k3", _MEAN, "estimate of KL(mu, pi) by pi/mu - 1 - log(pi/mu), nats per action token; never negative"),
+    (
+        "mismatch/logprob_mean",
+        _MEAN,
+        "mean |log pi - log mu| over action tokens of staleness 0: engine against learner",
+    ),
+    ("mismatch/logprob_max", _MAX, "largest |log pi - log mu| over action tokens of staleness 0"),
+    # Staleness: learner version minus the version that sampled the token, in versions.
+    ("staleness/oldest", _MAX, "of the oldest action token in the batch"),
+    ("staleness/newest", _MIN, "of the newest action token in the batch"),
+    ("staleness/mean", _MEAN, "mean over the batch's action tokens"),
+    ("staleness/span", _MEAN, "newest minus oldest version inside a trajectory, per trajectory of the batch"),
+    ("staleness/in_buffer", _MEAN, "of the oldest token of each trajectory in the buffer, per trajectory"),
+    ("staleness/in_flight", _MEAN, "learner version minus the version at the grant, per outstanding ticket"),
+    # Speed of both sides, per wall-clock second. Levels of kind `sum` are over ranks: each adds its own once a step.
+    ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
+    ("actor/prefill_tokens_per_s", _SUM, "prompt and observation tokens computed per second, all actors together"),
+    ("actor/idle_share", _MEAN, "share of wall-clock time in which the engine had nothing to compute, per actor"),
+    ("actor/running_episodes", _SUM, "episodes under way, all actors together"),
+    ("actor/failed_episodes", _SUM, "episodes that ended without a trajectory (error or deadline) since the last step"),
+    ("actor/resident_memory_gb", _MAX, "resident memory of the largest actor process, 10^9 bytes"),
+    (
+        "learner/trained_tokens_per_s",
+        _SUM,
+        "tokens of the trained trajectories, padding excluded, per second; all ranks",
+    ),
+    ("learner/packing_efficiency", _MEAN, "share of the computed token places that hold a token"),
+    ("learner/version", _LAST, "optimizer steps made so far"),
+    ("learner/resident_memory_gb", _MAX, "resident memory of the largest learner rank, 10^9 bytes"),
+    # Between the two sides.
+    ("pipeline/outstanding_tickets", _SUM, "episodes granted and not yet received, all ranks"),
+    ("pipeline/queue_fill", _MEAN, "share of the actors' rings that holds trajectories not yet received"),
+    ("pipeline/received", _SUM, "trajectories received since the last step"),
+    ("pipeline/refused", _SUM, "malformed trajectories refused at the door since the last step"),
+    ("pipeline/duplicates", _SUM, "trajectories received a second time and dropped since the last step"),
+    ("pipeline/regranted", _SUM, "tickets of failed or dead actors granted again since the last step"),
+    ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
+    ("buffer/trajectories", _SUM, "trajectories in the replay buffer, all ranks"),
+    ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
+    ("buffer/evicted", _SUM, "trajectories dropped for age or space since the last step"),
+    ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
+    ("buffer/evicted_reward", _MEAN, "reward of a dropped trajectory, per dropped trajectory"),
+    ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
+    ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),
+    ("weights/load_s", _MEAN, "seconds that an engine takes to load a version, per load"),
+    # The learner's step. The shares sum to 1.
+    ("time/step_s", _MEAN, "seconds of one learner step, waiting included"),
+    *((f"time/{stage}_share", _MEAN, f"share of the learner's step spent in stage `{stage}`") for stage in STAGES),
+    ("time/unaccounted_share", _MEAN, "share of the learner's step spent in no declared stage"),
+)
+
+METRICS: Mapping[str, Metric] = {name: Metric(name, kind, meaning) for name, kind, meaning in _DECLARED}
+
+
+def describe(name: str) -> Metric:
+    """The declaration of `name`. Raises MetricError, with the nearest declared names, where there is none."""
+    if name.startswith(ENV_PREFIX) and len(name) > len(ENV_PREFIX):
+        return Metric(name, Kind.MEAN, f"the environment's own {name.removeprefix(ENV_PREFIX)!r}, per finished episode")
+    if name not in METRICS:
+        near = difflib.get_close_matches(name, METRICS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "names are <part>/<what>[_unit]"
+        raise MetricError(f"unknown metric {name!r}: {hint} New ones are declared in observability/metrics.py")
+    return METRICS[name]
+
+
+@dataclass
+class _Cell:
+    """Running value of one metric; `weight` is the denominator of a mean."""
+
+    value: float
+    weight: float
+
+
+class MetricLog:
+    """Collects values by name and combines them by the declared kind. Not thread-safe: one owner."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, _Cell] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Adds one value.
+
+        `weight` is what the value is a mean of (tokens, episodes) and counts for means only; a value of weight 0 leaves
+        no trace. Raises MetricError for an undeclared name or a negative weight.
+        """
+        kind = describe(name).kind
+        if not weight >= 0.0:
+            raise MetricError(f"metric {name!r}: weight must not be negative, got {weight}; pass the denominator")
+        if weight > 0.0:
+            self._combine(name, kind, _Cell(float(value) * weight if kind is Kind.MEAN else float(value), weight))
+
+    def update(self, values: Mapping[str, float], weight: float = 1.0) -> None:
+        """`add` for each item, all with the same weight."""
+        for name, value in values.items():
+            self.add(name, value, weight)
+
+    def state(self) -> dict[str, list[float]]:
+        """The unflushed content as {name: [value, weight]}, plain numbers that any wire can carry."""
+        return {name: [cell.value, cell.weight] for name, cell in self._cells.items()}
+
+    def merge(self, state: Mapping[str, list[float]]) -> None:
+        """Adds the `state()` of another log (another rank, an actor) as if its values had been added here."""
+        for name, (value, weight) in state.items():
+            self._combine(name, describe(name).kind, _Cell(value, weight))
+
+    def summary(self) -> dict[str, float]:
+        """One number for each metric that got a value since the last flush."""
+        return {
+            name: cell.value / cell.weight if describe(name).kind is Kind.MEAN else cell.value
+            for name, cell in self._cells.items()
+        }
+
+    def flush(self) -> dict[str, float]:
+        """`summary()`, and starts over."""
+        summary = self.summary()
+        self._cells.clear()
+        return summary
+
+    def _combine(self, name: str, kind: Kind, new: _Cell) -> None:
+        old = self._cells.get(name)
+        if old is None or kind is Kind.LAST:
+            self._cells[name] = new
+        elif kind is Kind.MAX:
+            old.value = max(old.value, new.value)
+        elif kind is Kind.MIN:
+            old.value = min(old.value, new.value)
+        else:
+            old.value += new.value
+            old.weight += new.weight
+
+
+class StageTimer:
+    """Accounts for all of the learner's time: every moment belongs to one stage of `STAGES` or to `unaccounted`.
+
+    Invariant: the shares that `end_step` returns are non-negative and sum to 1, since stages cannot overlap.
+
+        with timer.stage("forward"):
+            ...
+        log.update(timer.end_step())
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._running: str | None = None
+        self._step_start = clock()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Charges the time of the block to `name`. Raises MetricError for an unknown stage, or inside another stage."""
+        if name not in self._seconds:
+            raise MetricError(f"unknown stage {name!r}: one of {', '.join(STAGES)}")
+        if self._running is not None:
+            raise MetricError(f"stage {name!r} inside {self._running!r}: end that one first, or time would count twice")
+        self._running = name
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - start
+            self._running = None
+
+    def end_step(self) -> dict[str, float]:
+        """Metrics `time/*` of the step that ends here; the next step begins at the same moment."""
+        if self._running is not None:
+            raise MetricError(f"the step ended inside stage {self._running!r}: leave the stage first")
+        now = self._clock()
+        step = now - self._step_start
+        shares = {name: seconds / step if step > 0.0 else 0.0 for name, seconds in self._seconds.items()}
+        self._step_start = now
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        return {
+            "time/step_s": step,
+            **{f"time/{name}_share": share for name, share in shares.items()},
+            "time/unaccounted_share": max(0.0, 1.0 - sum(shares.values())),
+        }

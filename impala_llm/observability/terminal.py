@@ -1,0 +1,106 @@
+"""Shows a run's metrics in the terminal: five live lines, or one plain line now and then where no terminal is attached.
+
+Invariant: it only shows. Whatever it is given, including steps without most of the metrics, training goes on.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PLAIN_INTERVAL_S = 10.0
+
+
+class TerminalView:
+    """Progress of a run of `num_steps` learner steps, on `stream`; standard error, unless told.
+
+    On a terminal five lines are redrawn in place. Elsewhere (a log file, CI) the first step, the last one and one every
+    `PLAIN_INTERVAL_S` seconds print a line each.
+
+        with TerminalView(num_steps) as view:
+            view.update(step, metrics)
+    """
+
+    def __init__(
+        self, num_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps = num_steps
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._started = clock()
+        self._first_step: int | None = None
+        self._last_line: float | None = None
+        self._seen: dict[str, float] = {}
+        self._live: Live | None = None
+
+    def __enter__(self) -> "TerminalView":
+        if self._stream.isatty():
+            self._live = Live(
+                Text("waiting for the first batch"), console=Console(file=self._stream), auto_refresh=False
+            )
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last."""
+        self._seen.update(metrics)
+        if self._first_step is None:
+            self._first_step = step
+        now = self._clock()
+        lines = render(self._seen, self._progress(step, now))
+        if self._live is not None:
+            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._last_line is None or step >= self._num_steps or now - self._last_line >= PLAIN_INTERVAL_S:
+            print(" | ".join(line.split("  ", 1)[1].strip() for line in lines[:3]), file=self._stream, flush=True)
+            self._last_line = now
+
+    def _progress(self, step: int, now: float) -> str:
+        elapsed = now - self._started
+        made = step - (self._first_step or step) + 1
+        remaining = elapsed / made * max(0, self._num_steps - step)
+        share = step / max(1, self._num_steps)
+        return (
+            f"{step}/{self._num_steps} ({share:.0%})  {_clock_text(elapsed)} gone, about {_clock_text(remaining)} to go"
+        )
+
+
+def render(metrics: Mapping[str, float], progress: str) -> list[str]:
+    """The five lines as plain text; what has no value yet is a dash."""
+
+    def show(name: str, form: str) -> str:
+        value = metrics.get(name)
+        return "-" if value is None else format(value, form)
+
+    return [
+        f"step      {progress}",
+        f"episodes  score {show('rollout/score', '.3f')}  success {show('rollout/success_rate', '.1%')}"
+        f"  reward {show('rollout/reward', '.3f')}  turns {show('rollout/turns', '.1f')}"
+        f"  tokens {show('rollout/length_tokens', '.0f')}",
+        f"update    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
+        f"  entropy {show('loss/entropy', '.3f')}  gradient {show('optimizer/gradient_norm', '.2f')}"
+        f"  rate {show('optimizer/learning_rate', '.1e')}",
+        f"lag       staleness {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
+        f"  ratio {show('ratio/mean', '.3f')} (max {show('ratio/max', '.2f')})"
+        f"  clipped {show('ratio/pg_clip_share', '.1%')}  ess {show('ratio/ess', '.2f')}  k3 {show('ratio/k3', '.4f')}",
+        f"speed     actors {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
+        f" (idle {show('actor/idle_share', '.0%')})  learner {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
+        f" (idle {show('time/idle_share', '.0%')})  buffer {show('buffer/fill', '.0%')}"
+        f"  queue {show('pipeline/queue_fill', '.0%')}  publish {show('weights/publish_s', '.3f')} s",
+    ]
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,1 @@
+"""Processes talk to each other here and nowhere else. numpy only, no torch."""

@@ -1,0 +1,349 @@
+"""The actor's end of the channel between actors and a learner rank. The learner's end is receiver.py.
+
+Invariant: a trajectory that `send` took is offered to the learner until the learner has acknowledged or refused it, and
+its ticket counts as held until then. The learner drops what it has already, so that each arrives exactly once. Grants
+and reports of failure that get lost are made good by the heartbeat, which lists the tickets that are held.
+
+Messages: see the table in wire.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from impala_llm.pipeline.arena import ArenaWriter, RecordTooLarge
+from impala_llm.pipeline.clock import ActiveClock
+from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory, check_name
+from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.wire import (
+    MAX_MESSAGE_BYTES,
+    Ack,
+    DescriptorBatch,
+    EncodedTrajectory,
+    Goodbye,
+    Grant,
+    Heartbeat,
+    Hello,
+    HelloWanted,
+    Message,
+    Record,
+    Refused,
+    Shutdown,
+    TicketFailed,
+    TicketRequest,
+    WeightsAnnounced,
+    WireError,
+    decode,
+    encode,
+    encode_trajectory,
+)
+from impala_llm.trajectory import Trajectory
+
+_log = logging.getLogger(__name__)
+_MAX_RECORDS = 64
+_LINGER_MS = 1000
+_MAX_REASON = 1000
+
+Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown
+
+
+class LearnerLost(RuntimeError):
+    """The learner has been silent for too long: the actor should end."""
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return an endpoint that cannot be reached from other hosts; ValueError for any other."""
+    if not endpoint.startswith(("ipc://", "tcp://127.0.0.1:")):
+        raise ValueError(f"endpoint is {endpoint!r}: only ipc:// and tcp://127.0.0.1: are served without encryption")
+    return endpoint
+
+
+@dataclass(slots=True)
+class _InFlight:
+    record: Record
+    sent_at: float
+
+
+class ActorChannel:
+    """An actor's connection to one learner rank. For one thread or event loop. Only `poll` with a timeout blocks.
+
+    A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
+
+    endpoint: of the rank, `RunDirectory.endpoint`. actor_id: unique among living actors; a later process of the same id
+    takes over. arena_bytes: room for trajectories under way (config: pipeline.arena_mb). heartbeat_s: time between
+    heartbeats, which need `poll` to be called. resend_s: a trajectory not acknowledged for so long is offered again.
+    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost; only time in
+    which this actor polled counts, a gap between two polls as at most a heartbeat.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        actor_id: str,
+        run_dir: RunDirectory,
+        arena_bytes: int,
+        heartbeat_s: float = 1.0,
+        resend_s: float = 5.0,
+        learner_timeout_s: float = 120.0,
+    ) -> None:
+        self.actor_id = check_name("actor_id", actor_id)
+        self._heartbeat_s = heartbeat_s
+        self._resend_s = resend_s
+        self._learner_timeout_s = learner_timeout_s
+        self._incarnation = secrets.randbits(63)
+        self._arena = ArenaWriter(run_dir.arena_path(actor_id), arena_bytes, self._incarnation)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, f"{actor_id}#{self._incarnation:016x}".encode())
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect(check_endpoint(endpoint))
+        self._clock = ActiveClock(heartbeat_s)
+        self._learner_heard = 0.0
+        self._next_heartbeat = time.monotonic() + heartbeat_s
+        self._next_sequence = 0
+        self._want: int | None = None
+        self._held: dict[int, Ticket] = {}
+        self._stats: dict[str, float] = {}
+        self._outbox: deque[tuple[int, int, EncodedTrajectory]] = deque()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._version: int | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def hello(self) -> None:
+        """Introduce this actor. Once, before anything else; it is repeated by itself when the learner asks."""
+        process = ProcessIdentity.mine()
+        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, tuple(self._held)))
+
+    def request(self, want: int) -> None:
+        """Say how many tickets this actor wants to have under way: a level, not an increment.
+
+        The learner keeps it filled by itself: a ticket is under way from its grant until its trajectory is acknowledged
+        or refused, or `fail`. With max_staleness 0 it deals whole batches instead. 0 asks for no more.
+        """
+        self._want = want
+        self._send(TicketRequest(want))
+
+    def send(self, trajectory: Trajectory) -> bool:
+        """Hand over a finished trajectory; it is never lost while this process lives.
+
+        Returns True if it lies in the arena, False if the arena is full and it waits here for acknowledgements (then
+        finish no more episodes for a while). Raises RecordTooLarge where it can never fit, WireError where its metadata
+        is too large: `fail` its ticket then.
+        """
+        encoded = encode_trajectory(trajectory)
+        if encoded.num_bytes > self._arena.capacity:
+            raise RecordTooLarge(
+                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {encoded.num_bytes} bytes, "
+                f"the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
+            )
+        self._outbox.append((self._next_sequence, trajectory.ticket_id, encoded))
+        self._next_sequence += 1
+        self._flush_outbox()
+        return not self._outbox
+
+    def fail(self, ticket_id: int, reason: str) -> None:
+        """Give a ticket back: its episode came to nothing. ValueError where this actor does not hold it."""
+        if self._held.pop(ticket_id, None) is None:
+            raise ValueError(f"ticket {ticket_id} is not held by {self.actor_id}: it was finished or given back before")
+        # The text may come from anywhere, and msgpack takes no lone surrogates.
+        self._send(TicketFailed(ticket_id, reason[:_MAX_REASON].encode(errors="replace").decode()))
+
+    def report(self, stats: dict[str, float]) -> None:
+        """Figures for the learner's metrics; the latest ones travel with each heartbeat."""
+        self._stats = {name: float(value) for name, value in stats.items()}
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """What the learner said, waiting up to `timeout_s` seconds for something. Also sends what is due.
+
+        Grant holds only tickets that are new to this actor; WeightsAnnounced comes when the version differs from the
+        last one. Raises LearnerLost.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events = self._turn()
+            remaining = deadline - time.monotonic()
+            if events or remaining <= 0:
+                return events
+            self._socket.poll(math.ceil(1000 * min(remaining, self._heartbeat_s)))
+
+    async def poll_async(self, timeout_s: float) -> list[Event]:
+        """`poll` for an event loop; other coroutines may use the channel meanwhile, except for this method."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events = self._turn()
+            remaining = deadline - time.monotonic()
+            if events or remaining <= 0:
+                return events
+            await self._readable(min(remaining, self._heartbeat_s))
+
+    @property
+    def held(self) -> list[Ticket]:
+        """Tickets granted to this actor and neither given back nor acknowledged."""
+        return list(self._held.values())
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Trajectories sent, or waiting for room, that the learner has not answered."""
+        return len(self._in_flight) + len(self._outbox)
+
+    @property
+    def arena_fill(self) -> float:
+        """Share of the arena in use, in [0, 1]."""
+        return self._arena.used / self._arena.capacity
+
+    def close(self) -> None:
+        """Say goodbye and remove the arena. Tickets still held are granted to others; unacknowledged data is
+        dropped."""
+        self._send(Goodbye())
+        self._socket.close()
+        self._context.term()
+        self._arena.close()
+
+    # --- one turn
+
+    def _turn(self) -> list[Event]:
+        self._clock.tick()
+        events: list[Event] = []
+        hello_wanted = False
+        while (message := self._receive()) is not None:
+            self._learner_heard = self._clock.now
+            match message:
+                case HelloWanted():
+                    hello_wanted = True
+                case Grant(tickets):
+                    fresh = tuple(ticket for ticket in tickets if ticket.ticket_id not in self._held)
+                    if fresh:
+                        self._held |= {ticket.ticket_id: ticket for ticket in fresh}
+                        events.append(Grant(fresh))
+                case Ack(sequences):
+                    for sequence in sequences:
+                        self._settle(sequence)
+                    events.append(message)
+                case Refused(sequence, _):
+                    self._settle(sequence)
+                    events.append(message)
+                case WeightsAnnounced(version):
+                    if version != self._version:
+                        self._version = version
+                        events.append(message)
+                case Shutdown():
+                    events.append(message)
+        if hello_wanted:
+            self._introduce_again()
+        self._flush_outbox()
+        self._send_due()
+        silence = self._clock.now - self._learner_heard
+        if silence > self._learner_timeout_s:
+            raise LearnerLost(
+                f"the learner has been silent for {silence:.0f} s, more than pipeline.learner_timeout_s="
+                f"{self._learner_timeout_s:g}"
+            )
+        return events
+
+    def _receive(self) -> Message | None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                return decode(b"".join(frames))
+            except WireError as error:
+                _log.warning("a message of the learner was dropped: %s", error)
+
+    def _settle(self, sequence: int) -> None:
+        in_flight = self._in_flight.pop(sequence, None)
+        if in_flight is not None:
+            self._arena.free(in_flight.record.descriptor)
+            self._held.pop(in_flight.record.ticket_id, None)
+
+    def _introduce_again(self) -> None:
+        # The learner is new, or had given this actor up: it knows nothing of what is under way.
+        self._version = None
+        self.hello()
+        if self._want is not None:
+            self.request(self._want)
+        self._offer([in_flight.record for in_flight in self._in_flight.values()])
+
+    def _flush_outbox(self) -> None:
+        records = []
+        while self._outbox:
+            sequence, ticket_id, encoded = self._outbox[0]
+            descriptor = self._arena.try_write(encoded.parts)
+            if descriptor is None:
+                break
+            self._outbox.popleft()
+            record = Record(sequence, ticket_id, descriptor, encoded.header)
+            self._in_flight[sequence] = _InFlight(record, 0.0)
+            records.append(record)
+        self._offer(records)
+
+    def _offer(self, records: list[Record]) -> None:
+        now = time.monotonic()
+        for first in range(0, len(records), _MAX_RECORDS):
+            batch = records[first : first + _MAX_RECORDS]
+            for record in batch:
+                self._in_flight[record.sequence].sent_at = now
+            self._send(DescriptorBatch(tuple(batch)))
+
+    def _send_due(self) -> None:
+        now = time.monotonic()
+        if now < self._next_heartbeat:
+            return
+        self._next_heartbeat = now + self._heartbeat_s
+        self._send(Heartbeat(tuple(self._held), self._stats))
+        if self._want is not None:
+            self._send(TicketRequest(self._want))
+        self._offer([f.record for f in self._in_flight.values() if now - f.sent_at > self._resend_s])
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # The queue of a learner that does not read is full. All that matters is offered again.
+            _log.debug("no room to send %s", type(message).__name__)
+        # Sending may swallow the signal that a message has arrived: see _readable.
+        if self._waiter is not None and not self._waiter.done() and self._has_input():
+            self._waiter.set_result(None)
+
+    # --- asyncio
+
+    def _has_input(self) -> bool:
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
+
+    async def _readable(self, timeout_s: float) -> None:
+        """Until a message can be read or the time is over.
+
+        ZeroMQ's descriptor is edge-triggered and stands for commands, not messages: it tells nothing once ZMQ_EVENTS
+        was looked at or anything was sent. So the events are looked at before waiting, and again after each `_send`.
+        """
+        loop = asyncio.get_running_loop()
+        descriptor = self._socket.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        waiter = self._waiter = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        loop.add_reader(descriptor, wake)
+        timer = loop.call_later(timeout_s, wake)
+        try:
+            if not self._has_input():
+                await waiter
+        finally:
+            timer.cancel()
+            loop.remove_reader(descriptor)
+            self._waiter = None

@@ -1,0 +1,28 @@
+"""Log lines about peers that misbehave, without letting them fill the log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+
+_log = logging.getLogger(__name__)
+
+
+class Complaints:
+    """Logs the first of a kind, and then at most one in `interval_s` seconds, with the number that was left out."""
+
+    def __init__(self, interval_s: float = 10.0) -> None:
+        self._interval_s = interval_s
+        self._last: dict[str, float] = {}
+        self._num_silent: Counter[str] = Counter()
+
+    def log(self, kind: str, text: str) -> None:
+        """kind: what is counted together. text: this case of it."""
+        now = time.monotonic()
+        if now - self._last.get(kind, -math.inf) < self._interval_s:
+            self._num_silent[kind] += 1
+            return
+        self._last[kind] = now
+        _log.warning("%s: %s (%d more like it not shown)", kind, text, self._num_silent.pop(kind, 0))

@@ -1,0 +1,105 @@
+"""The safetensors file format, as much of it as a file that is rewritten in place needs.
+
+8 bytes: length n of the header, little endian; n bytes: JSON, padded with blanks; then the tensors without gaps, at the
+offsets that the header gives. Invariant: tensors are laid in order of falling item size, so each is aligned to its own.
+Source: the format section of https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ITEM_SIZES: dict[str, int] = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1},
+}
+"""Bytes of an element, by the name of its dtype in the format."""
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+
+
+class LayoutError(ValueError):
+    """A description of tensors, or a header, that is not valid."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies: bytes [start, end) of the file, dtype by its safetensors name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """header: the file's first bytes. places: by tensor name, in the order of the file. num_bytes: of the whole
+    file."""
+
+    header: bytes
+    places: dict[str, TensorPlace]
+    num_bytes: int
+
+
+def plan(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+    """Lay out tensors given as name -> (dtype, shape). LayoutError where a dtype is unknown or a name is reserved."""
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in ITEM_SIZES:
+            raise LayoutError(f"tensor {name!r} has dtype {dtype!r}: use one of {', '.join(ITEM_SIZES)}")
+        if name == "__metadata__" or any(size < 0 for size in shape):
+            raise LayoutError(
+                f"tensor {name!r} of shape {shape} cannot be stored: the name is reserved or a size negative"
+            )
+    ordered = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
+    # transformers refuses files that do not say who wrote them.
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    spans: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for name in ordered:
+        dtype, shape = tensors[name]
+        end = offset + _num_bytes(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        spans[name] = (offset, end)
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = _LENGTH.pack(len(text)) + text
+    places = {
+        name: TensorPlace(tensors[name][0], tuple(tensors[name][1]), len(header) + start, len(header) + end)
+        for name, (start, end) in spans.items()
+    }
+    return Layout(header, places, len(header) + offset)
+
+
+def parse(data: memoryview) -> dict[str, TensorPlace]:
+    """The tensors in a file, by name. LayoutError where the header is malformed or leaves the file."""
+    try:
+        (length,) = _LENGTH.unpack(data[: _LENGTH.size])
+        begin = _LENGTH.size + length
+        table = json.loads(bytes(data[_LENGTH.size : begin]))
+        places = {}
+        for name, entry in table.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            place = TensorPlace(entry["dtype"], tuple(entry["shape"]), begin + start, begin + end)
+            if not 0 <= start <= end <= len(data) - begin or end - start != _num_bytes(place.dtype, place.shape):
+                raise LayoutError(
+                    f"tensor {name!r} lies at [{place.start}, {place.end}) of {len(data)} bytes: impossible"
+                )
+            places[name] = place
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LayoutError(f"not a safetensors file: {error}") from error
+    return places
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = ITEM_SIZES[dtype]
+    for extent in shape:
+        size *= extent
+    return size

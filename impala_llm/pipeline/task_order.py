@@ -1,0 +1,78 @@
+"""The order in which tasks are played: endless, reproducible, without gaps.
+
+Invariant: over all ranks together, each epoch holds every task exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class TaskOrder:
+    """The endless order of (task, group), reproducible from (tasks, group_size, seed) and a position.
+
+    Each epoch is a fresh shuffle of all tasks. Ranks take places rank, rank + world_size, ... of the one global
+    order: so no task is skipped or repeated in an epoch, however many ranks share it. The global place is the
+    group's id.
+    """
+
+    def __init__(
+        self, tasks: Sequence[int], group_size: int = 1, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """tasks: ids, all different, the same on all ranks. group_size: tickets of one group.
+
+        Raises ValueError for no or repeated tasks, a group_size below 1 or a rank outside of the world.
+        """
+        if not tasks:
+            raise ValueError("tasks is empty: there is nothing to play")
+        if len(set(tasks)) != len(tasks):
+            raise ValueError(f"tasks repeats ids: {len(tasks)} tasks, {len(set(tasks))} of them different")
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}: at least 1 is needed")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}: it must lie in [0, world_size = {world_size})")
+        self._tasks = np.asarray(tasks, np.int64)
+        self.group_size = group_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._num_taken = 0
+        self._epoch = -1
+        self._shuffled = self._tasks
+
+    def next(self) -> tuple[int, int]:
+        """The next (task_id, group_id) of this rank."""
+        group_id = self._num_taken * self._world_size + self._rank
+        self._num_taken += 1
+        epoch, place = divmod(group_id, len(self._tasks))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._shuffled = np.random.default_rng([self._seed, epoch]).permutation(self._tasks)
+        return int(self._shuffled[place]), group_id
+
+    def ticket_seed(self, ticket_id: int) -> int:
+        """Seed of a ticket's episode, in [0, 2^63)."""
+        state = np.random.SeedSequence([self._seed, ticket_id]).generate_state(1, np.uint64)
+        return int(state[0] >> np.uint64(1))
+
+    def state_dict(self) -> dict[str, int]:
+        """Position and what it refers to, as plain numbers."""
+        return {"num_taken": self._num_taken, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at a saved position. ValueError where it belongs to another order."""
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ValueError(f"the saved task order has {name}={state[name]}, this run {value}: they must agree")
+        self._num_taken = state["num_taken"]
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "num_tasks": len(self._tasks),
+            "group_size": self.group_size,
+            "seed": self._seed,
+            "rank": self._rank,
+            "world_size": self._world_size,
+        }

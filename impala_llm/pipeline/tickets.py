@@ -1,0 +1,548 @@
+"""Tickets: which episodes may be played, by whom, and how many at once. Pure logic: no I/O, no clock.
+
+Invariant: a ticket ends in exactly one of trained, evicted and refused; until then each attempt at it either brings a
+trajectory or is granted again. No ticket is lost, none is counted twice, whoever dies when.
+
+    ready ──grant──► open ──trajectory──► received ──► trained | evicted
+      ▲                │ │
+      └──failed, lost──┘ └─malformed, or failed too often─► refused
+
+Why staleness is bounded. B: batch_size, η: max_staleness, v: the learner's version, all in trajectories of one rank. A
+slot is charged when a ticket leaves the task order. It is free again when the step that trained on the ticket has made
+its version, or when the ticket ends otherwise (for refused members of a group: when the group has ended). At most
+(η + 1)·B slots are charged, and a step under way counts as B of them even if its batch was short.
+Let W slots be charged that no step has trained on yet, when a ticket is granted, and s = 1 if a step is under way, else
+0. Taken oldest first, B slots a step, the ticket is trained on by the step that starts from u = v + s + floor(W / B). A
+token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is just
+what makes min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
+u = v = min_version. A learner that takes younger tickets first must drop what that makes too old.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from impala_llm.pipeline.task_order import TaskOrder
+
+_STATE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to play one episode. Written by the learner rank, read by the actor.
+
+    ticket_id: the same in every run with the same task order; unique over all ranks.
+    task_id: what to play. group_id: tickets with the same one play the same task for a group-relative baseline.
+    seed: of the episode, in [0, 2^63).
+    min_version: the actor plays with at least this version of the weights, else the trajectory is refused.
+    """
+
+    ticket_id: int
+    task_id: int
+    group_id: int
+    seed: int
+    min_version: int
+
+
+class Verdict(Enum):
+    """What the ledger says to a trajectory that arrived."""
+
+    ACCEPTED = auto()
+    DUPLICATE = auto()
+    """This unroll of this episode was received before: acknowledge and drop."""
+    SUPERSEDED = auto()
+    """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is not touched."""
+    UNKNOWN_TICKET = auto()
+
+
+class _State(Enum):
+    READY = "ready"
+    OPEN = "open"
+    RECEIVED = "received"
+    TRAINED = "trained"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+
+
+_ENDED = (_State.TRAINED, _State.EVICTED, _State.REFUSED)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """All that is known of a ticket."""
+
+    ticket: Ticket
+    born_version: int
+    state: _State = _State.READY
+    actor_id: str | None = None
+    attempts: int = 0
+    episode_id: str | None = None
+    unrolls: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of which some ticket has not ended."""
+
+    under_way: int
+    """Tickets that have not ended."""
+    num_lost: int = 0
+    """Refused tickets. Their slots stay charged until the whole group has ended, so that a batch keeps its number of
+    groups: a group that is short of members is no room for part of another."""
+
+
+class TicketLedger:
+    """Grants tickets and follows each to its end. Thread-safe: a lock inside, held for the length of one call.
+
+    One round, with max_staleness = 0, a batch of 2 and one actor:
+
+    >>> ledger = TicketLedger(TaskOrder([7, 8, 9], seed=1), batch_size=2, max_staleness=0)
+    >>> ledger.request("actor-0", want=1)
+    >>> [(actor, tickets)] = ledger.grantable()
+    >>> [ledger.received(t.ticket_id, f"episode-{t.ticket_id}") for t in tickets]
+    [<Verdict.ACCEPTED: 1>, <Verdict.ACCEPTED: 1>]
+    >>> ledger.trained([t.ticket_id for t in tickets])
+    >>> ledger.grantable()
+    []
+    >>> ledger.advance(1)
+    >>> [ticket.min_version for _, tickets in ledger.grantable() for ticket in tickets]
+    [1, 1]
+    """
+
+    def __init__(
+        self,
+        task_order: TaskOrder,
+        batch_size: int,
+        max_staleness: int | None,
+        max_open: int | None = None,
+        max_attempts: int = 3,
+        version: int = 0,
+    ) -> None:
+        """All numbers are per rank and in trajectories.
+
+        batch_size: trajectories of a learner step. max_staleness: in versions; None runs free. max_open: most tickets
+        granted and not yet received; needed when running free, otherwise optional. max_attempts: failures after which
+        a ticket is refused. version: the learner's at the start. Raises ValueError naming the argument.
+        """
+        group_size = task_order.group_size
+        if batch_size < 1 or batch_size % group_size:
+            raise ValueError(f"batch_size is {batch_size}: it must be a positive multiple of group_size {group_size}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness is {max_staleness}: use 0 or more, or None to run free")
+        if max_staleness is None and max_open is None:
+            raise ValueError("max_open is None: free running (max_staleness None) needs a bound on open tickets")
+        if max_open is not None and max_open < (batch_size if max_staleness == 0 else group_size):
+            raise ValueError(
+                f"max_open is {max_open}: at least a group of {group_size} must fit, and with max_staleness 0 "
+                f"a batch of {batch_size}"
+            )
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts}: at least 1 is needed")
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self._order = task_order
+        self._max_open = max_open
+        self._max_attempts = max_attempts
+        self._version = version
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Entry] = {}
+        self._ended: OrderedDict[int, _Entry] = OrderedDict()
+        self._groups: dict[int, _Group] = {}
+        self._ready: deque[int] = deque()
+        # Tickets open at an actor, and how many it wants; the order of the keys decides between equals.
+        self._open_at: dict[str, set[int]] = {}
+        self._wants: dict[str, int] = {}
+        self._num_open = 0
+        self._charged: Counter[int] = Counter()  # by the version of the grant
+        self._released: list[int] = []  # trained by the step under way: free at the next version
+        self._totals: Counter[str] = Counter()
+        # Resends come within seconds; what ended many batches ago needs no memory.
+        self._num_remembered = max(4096, 16 * batch_size * (1 + (max_staleness or 0)))
+
+    @property
+    def version(self) -> int:
+        """The learner's current version."""
+        return self._version
+
+    # --- the actors' side
+
+    def request(self, actor_id: str, want: int) -> None:
+        """An actor says how many tickets it wants to have under way: a level and no increment, harmless to repeat.
+
+        Under way are tickets that were granted to it and neither received nor failed. 0 asks for no more.
+        """
+        if want < 0:
+            raise ValueError(f"want is {want}: it must be 0 or more")
+        with self._lock:
+            self._wants[actor_id] = want
+            self._open_at.setdefault(actor_id, set())
+
+    def grantable(self) -> list[tuple[str, list[Ticket]]]:
+        """Grant what may be granted now: (actor_id, tickets) to be sent, at most one entry an actor.
+
+        The tickets are open from now on. With max_staleness 0 a whole batch is dealt at once, in equal shares to all
+        actors that want any (groups undivided where there are enough of them), whatever their levels; otherwise actors
+        are filled up to their levels in turn, a group's worth at a time.
+        """
+        with self._lock:
+            actors = [actor for actor, want in self._wants.items() if want > 0]
+            if not actors:
+                return []
+            actors.sort(key=lambda actor: len(self._open_at[actor]))
+            return self._deal_batch(actors) if self.max_staleness == 0 else self._fill_levels(actors)
+
+    def open_tickets(self, actor_id: str) -> list[Ticket]:
+        """Tickets that are open at an actor, oldest first: what it must be playing or have given back."""
+        with self._lock:
+            return [self._entries[ticket_id].ticket for ticket_id in sorted(self._open_at.get(actor_id, ()))]
+
+    def resumed(self, actor_id: str, held: Iterable[int]) -> None:
+        """An actor that came back still plays these tickets: those that wait to be granted again are its own again."""
+        with self._lock:
+            self.request(actor_id, self._wants.get(actor_id, 0))
+            for ticket_id in held:
+                entry = self._entries.get(ticket_id)
+                if entry is not None and entry.state is _State.READY:
+                    self._ready.remove(ticket_id)
+                    self._open(ticket_id, actor_id)
+
+    def lookup(self, ticket_id: int) -> Ticket | None:
+        """The ticket of this id, None where it is unknown or has ended."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            return None if entry is None else entry.ticket
+
+    def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
+        """What `received` would say, without effect."""
+        with self._lock:
+            entry = self._entries.get(ticket_id) or self._ended.get(ticket_id)
+            if entry is None:
+                return Verdict.UNKNOWN_TICKET
+            same_episode = entry.episode_id == episode_id
+            if same_episode and unroll_index in entry.unrolls:
+                return Verdict.DUPLICATE
+            if entry.state in _ENDED or (entry.state is _State.RECEIVED and not same_episode):
+                return Verdict.SUPERSEDED
+            return Verdict.ACCEPTED
+
+    def received(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
+        """A valid trajectory arrived, from whichever attempt; the first episode to arrive is the ticket's.
+
+        Further unrolls of that episode are accepted until the ticket ends: call `trained` after the last.
+        """
+        with self._lock:
+            verdict = self.check(ticket_id, episode_id, unroll_index)
+            if verdict is Verdict.ACCEPTED:
+                entry = self._entries[ticket_id]
+                self._leave_queue_or_actor(entry)
+                entry.state, entry.actor_id, entry.episode_id = _State.RECEIVED, None, episode_id
+                entry.unrolls.add(unroll_index)
+                self._totals["received"] += 1
+            elif verdict is Verdict.DUPLICATE:
+                self._totals["duplicates"] += 1
+            return verdict
+
+    def failed(self, ticket_id: int, actor_id: str) -> None:
+        """The actor's attempt came to nothing. The ticket is granted again, or refused after max_attempts failures.
+
+        Without effect where the ticket is not open at this actor: late news of an attempt that was given up.
+        """
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            if entry is None or entry.state is not _State.OPEN or entry.actor_id != actor_id:
+                return
+            entry.attempts += 1
+            self._totals["failed"] += 1
+            if entry.attempts >= self._max_attempts:
+                self._totals["given_up"] += 1
+                self._refuse(entry)
+            else:
+                self._grant_again(entry)
+
+    def refused(self, ticket_id: int, actor_id: str) -> None:
+        """The actor's trajectory was malformed: final. Without effect where the ticket is not open at this actor."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            if entry is not None and entry.state is _State.OPEN and entry.actor_id == actor_id:
+                self._refuse(entry)
+
+    def actor_lost(self, actor_id: str) -> None:
+        """The actor is gone: what was open at it is granted again, oldest first. That is no failure of the ticket."""
+        with self._lock:
+            self._wants.pop(actor_id, None)
+            for ticket_id in sorted(self._open_at.pop(actor_id, ()), reverse=True):
+                self._grant_again(self._entries[ticket_id])
+
+    # --- the learner's side
+
+    def trained(self, ticket_ids: Iterable[int]) -> None:
+        """These tickets' trajectories went into the step under way. Their slots are free at the next `advance`.
+
+        So call it before `advance`. A ticket that has ended is passed over (replayed data is trained on again);
+        KeyError for one that was not received.
+        """
+        with self._lock:
+            for entry in self._received_entries(ticket_ids, "trained on"):
+                self._released.append(entry.born_version)
+                self._end(entry, _State.TRAINED, charged=True)
+            if self.max_staleness is None:
+                self._release()
+
+    def evicted(self, ticket_ids: Iterable[int]) -> None:
+        """These tickets' trajectories were dropped untrained: their slots are free now. KeyError as for `trained`."""
+        with self._lock:
+            for entry in self._received_entries(ticket_ids, "evicted"):
+                self._end(entry, _State.EVICTED)
+
+    def advance(self, version: int) -> None:
+        """The learner has made this version. ValueError where it is not above the current one."""
+        with self._lock:
+            if version <= self._version:
+                raise ValueError(f"version {version} does not follow {self._version}: versions only grow")
+            self._version = version
+            self._release()
+
+    def lost_members(self, group_id: int) -> int:
+        """How many of a group's tickets can never bring a trajectory: the group is complete without them.
+
+        0 for a group of which every ticket has ended.
+        """
+        with self._lock:
+            group = self._groups.get(group_id)
+            return 0 if group is None else group.num_lost
+
+    def num_expected(self) -> int:
+        """Tickets that were taken from the task order and may still bring a trajectory: ready or open ones."""
+        with self._lock:
+            return len(self._ready) + self._num_open
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start (granted, regranted, received, duplicates, failed, given_up, trained, evicted,
+        refused) and levels now (ready; open; in_buffer: received and not ended; charged: slots; version;
+        staleness_in_flight: mean of the versions made since the first grant of an open ticket)."""
+        with self._lock:
+            names = (
+                "granted",
+                "regranted",
+                "received",
+                "duplicates",
+                "failed",
+                "given_up",
+                "trained",
+                "evicted",
+                "refused",
+            )
+            ages = [self._version - e.born_version for e in self._entries.values() if e.state is _State.OPEN]
+            return {
+                **{name: float(self._totals[name]) for name in names},
+                "ready": float(len(self._ready)),
+                "open": float(self._num_open),
+                "in_buffer": float(len(self._entries) - len(self._ready) - self._num_open),
+                "charged": float(self._charged.total()),
+                "version": float(self._version),
+                "staleness_in_flight": float(np.mean(ages)) if ages else 0.0,
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as plain lists, strings and numbers (JSON or msgpack)."""
+        with self._lock:
+            return {
+                "format": _STATE_FORMAT,
+                "version": self._version,
+                "task_order": self._order.state_dict(),
+                "tickets": [_entry_state(entry) for entry in self._entries.values()],
+                "ended": [_entry_state(entry) for entry in self._ended.values()],
+                "ready": list(self._ready),
+                "groups": [[group_id, g.under_way, g.num_lost] for group_id, g in self._groups.items()],
+                "charged": [[version, count] for version, count in self._charged.items()],
+                "released": list(self._released),
+                "totals": dict(self._totals),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[int]:
+        """Go on from a saved state. Tickets that were open are ready to be granted again.
+
+        Returns the ids of received tickets: those whose trajectories the restored buffer lacks must be evicted.
+        Raises ValueError where the state is of another format or task order.
+        """
+        with self._lock:
+            if state["format"] != _STATE_FORMAT:
+                raise ValueError(f"the saved ledger has format {state['format']}, this program reads {_STATE_FORMAT}")
+            self._order.load_state_dict(state["task_order"])
+            self._version = state["version"]
+            self._entries = {entry.ticket.ticket_id: entry for entry in map(_entry_from_state, state["tickets"])}
+            self._ended = OrderedDict((e.ticket.ticket_id, e) for e in map(_entry_from_state, state["ended"]))
+            self._groups = {group_id: _Group(*values) for group_id, *values in state["groups"]}
+            self._charged = Counter(dict(state["charged"]))
+            self._released = list(state["released"])
+            self._totals = Counter(state["totals"])
+            self._open_at, self._wants, self._num_open = {}, {}, 0
+            interrupted = sorted(i for i, entry in self._entries.items() if entry.state is _State.OPEN)
+            for ticket_id in interrupted:
+                self._entries[ticket_id].state = _State.READY
+            self._ready = deque([*interrupted, *state["ready"]])
+            return [i for i, entry in self._entries.items() if entry.state is _State.RECEIVED]
+
+    # --- admission
+
+    def _may_start_group(self) -> bool:
+        size = self._order.group_size
+        if self._max_open is not None and self._num_open + len(self._ready) + size > self._max_open:
+            return False
+        if self.max_staleness is None:
+            return True
+        if self.max_staleness == 0 and self._charged.total() != self._charged[self._version]:
+            # A part of an older batch was not trained on: whole batches only. But what was refused or evicted of this
+            # version's batch is replaced.
+            return False
+        spoken_for = max(len(self._released), self._step_under_way() * self.batch_size)
+        return self._num_waiting() + size <= (self.max_staleness + 1) * self.batch_size - spoken_for
+
+    def _step_under_way(self) -> int:
+        return 1 if self._released else 0
+
+    def _num_waiting(self) -> int:
+        """Charged slots that no step has trained on yet."""
+        return self._charged.total() - len(self._released)
+
+    def _start_group(self) -> None:
+        """Take a group from the task order and make its tickets ready. They are charged from here on."""
+        task_id, group_id = self._order.next()
+        size = self._order.group_size
+        min_version = 0
+        if self.max_staleness is not None:
+            steps_ahead = self._step_under_way() + (self._num_waiting() + size - 1) // self.batch_size
+            min_version = max(0, self._version + steps_ahead - self.max_staleness)
+        self._groups[group_id] = _Group(under_way=size)
+        for ticket_id in range(group_id * size, (group_id + 1) * size):
+            ticket = Ticket(ticket_id, task_id, group_id, self._order.ticket_seed(ticket_id), min_version)
+            self._entries[ticket_id] = _Entry(ticket, self._version)
+            self._ready.append(ticket_id)
+        self._charged[self._version] += size
+
+    def _deal_batch(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
+        while self._may_start_group():
+            self._start_group()
+        ticket_ids = list(self._ready)
+        self._ready.clear()
+        units: list[list[int]] = []
+        for ticket_id in ticket_ids:
+            group_id = self._entries[ticket_id].ticket.group_id
+            if units and self._entries[units[-1][0]].ticket.group_id == group_id:
+                units[-1].append(ticket_id)
+            else:
+                units.append([ticket_id])
+        if len(units) < len(actors):
+            units = [[ticket_id] for ticket_id in ticket_ids]
+        grants = []
+        for index, actor in enumerate(actors):
+            # Rounded up: what does not divide goes to the actors with the least work, which come first.
+            first, last = (-(-len(units) * i // len(actors)) for i in (index, index + 1))
+            share = [self._open(ticket_id, actor) for unit in units[first:last] for ticket_id in unit]
+            if share:
+                grants.append((actor, share))
+        return grants
+
+    def _fill_levels(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
+        shares: dict[str, list[Ticket]] = {}
+        missing = {actor: self._wants[actor] - len(self._open_at[actor]) for actor in actors}
+        queue = deque(actor for actor in actors if missing[actor] > 0)
+        while queue:
+            actor = queue.popleft()
+            for _ in range(min(missing[actor], self._order.group_size)):
+                if not self._ready:
+                    if not self._may_start_group():
+                        return list(shares.items())
+                    self._start_group()
+                shares.setdefault(actor, []).append(self._open(self._ready.popleft(), actor))
+                missing[actor] -= 1
+            if missing[actor] > 0:
+                queue.append(actor)
+        return list(shares.items())
+
+    # --- transitions
+
+    def _open(self, ticket_id: int, actor_id: str) -> Ticket:
+        entry = self._entries[ticket_id]
+        entry.state, entry.actor_id = _State.OPEN, actor_id
+        self._open_at[actor_id].add(ticket_id)
+        self._num_open += 1
+        self._totals["granted"] += 1
+        return entry.ticket
+
+    def _leave_queue_or_actor(self, entry: _Entry) -> None:
+        ticket_id = entry.ticket.ticket_id
+        if entry.state is _State.READY:
+            self._ready.remove(ticket_id)
+        elif entry.state is _State.OPEN:
+            assert entry.actor_id is not None
+            self._open_at[entry.actor_id].discard(ticket_id)
+            self._num_open -= 1
+
+    def _grant_again(self, entry: _Entry) -> None:
+        assert entry.actor_id is not None
+        self._open_at.get(entry.actor_id, set()).discard(entry.ticket.ticket_id)
+        self._num_open -= 1
+        entry.state, entry.actor_id = _State.READY, None
+        # In front of new ones: it is the oldest work there is.
+        self._ready.appendleft(entry.ticket.ticket_id)
+        self._totals["regranted"] += 1
+
+    def _refuse(self, entry: _Entry) -> None:
+        self._leave_queue_or_actor(entry)
+        self._end(entry, _State.REFUSED)
+
+    def _received_entries(self, ticket_ids: Iterable[int], what: str) -> list[_Entry]:
+        entries = []
+        for ticket_id in dict.fromkeys(ticket_ids):
+            entry = self._entries.get(ticket_id)
+            if entry is None:
+                continue  # it has ended
+            if entry.state is not _State.RECEIVED:
+                raise KeyError(f"ticket {ticket_id} is {entry.state.value}: only a received one can be {what}")
+            entries.append(entry)
+        return entries
+
+    def _end(self, entry: _Entry, end: _State, charged: bool = False) -> None:
+        """charged: the slot stays charged, since the caller has noted when it becomes free."""
+        ticket_id, group_id = entry.ticket.ticket_id, entry.ticket.group_id
+        entry.state, entry.actor_id = end, None
+        self._totals[end.value] += 1
+        del self._entries[ticket_id]
+        self._ended[ticket_id] = entry
+        if len(self._ended) > self._num_remembered:
+            self._ended.popitem(last=False)
+        group = self._groups[group_id]
+        group.under_way -= 1
+        if end is _State.REFUSED:
+            group.num_lost += 1
+        elif not charged:
+            self._charged[entry.born_version] -= 1
+        if group.under_way == 0:
+            self._charged[entry.born_version] -= group.num_lost
+            del self._groups[group_id]
+
+    def _release(self) -> None:
+        self._charged.subtract(self._released)
+        self._charged += Counter()  # drops the zeros
+        self._released = []
+
+
+def _entry_state(entry: _Entry) -> list[Any]:
+    t = entry.ticket
+    return [
+        *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
+        *(entry.attempts, entry.episode_id, sorted(entry.unrolls)),
+    ]
+
+
+def _entry_from_state(values: list[Any]) -> _Entry:
+    *ticket, born_version, state, attempts, episode_id, unrolls = values
+    return _Entry(Ticket(*ticket), born_version, _State(state), None, attempts, episode_id, set(unrolls))

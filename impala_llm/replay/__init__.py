@@ -1,0 +1,20 @@
+"""What the learner trains on next: grouping, buffering, priorities, reuse. numpy only; nothing here knows a tensor."""
+
+from impala_llm.replay.buffer import EvictedItem, ReplayBuffer, Sample, SampledItem
+from impala_llm.replay.groups import Group, GroupAssembler
+from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
+from impala_llm.replay.rate import SamplesPerInsert, smallest_error
+
+__all__ = [
+    "EvictedItem",
+    "Group",
+    "GroupAssembler",
+    "OldestFirst",
+    "PrioritySampler",
+    "ReplayBuffer",
+    "Sample",
+    "SampledItem",
+    "Sampler",
+    "SamplesPerInsert",
+    "smallest_error",
+]

@@ -1,0 +1,109 @@
+"""Puts the episodes of a group together: those of the same task, whose scores are each other's baseline.
+
+Life of a group: open (members arrive in any order) → complete (all `group_size` are there) or closed short (the caller
+knows that the others were lost) → handed out once and forgotten.
+
+Invariant: a group is handed out once, its statistics are frozen at that moment, and a member is in exactly one of: an
+open group, a group handed out, the dropped ones returned by `close_short`.
+"""
+
+import statistics
+from dataclasses import dataclass
+
+from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
+from impala_llm.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that are compared with each other, in the order of their tickets."""
+
+    group_id: int
+    trajectories: tuple[Trajectory, ...]
+    score_mean: float
+    score_std: float
+    """Sample standard deviation (n - 1); 0 for one member or equal scores."""
+
+
+class GroupAssembler:
+    """Collects trajectories until their group is complete.
+
+    Args:
+        group_size: members of a complete group; 1 hands every trajectory out at once.
+
+    Raises:
+        ValueError: group_size < 1.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}: it must be at least 1")
+        self._group_size = group_size
+        self._open: dict[int, dict[int, Trajectory]] = {}
+        self._closed_short: set[int] = set()
+
+    def __len__(self) -> int:
+        """Trajectories that wait in open groups."""
+        return sum(len(members) for members in self._open.values())
+
+    def open_groups(self) -> dict[int, int]:
+        """Number of members that are there, by group_id."""
+        return {group_id: len(members) for group_id, members in self._open.items()}
+
+    def is_closed(self, group_id: int) -> bool:
+        """Whether the group was closed short, so that a member that still comes can only be counted as dropped."""
+        return group_id in self._closed_short
+
+    def add(self, trajectory: Trajectory) -> Group | None:
+        """Returns the group if this was its last missing member.
+
+        Raises:
+            ValueError: the group was closed short, or a trajectory of this ticket is there already.
+        """
+        group_id, ticket_id = trajectory.group_id, trajectory.ticket_id
+        if group_id in self._closed_short:
+            raise ValueError(f"group_id {group_id} was closed short: ask is_closed first, and count the late member")
+        members = self._open.setdefault(group_id, {})
+        if ticket_id in members:
+            raise ValueError(f"ticket_id {ticket_id} is already in group_id {group_id}: a ticket brings one trajectory")
+        members[ticket_id] = trajectory
+        if len(members) < self._group_size:
+            return None
+        del self._open[group_id]
+        return _freeze(group_id, members)
+
+    def close_short(self, group_id: int) -> tuple[Group | None, tuple[Trajectory, ...]]:
+        """End a group that can never be complete, because a member was lost.
+
+        Returns:
+            (group, ()) with at least two members; else (None, dropped): fewer have nobody to be compared with.
+        """
+        members = self._open.pop(group_id, {})
+        self._closed_short.add(group_id)
+        if len(members) >= 2:
+            return _freeze(group_id, members), ()
+        return None, tuple(members.values())
+
+    def state_dict(self) -> State:
+        return {
+            "open": [trajectory_to_state(t) for members in self._open.values() for t in members.values()],
+            "closed_short": sorted(self._closed_short),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Raises ValueError if a saved group has as many members as a complete one: group_size has shrunk since."""
+        self._open = {}
+        self._closed_short = set(state["closed_short"])
+        for trajectory in map(trajectory_from_state, state["open"]):
+            if self.add(trajectory) is not None:
+                raise ValueError(
+                    f"group_size is {self._group_size}, but the saved state holds that many members of an open group: "
+                    "resume with the group_size that it was saved with"
+                )
+
+
+def _freeze(group_id: int, members: dict[int, Trajectory]) -> Group:
+    trajectories = tuple(members[ticket_id] for ticket_id in sorted(members))
+    scores = [trajectory.score for trajectory in trajectories]
+    std = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    return Group(group_id, trajectories, statistics.fmean(scores), std)

@@ -1,0 +1,169 @@
+"""Importance weights, masks, effective sample size and divergences against their formulas."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impala_llm.algorithms.importance import (
+    apply_dead_band,
+    effective_sample_size,
+    kl_estimates,
+    rejection_mask,
+    segment_mean,
+    segment_sum,
+    truncated_weights,
+)
+
+LOG_RATIO = torch.tensor([0.5, -0.25, 5.0, -5.0, 0.0, 1.0, 0.1], dtype=torch.float64)
+SEGMENT_IDS = torch.tensor([0, 0, 1, 1, 1, 3, 3])  # row 2 is empty
+ROWS = [[0.5, -0.25], [5.0, -5.0, 0.0], [], [1.0, 0.1]]
+
+
+def test_token_weights() -> None:
+    expected = [min(math.exp(x), 1.5) for x in LOG_RATIO.tolist()]
+    np.testing.assert_allclose(truncated_weights(LOG_RATIO, SEGMENT_IDS, "token", 1.5), expected, rtol=1e-12)
+
+
+def test_sequence_weights() -> None:
+    expected = [min(math.exp(sum(row)), 1.5) for row in ROWS for _ in row]
+    np.testing.assert_allclose(truncated_weights(LOG_RATIO, SEGMENT_IDS, "sequence", 1.5), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("level", "statistic"),
+    [("token", None), ("sequence", sum), ("geometric", lambda row: sum(row) / len(row))],
+)
+def test_rejection(level: str, statistic: object) -> None:
+    low, high = 0.5, 1.5
+    expected = []
+    for row in ROWS:
+        for x in row:
+            ratio = math.exp(x if statistic is None else statistic(row))
+            expected.append(low <= ratio <= high)
+    assert rejection_mask(LOG_RATIO, SEGMENT_IDS, level, low, high).tolist() == expected
+
+
+def test_bounds_of_rejection_are_included() -> None:
+    row = torch.zeros(1, dtype=torch.int64)
+    assert rejection_mask(torch.zeros(1), row, "token", 1.0, 1.0).tolist() == [True]
+
+
+def test_long_rows_fail_by_their_sum_but_not_by_their_mean() -> None:
+    log_ratio = torch.full((1000,), 0.01)
+    row = torch.zeros(1000, dtype=torch.int64)
+    assert not rejection_mask(log_ratio, row, "sequence", 0.5, 2.0).any()
+    assert rejection_mask(log_ratio, row, "geometric", 0.5, 2.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extremes_stay_finite(dtype: torch.dtype) -> None:
+    log_ratio = torch.tensor([-1e4, -math.inf, math.inf, 1e4], dtype=dtype)
+    each = torch.arange(4)
+    weights = truncated_weights(log_ratio, each, "token", math.inf)
+    np.testing.assert_allclose(weights, np.exp([-20.0, -20.0, 20.0, 20.0]), rtol=1e-6)
+    assert all(torch.isfinite(x) for x in kl_estimates(log_ratio))
+    assert weights.dtype == dtype
+
+
+def test_weights_and_masks_are_constants_for_the_gradient() -> None:
+    log_ratio = LOG_RATIO.clone().requires_grad_()
+    assert not truncated_weights(log_ratio, SEGMENT_IDS, "sequence", 2.0).requires_grad
+    assert not rejection_mask(log_ratio, SEGMENT_IDS, "geometric", 0.5, 2.0).requires_grad
+    assert not effective_sample_size(log_ratio.exp()).requires_grad
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50))
+def test_effective_sample_size_is_kishs(weights: list[float]) -> None:
+    size = float(effective_sample_size(torch.tensor(weights, dtype=torch.float64)))
+    assert size == pytest.approx(sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)))
+    assert 0 < size <= 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([3.0] * 7, 1.0),
+        ([1.0, 0.0, 0.0, 0.0], 0.25),
+        ([1e30, 1e30], 1.0),
+        ([1e-30] * 3, 1.0),
+        ([0.0, 0.0], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_effective_sample_size_of_known_weights(weights: list[float], expected: float) -> None:
+    assert float(effective_sample_size(torch.tensor(weights))) == pytest.approx(expected)
+
+
+def test_divergences_follow_their_formulas() -> None:
+    l = LOG_RATIO.numpy()  # noqa: E741
+    out = kl_estimates(LOG_RATIO)
+    assert float(out.k1) == pytest.approx(np.mean(-l))
+    assert float(out.k2) == pytest.approx(np.mean(l**2) / 2)
+    assert float(out.k3) == pytest.approx(np.mean(np.exp(l) - l - 1))
+    assert float(out.chi2) == pytest.approx(np.mean(np.exp(l) ** 2) - 1)
+    k1, k2, k3, chi2 = kl_estimates(torch.zeros(5))
+    assert k1 == k2 == k3 == chi2 == 0
+
+
+def test_divergences_estimate_what_they_claim() -> None:
+    mu, pi = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), torch.tensor([0.25, 0.35, 0.4], dtype=torch.float64)
+    log_ratio = (pi / mu).log()
+    counts = (mu * 10).round().long()  # a sample in exactly the proportions of μ
+    out = kl_estimates(log_ratio.repeat_interleave(counts))
+    divergence = float((mu * (mu / pi).log()).sum())
+    assert float(out.k1) == pytest.approx(divergence)
+    assert float(out.k3) == pytest.approx(divergence)
+    assert float(out.chi2) == pytest.approx(float((pi**2 / mu).sum()) - 1)
+
+
+def test_small_divergences_keep_their_digits_in_float32() -> None:
+    out = kl_estimates(torch.full((10,), 1e-3))
+    assert float(out.k3) == pytest.approx(math.exp(1e-3) - 1e-3 - 1, rel=1e-3)
+
+
+def test_divergences_are_differentiable() -> None:
+    log_ratio = LOG_RATIO.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: tuple(kl_estimates(x)), log_ratio)
+
+
+def test_no_tokens() -> None:
+    none, no_ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert truncated_weights(none, no_ids, "sequence", 1.0).shape == (0,)
+    assert rejection_mask(none, no_ids, "geometric", 0.5, 2.0).shape == (0,)
+    assert [float(x) for x in kl_estimates(none)] == [0, 0, 0, 0]
+
+
+def test_dead_band() -> None:
+    log_ratio = torch.tensor([0.0, 0.009, -0.009, 0.01, -0.5])
+    assert apply_dead_band(log_ratio, 0.01).tolist() == torch.tensor([0, 0, 0, 0.01, -0.5]).tolist()
+    assert torch.equal(apply_dead_band(log_ratio, 0.0), log_ratio)
+
+
+def test_segment_sums_and_means() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0])
+    ids = torch.tensor([2, 0, 2])
+    assert segment_sum(values, ids).tolist() == [2.0, 0.0, 5.0]
+    assert segment_mean(values, ids, 4).tolist() == [2.0, 0.0, 2.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: truncated_weights(LOG_RATIO, SEGMENT_IDS, "turn", 1.0), ValueError, "level is 'turn'"),
+        (lambda: truncated_weights(LOG_RATIO, SEGMENT_IDS, "token", 0.0), ValueError, "cap is 0.0"),
+        (lambda: truncated_weights(LOG_RATIO, SEGMENT_IDS[1:], "token", 1.0), ValueError, "segment_ids has shape"),
+        (lambda: truncated_weights(LOG_RATIO[:, None], SEGMENT_IDS, "token", 1.0), ValueError, "log_ratio has shape"),
+        (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS, "mean", 0.5, 2.0), ValueError, "level is 'mean'"),
+        (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS, "token", 2.0, 0.5), ValueError, "low is 2.0"),
+        (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS.flip(0)), ValueError, "segment_ids decreases"),
+        (lambda: effective_sample_size(torch.tensor([1.0, -0.5])), ValueError, "weights holds -0.5"),
+        (lambda: kl_estimates(torch.zeros(3, dtype=torch.int64)), TypeError, "log_ratio has dtype"),
+    ],
+)
+def test_mistakes_are_named(call: object, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()

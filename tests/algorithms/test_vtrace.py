@@ -1,0 +1,294 @@
+"""V-trace against its definition as a double sum, in plain Python floats."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impala_llm.algorithms.vtrace import turn_vtrace, vtrace, vtrace_packed
+
+Row = dict[str, list[float]]
+
+
+def reference(
+    row: Row,
+    bootstrap: float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    pg_rho_bar: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[list[float], list[float]]:
+    """v_s = V_s + sum over t >= s of (prod over s <= i < t of γ_i c_i) δ_t, IMPALA equation 1, term by term."""
+    log_rhos, discounts, rewards = row["log_rhos"], row["discounts"], row["rewards"]
+    values = [*row["values"], bootstrap]
+    steps = len(rewards)
+    vs = []
+    for s in range(steps):
+        target = values[s]
+        for t in range(s, steps):
+            product = 1.0
+            for i in range(s, t):
+                product *= discounts[i] * lam * min(c_bar, math.exp(log_rhos[i]))
+            delta = rewards[t] + discounts[t] * values[t + 1] - values[t]
+            target += product * min(rho_bar, math.exp(log_rhos[t])) * delta
+        vs.append(target)
+    following = [*vs[1:], bootstrap]
+    advantages = [
+        min(pg_rho_bar, math.exp(log_rhos[t])) * (rewards[t] + discounts[t] * following[t] - values[t])
+        for t in range(steps)
+    ]
+    return vs, advantages
+
+
+def random_row(rng: np.random.Generator, steps: int) -> Row:
+    return {
+        "log_rhos": rng.uniform(-5, 5, steps).tolist(),
+        "discounts": rng.choice([0.0, 0.9, 0.99, 1.0], steps, p=[0.05, 0.35, 0.3, 0.3]).tolist(),
+        "rewards": rng.normal(size=steps).tolist(),
+        "values": rng.normal(size=steps).tolist(),
+    }
+
+
+def packed(rows: list[Row], dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """log_rhos, discounts, rewards, values laid end to end, and segment_ids."""
+    names = ("log_rhos", "discounts", "rewards", "values")
+    columns = [torch.tensor([x for row in rows for x in row[name]], dtype=dtype) for name in names]
+    lengths = torch.tensor([len(row["rewards"]) for row in rows])
+    return columns, torch.repeat_interleave(torch.arange(len(rows)), lengths)
+
+
+CAPS = [
+    {},
+    {"rho_bar": 2.0, "c_bar": 0.5, "pg_rho_bar": 3.0, "lam": 0.9},
+    {"rho_bar": math.inf, "c_bar": 1.0, "pg_rho_bar": math.inf, "lam": 0.5},
+    {"c_bar": 0.0},
+    {"lam": 0.0},
+]
+
+
+@pytest.mark.parametrize("caps", CAPS)
+@pytest.mark.parametrize("lengths", [[1], [5], [1, 1, 1], [31, 32, 33], [70, 1, 0, 65, 2], [130]])
+def test_packed_equals_the_double_sum(lengths: list[int], caps: dict[str, float]) -> None:
+    rng = np.random.default_rng(sum(lengths))
+    rows = [random_row(rng, steps) for steps in lengths]
+    bootstrap = rng.normal(size=len(rows))
+    columns, segment_ids = packed(rows)
+    out = vtrace_packed(*columns, torch.tensor(bootstrap), segment_ids, **caps)
+    expected = [reference(row, b, **caps) for row, b in zip(rows, bootstrap, strict=True)]
+    np.testing.assert_allclose(out.vs, [v for vs, _ in expected for v in vs], rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(out.pg_advantages, [a for _, adv in expected for a in adv], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("caps", CAPS)
+@pytest.mark.parametrize(("steps", "batch"), [(1, 1), (1, 4), (7, 3), (32, 2), (33, 2), (100, 2)])
+def test_padded_equals_the_double_sum(steps: int, batch: int, caps: dict[str, float]) -> None:
+    rng = np.random.default_rng(steps)
+    rows = [random_row(rng, steps) for _ in range(batch)]
+    bootstrap = rng.normal(size=batch)
+    names = ("log_rhos", "discounts", "rewards", "values")
+    columns = [torch.tensor([row[name] for row in rows], dtype=torch.float64).T for name in names]
+    out = vtrace(*columns, torch.tensor(bootstrap), **caps)
+    for b, row in enumerate(rows):
+        vs, advantages = reference(row, bootstrap[b], **caps)
+        np.testing.assert_allclose(out.vs[:, b], vs, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(out.pg_advantages[:, b], advantages, rtol=1e-10, atol=1e-10)
+
+
+def test_scan_over_three_levels_equals_the_recursion() -> None:
+    rng = np.random.default_rng(3)
+    steps = 32 * 32 * 2 + 5
+    terms, log_rhos = rng.normal(size=steps), rng.uniform(-0.2, 0.2, steps)
+    out = vtrace_packed(
+        torch.tensor(log_rhos),
+        torch.full((steps,), 0.999, dtype=torch.float64),
+        torch.tensor(terms),
+        torch.zeros(steps, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(steps, dtype=torch.int64),
+        rho_bar=math.inf,
+        c_bar=math.inf,
+    )
+    expected, following = np.empty(steps), 0.0
+    for t in reversed(range(steps)):
+        following = math.exp(log_rhos[t]) * (terms[t] + 0.999 * following)  # V = 0, so v_t = ρ_t (r_t + γ v_{t+1})
+        expected[t] = following
+    np.testing.assert_allclose(out.vs, expected, rtol=1e-9)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_rows_do_not_see_each_other(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [random_row(rng, steps) for steps in lengths]
+    bootstrap = torch.tensor(rng.normal(size=len(rows)))
+    columns, segment_ids = packed(rows)
+    together = vtrace_packed(*columns, bootstrap, segment_ids)
+    for i, row in enumerate(rows):
+        single, zeros = packed([row])
+        alone = vtrace_packed(*single, bootstrap[i : i + 1], zeros)
+        torch.testing.assert_close(together.vs[segment_ids == i], alone.vs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            together.pg_advantages[segment_ids == i], alone.pg_advantages, rtol=1e-12, atol=1e-12
+        )
+
+
+def test_products_that_overflow_stay_in_their_row() -> None:
+    # e^20 a step for 200 steps is beyond float32; the short row in front ends at a factor of 0
+    lengths = [3, 200]
+    segment_ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+    log_rhos = torch.cat([torch.zeros(3), torch.full((200,), 20.0)])
+    ones, zeros = torch.ones(203), torch.zeros(203)
+    out = vtrace_packed(log_rhos, ones, zeros, zeros, torch.zeros(2), segment_ids, rho_bar=math.inf, c_bar=math.inf)
+    assert torch.equal(out.vs, zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_policy_terminal_reward_reaches_every_step(dtype: torch.dtype) -> None:
+    lengths, scores = [1, 50, 7, 64], [0.25, 1.0, 0.0, 0.5]
+    segment_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    count = len(segment_ids)
+    rewards = torch.zeros(count, dtype=dtype)
+    rewards[torch.tensor(lengths).cumsum(0) - 1] = torch.tensor(scores, dtype=dtype)
+    values = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    zeros, ones = torch.zeros(count, dtype=dtype), torch.ones(count, dtype=dtype)
+    out = vtrace_packed(zeros, ones, rewards, values, torch.zeros(4, dtype=dtype), segment_ids)
+    returns = torch.tensor(scores, dtype=dtype)[segment_ids]
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(out.vs, returns, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out.pg_advantages, returns - values, rtol=0, atol=tolerance)
+    assert out.vs.dtype == dtype
+
+
+def test_targets_carry_no_gradient_and_inputs_are_left_alone() -> None:
+    columns, segment_ids = packed([random_row(np.random.default_rng(0), 40)])
+    values = columns[3].requires_grad_()
+    before = [column.detach().clone() for column in columns]
+    out = vtrace_packed(*columns, torch.ones(1, dtype=torch.float64), segment_ids)
+    assert not out.vs.requires_grad and not out.pg_advantages.requires_grad
+    padded = vtrace(*(c[:, None] for c in columns[:3]), values[:, None], torch.ones(1, dtype=torch.float64))
+    assert not padded.vs.requires_grad
+    for column, copy in zip(columns, before, strict=True):
+        assert torch.equal(column.detach(), copy)
+
+
+def test_empty_input_gives_empty_output() -> None:
+    none = torch.zeros(0)
+    out = vtrace_packed(none, none, none, none, torch.zeros(2), torch.zeros(0, dtype=torch.int64))
+    assert out.vs.shape == (0,) and out.pg_advantages.shape == (0,)
+    rectangle = torch.zeros(0, 3)
+    assert vtrace(rectangle, rectangle, rectangle, rectangle, torch.zeros(3)).vs.shape == (0, 3)
+
+
+# Two episodes: turns 0, 1, 2 and turns 3, 4, of 2, 1, 3, 1, 2 action tokens.
+TURN_IDS = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4])
+TURN_SEGMENT_IDS = torch.tensor([0, 0, 0, 1, 1])
+TOKEN_LOG_RATIOS = torch.tensor([0.4, -1.0, 0.3, -0.2, 0.005, -0.9, 2.0, -0.004, 0.7], dtype=torch.float64)
+TURN_REWARDS = torch.tensor([0.1, 0.0, 1.0, -0.5, 0.25], dtype=torch.float64)
+TURN_VALUES = torch.tensor([0.3, -0.2, 0.6, 0.1, 0.9], dtype=torch.float64)
+TURN_BOOTSTRAP = torch.tensor([0.0, 0.7], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dead_band", [0.0, 0.01])
+@pytest.mark.parametrize("ratio", ["geometric", "product"])
+def test_turns_equal_the_double_sum_over_turns(ratio: str, dead_band: float) -> None:
+    caps = {"rho_bar": 1.5, "c_bar": 1.1, "lam": 0.95}
+    out = turn_vtrace(
+        TOKEN_LOG_RATIOS, TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, TURN_VALUES, TURN_BOOTSTRAP,
+        discount=0.9, ratio=ratio, dead_band=dead_band, **caps,
+    )  # fmt: skip
+    noise = 0.0 if dead_band else 1.0  # of the tokens at 0.005 and -0.004
+    sums = [0.4 - 1.0, 0.3, -0.2 + 0.005 * noise - 0.9, 2.0, -0.004 * noise + 0.7]
+    log_ratios = [s / n for s, n in zip(sums, [2, 1, 3, 1, 2], strict=True)] if ratio == "geometric" else sums
+    np.testing.assert_allclose(out.log_ratios, log_ratios, rtol=1e-12)
+    for episode, turns in enumerate([[0, 1, 2], [3, 4]]):
+        row = {
+            "log_rhos": [log_ratios[k] for k in turns],
+            "discounts": [0.9] * len(turns),
+            "rewards": TURN_REWARDS[turns].tolist(),
+            "values": TURN_VALUES[turns].tolist(),
+        }
+        vs, _ = reference(row, float(TURN_BOOTSTRAP[episode]), **caps)
+        following = [*vs[1:], float(TURN_BOOTSTRAP[episode])]
+        np.testing.assert_allclose(out.vs[turns], vs, rtol=1e-12)
+        # no ratio: the loss weights each token by its own
+        advantages = [row["rewards"][k] + 0.9 * following[k] - row["values"][k] for k in range(len(turns))]
+        np.testing.assert_allclose(out.advantages[turns], advantages, rtol=1e-12)
+
+
+def test_one_turn_of_one_token_is_the_textbook() -> None:
+    columns, segment_ids = packed([random_row(np.random.default_rng(5), steps) for steps in (4, 9)])
+    log_rhos, _, rewards, values = columns
+    discounts = torch.full_like(rewards, 0.97)
+    bootstrap = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    tokens = vtrace_packed(log_rhos, discounts, rewards, values, bootstrap, segment_ids, pg_rho_bar=2.0)
+    turns = turn_vtrace(log_rhos, torch.arange(13), segment_ids, rewards, values, bootstrap, discount=0.97)
+    torch.testing.assert_close(turns.vs, tokens.vs)
+    torch.testing.assert_close(turns.advantages * log_rhos.exp().clamp(max=2.0), tokens.pg_advantages)
+
+
+def test_noise_halves_credit_over_tokens_but_not_over_turns() -> None:
+    # 10 turns of 200 tokens, one reward at the end, no critic, noise of mean |l| = 0.011 and no staleness
+    generator = torch.Generator().manual_seed(0)
+    noise = 0.011 * math.sqrt(math.pi / 2) * torch.randn(2000, generator=generator)
+    ones, zeros = torch.ones(2000), torch.zeros(2000)
+    rewards = zeros.clone()
+    rewards[-1] = 1.0
+    row = torch.zeros(2000, dtype=torch.int64)
+    over_tokens = vtrace_packed(noise, ones, rewards, zeros, torch.zeros(1), row)
+    turn_ids = torch.arange(2000) // 200
+    turn_rewards = torch.zeros(10)
+    turn_rewards[-1] = 1.0
+    over_turns = turn_vtrace(noise, turn_ids, row[:10], turn_rewards, torch.zeros(10), torch.zeros(1))
+    survives = math.exp(-0.0055 * 2000)  # E log min(1, e^l) = -mean|l|/2 a token
+    assert math.log(over_tokens.vs[0]) == pytest.approx(math.log(survives), abs=1.0)
+    assert over_turns.vs[0] > 0.98
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"log_rhos": torch.zeros(3)}, ValueError, "discounts has shape"),
+        ({"log_rhos": torch.zeros(4, dtype=torch.float16)}, TypeError, "log_rhos has dtype torch.float16"),
+        ({"values": torch.zeros(4, dtype=torch.float64)}, TypeError, "values has dtype"),
+        ({"segment_ids": torch.tensor([0, 1, 0, 1])}, ValueError, "segment_ids decreases"),
+        ({"segment_ids": torch.tensor([0, 0, 1, 2])}, ValueError, "segment_ids holds 2, but there are only 2"),
+        ({"segment_ids": torch.tensor([-1, 0, 1, 1])}, ValueError, "segment_ids holds -1"),
+        ({"segment_ids": torch.zeros(4)}, TypeError, "segment_ids has dtype"),
+        ({"segment_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, "segment_ids has shape"),
+        ({"bootstrap_value": torch.zeros(2, 1)}, ValueError, "bootstrap_value has shape"),
+        ({"rho_bar": 0.0}, ValueError, "rho_bar is 0.0"),
+        ({"pg_rho_bar": math.nan}, ValueError, "pg_rho_bar is nan"),
+        ({"c_bar": -1.0}, ValueError, "c_bar is -1.0"),
+        ({"lam": 1.5}, ValueError, "lam is 1.5"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
+    good = {name: torch.zeros(4) for name in ("log_rhos", "discounts", "rewards", "values")}
+    good |= {"bootstrap_value": torch.zeros(2), "segment_ids": torch.tensor([0, 0, 1, 1])}
+    vtrace_packed(**good)
+    with pytest.raises(error, match=match):
+        vtrace_packed(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"turn_ids": TURN_IDS + 1}, ValueError, "turn_ids holds 5"),
+        ({"turn_rewards": torch.zeros(4, dtype=torch.float64)}, ValueError, "turn_rewards has shape"),
+        ({"turn_segment_ids": TURN_SEGMENT_IDS.flip(0)}, ValueError, "turn_segment_ids decreases"),
+        ({"token_log_ratios": TOKEN_LOG_RATIOS.float()}, TypeError, "token_log_ratios has dtype"),
+        ({"ratio": "arithmetic"}, ValueError, "ratio is 'arithmetic'"),
+        ({"discount": 1.01}, ValueError, "discount is 1.01"),
+        ({"dead_band": -0.1}, ValueError, "width is -0.1"),
+    ],
+)
+def test_mistakes_in_turns_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
+    good = {
+        "token_log_ratios": TOKEN_LOG_RATIOS, "turn_ids": TURN_IDS, "turn_segment_ids": TURN_SEGMENT_IDS,
+        "turn_rewards": TURN_REWARDS, "turn_values": TURN_VALUES, "bootstrap_value": TURN_BOOTSTRAP,
+    }  # fmt: skip
+    with pytest.raises(error, match=match):
+        turn_vtrace(**{**good, **change})

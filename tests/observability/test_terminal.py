@@ -1,0 +1,98 @@
+import io
+import re
+
+from impala_llm.observability.metrics import describe
+from impala_llm.observability.terminal import PLAIN_INTERVAL_S, TerminalView, render
+
+EVERYTHING = {
+    "rollout/score": 0.4567,
+    "rollout/success_rate": 0.125,
+    "actor/generated_tokens_per_s": 3900.0,
+    "time/idle_share": 0.25,
+    "staleness/oldest": 3.0,
+}
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Recorder(dict[str, float]):
+    """A metrics mapping that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: float | None = None) -> float | None:  # type: ignore[override]
+        self.asked.add(name)
+        return default
+
+
+def test_five_lines_whether_or_not_there_are_numbers() -> None:
+    assert len(render(EVERYTHING, "1/10")) == 5
+    empty = render({}, "1/10")
+    assert len(empty) == 5
+    assert "score -" in empty[1]
+
+
+def test_the_view_asks_only_for_declared_metrics() -> None:
+    recorder = Recorder()
+    render(recorder, "")
+    assert len(recorder.asked) > 15
+    for name in recorder.asked:
+        describe(name)
+
+
+def test_numbers_are_shown_with_their_units() -> None:
+    text = "\n".join(render(EVERYTHING, "1/10"))
+    for shown in ("score 0.457", "success 12.5%", "actors 3,900 tok/s", "(idle 25%)", "(oldest 3)"):
+        assert shown in text
+
+
+def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(100, stream, clock) as view:
+        for step in range(1, 101):
+            clock.now += PLAIN_INTERVAL_S / 5
+            view.update(step, {"rollout/score": step / 100})
+    lines = stream.getvalue().splitlines()
+    shown = [int(re.match(r"(\d+)/100", line).group(1)) for line in lines]  # type: ignore[union-attr]
+    assert shown == [1, *range(6, 100, 5), 100]
+    assert "score 1.000" in lines[-1]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_time_to_go_follows_from_the_pace() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(200, stream, clock) as view:
+        clock.now = 90.0
+        view.update(1, {})
+    assert "1/200" in stream.getvalue()
+    assert "1:30 gone, about 4:58:30 to go" in stream.getvalue()
+
+
+def test_a_metric_that_a_step_lacks_keeps_its_last_value() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(2, stream, clock) as view:
+        view.update(1, {"rollout/score": 0.75})
+        view.update(2, {})
+    assert stream.getvalue().splitlines()[-1].count("score 0.750") == 1
+
+
+def test_on_a_terminal_the_five_lines_are_drawn() -> None:
+    stream = FakeTerminal()
+    with TerminalView(10, stream, FakeClock()) as view:
+        view.update(1, EVERYTHING)
+    text = stream.getvalue()
+    for label in ("step", "episodes", "update", "lag", "speed"):
+        assert label in text

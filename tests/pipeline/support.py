@@ -1,0 +1,80 @@
+"""What the tests of the pipeline build."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.tickets import Ticket
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory
+
+VOCAB_SIZE = 1000
+_episodes = itertools.count()
+
+
+def make_trajectory(
+    ticket: Ticket | None = None,
+    *,
+    seed: int = 0,
+    num_tokens: int = 40,
+    version: int = 0,
+    episode_id: str | None = None,
+    unroll_index: int = 0,
+    actor_id: str = "actor-0",
+) -> Trajectory:
+    """Random but valid, two turns; the same seed gives the same arrays."""
+    rng = np.random.default_rng(seed)
+    turns = np.array([[2, 2 + num_tokens // 4], [num_tokens // 2, num_tokens]], np.int32)
+    mask = np.zeros(num_tokens, np.bool_)
+    for start, end in turns:
+        mask[start:end] = True
+    rewards = np.zeros(num_tokens, np.float32)
+    rewards[-1] = rng.random()
+    return Trajectory(
+        tokens=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, -rng.random(num_tokens), 0.0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        rewards=rewards,
+        turns=turns,
+        bootstrap=bool(rng.integers(2)),
+        episode_id=episode_id or f"episode-{next(_episodes)}",
+        unroll_index=unroll_index,
+        group_id=ticket.group_id if ticket else 0,
+        task_id=ticket.task_id if ticket else 0,
+        env="toy",
+        actor_id=actor_id,
+        ticket_id=ticket.ticket_id if ticket else 0,
+        signature="red shoes",
+        score=0.5,
+        success=False,
+        stats={"steps": 2.0},
+    )
+
+
+def contents(trajectory: Trajectory) -> dict[str, object]:
+    """Everything in a trajectory, comparable with ==."""
+    arrays = {name: getattr(trajectory, name) for name in ARRAY_FIELDS}
+    return {
+        **{name: (array.dtype.str, array.shape, array.tobytes()) for name, array in arrays.items()},
+        **{name: getattr(trajectory, name) for name in METADATA_FIELDS},
+    }
+
+
+def turns_until(condition: Callable[[], bool], *actors: ActorChannel, timeout_s: float = 20.0) -> list[object]:
+    """Poll the actors in turn until the condition holds. Returns their events; fails after `timeout_s` seconds."""
+    events: list[object] = []
+    for _ in _until(timeout_s):
+        for actor in actors:
+            events += actor.poll(0.01)
+        if condition():
+            return events
+    raise AssertionError(f"the condition did not hold within {timeout_s} s; events: {events}")
+
+
+def _until(timeout_s: float) -> Iterator[None]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        yield

@@ -1,0 +1,494 @@
+"""Actor and receiver in one process: the receiver on its thread, actors turned by hand."""
+
+import asyncio
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from impala_llm.pipeline import wire
+from impala_llm.pipeline.arena import RecordTooLarge
+from impala_llm.pipeline.channel import ActorChannel, LearnerLost
+from impala_llm.pipeline.inbox import ReceiverError
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.trajectory import Trajectory
+from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory, turns_until
+
+ARENA_BYTES = 1 << 16
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    # Not tmp_path: socket paths must be short.
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
+        yield run
+
+
+class Pair:
+    """A receiver and what is needed to make actors for it."""
+
+    def __init__(self, run_dir: RunDirectory) -> None:
+        self.run_dir = run_dir
+        self.receivers: list[Receiver] = []
+        self.actors: list[ActorChannel] = []
+
+    def receiver(
+        self,
+        max_staleness: int | None = 1,
+        batch_size: int = 4,
+        heartbeat_timeout_s: float = 60.0,
+        queue_bytes: int = 1 << 20,
+        grant_resend_s: float = 60.0,
+        endpoint: str | None = None,
+    ) -> Receiver:
+        self.ledger = TicketLedger(TaskOrder(range(50), seed=1), batch_size, max_staleness, max_open=64, max_attempts=2)
+        endpoint = endpoint or self.run_dir.endpoint(0)
+        receiver = Receiver(
+            endpoint, self.ledger, VOCAB_SIZE, self.run_dir, heartbeat_timeout_s, queue_bytes, grant_resend_s
+        )
+        receiver.start()
+        self.receivers.append(receiver)
+        return receiver
+
+    def actor(
+        self,
+        actor_id: str = "actor-0",
+        want: int = 2,
+        arena_bytes: int = ARENA_BYTES,
+        heartbeat_s: float = 0.05,
+        resend_s: float = 60.0,
+        learner_timeout_s: float = 60.0,
+        endpoint: str | None = None,
+    ) -> ActorChannel:
+        endpoint = endpoint or self.run_dir.endpoint(0)
+        actor = ActorChannel(endpoint, actor_id, self.run_dir, arena_bytes, heartbeat_s, resend_s, learner_timeout_s)
+        actor.hello()
+        actor.request(want)
+        self.actors.append(actor)
+        return actor
+
+    def tickets(self, actor: ActorChannel, count: int) -> list[Ticket]:
+        turns_until(lambda: len(actor.held) >= count, actor)
+        return actor.held
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.close()
+        for receiver in self.receivers:
+            receiver.close()
+
+
+@pytest.fixture
+def pair(run_dir: RunDirectory) -> Iterator[Pair]:
+    pair = Pair(run_dir)
+    yield pair
+    pair.close()
+    assert [path.name for path in run_dir.path.iterdir()] == ["owner.json"]
+
+
+def drain(receiver: Receiver, count: int, *actors: ActorChannel) -> list[Trajectory]:
+    arrived: list[Trajectory] = []
+
+    def enough() -> bool:
+        arrived.extend(receiver.drain(0.0))
+        return len(arrived) >= count
+
+    turns_until(enough, *actors)
+    return arrived
+
+
+def counter(receiver: Receiver, name: str, value: float = 1) -> Callable[[], bool]:
+    return lambda: receiver.counters()[name] >= value
+
+
+def test_a_trajectory_arrives_once_and_equal_and_is_acknowledged(pair: Pair) -> None:
+    receiver, actor = pair.receiver(), pair.actor()
+    tickets = pair.tickets(actor, 2)
+    sent = [make_trajectory(ticket, seed=i, num_tokens=30 + i) for i, ticket in enumerate(tickets)]
+    assert [actor.send(trajectory) for trajectory in sent] == [True, True]
+    assert actor.num_unacknowledged == 2
+    arrived = drain(receiver, 2, actor)
+    assert [contents(trajectory) for trajectory in arrived] == [contents(trajectory) for trajectory in sent]
+    turns_until(lambda: actor.num_unacknowledged == 0 and len(actor.held) == 2, actor)
+    assert not {t.ticket_id for t in actor.held} & {t.ticket_id for t in tickets}  # the level is filled again
+    assert actor.arena_fill == 0
+    counters = receiver.counters()
+    assert (counters["received"], counters["actors"], counters["open"]) == (2, 1, 2)
+    assert counters["received_bytes"] == sum(trajectory.nbytes for trajectory in sent)
+
+
+def test_a_whole_batch_in_one_grant_and_versions_before_their_tickets(pair: Pair) -> None:
+    receiver, actor = pair.receiver(max_staleness=0), pair.actor(want=1)
+    for version in range(3):
+        events = turns_until(lambda: len(actor.held) == 4, actor)
+        kinds = [event for event in events if isinstance(event, wire.Grant | wire.WeightsAnnounced)]
+        assert kinds[0] == wire.WeightsAnnounced(version)
+        [grant] = kinds[1:]
+        assert isinstance(grant, wire.Grant)
+        assert [t.ticket_id for t in grant.tickets] == list(range(4 * version, 4 * version + 4))
+        assert {t.min_version for t in grant.tickets} == {version}
+        for ticket in reversed(grant.tickets):
+            actor.send(make_trajectory(ticket, version=version))
+        arrived = drain(receiver, 4, actor)
+        turns_until(lambda: actor.num_unacknowledged == 0, actor)
+        receiver.trained(trajectory.ticket_id for trajectory in arrived)
+        receiver.announce(version + 1)
+
+
+def test_a_full_arena_keeps_trajectories_back_and_loses_none(pair: Pair) -> None:
+    receiver = pair.receiver(batch_size=32)
+    one = make_trajectory(num_tokens=100)
+    actor = pair.actor(want=20, arena_bytes=2 * one.nbytes + 128)
+    tickets = pair.tickets(actor, 20)
+    accepted = [actor.send(make_trajectory(ticket, num_tokens=100, seed=i)) for i, ticket in enumerate(tickets)]
+    assert accepted[:2] == [True, True] and not any(accepted[2:])
+    arrived = drain(receiver, 20, actor)
+    assert [t.ticket_id for t in arrived] == [t.ticket_id for t in tickets]
+
+
+def test_a_trajectory_larger_than_the_arena_is_refused_at_once(pair: Pair) -> None:
+    pair.receiver()
+    actor = pair.actor(arena_bytes=256)
+    [ticket, _] = pair.tickets(actor, 2)
+    with pytest.raises(RecordTooLarge, match=r"pipeline\.arena_mb"):
+        actor.send(make_trajectory(ticket, num_tokens=100))
+    actor.fail(ticket.ticket_id, "too large")
+    with pytest.raises(ValueError, match="not held"):
+        actor.fail(ticket.ticket_id, "again")
+
+
+def test_a_full_queue_takes_nothing_and_acknowledges_nothing(pair: Pair) -> None:
+    receiver = pair.receiver(queue_bytes=1)
+    actor = pair.actor(want=3, resend_s=0.0)  # offers again at each heartbeat what is not acknowledged
+    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(pair.tickets(actor, 3))]
+    for trajectory in sent:
+        actor.send(trajectory)
+    turns_until(lambda: actor.num_unacknowledged == 2, actor)
+    assert receiver.counters()["queue_trajectories"] == 1
+    for trajectory in sent:
+        [arrived] = drain(receiver, 1, actor)
+        assert contents(arrived) == contents(trajectory)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    assert receiver.drain(0.0) == []
+
+
+def test_failed_tickets_come_again_and_then_are_given_up(pair: Pair) -> None:
+    receiver, actor = pair.receiver(), pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    actor.fail(ticket.ticket_id, "the environment broke \ud800")
+    assert pair.tickets(actor, 1) == [ticket]
+    actor.fail(ticket.ticket_id, "again")
+    [other] = pair.tickets(actor, 1)
+    assert other != ticket
+    assert receiver.counters()["given_up"] == 1
+
+
+def test_what_is_malformed_is_refused_and_the_learner_goes_on(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    receiver = pair.receiver(batch_size=16)
+    actor = pair.actor(want=6)
+    tickets = pair.tickets(actor, 6)
+    good = make_trajectory(tickets[5])
+    bad = [
+        dataclasses.replace(good, tokens=np.full(40, VOCAB_SIZE, np.int32), ticket_id=tickets[0].ticket_id),
+        dataclasses.replace(make_trajectory(tickets[1]), task_id=tickets[1].task_id + 1),
+        dataclasses.replace(make_trajectory(tickets[2]), group_id=10**6),
+        dataclasses.replace(make_trajectory(tickets[3]), ticket_id=10**9),
+    ]
+    for trajectory in bad:
+        actor.send(trajectory)
+    # A header that is no header, with a ticket that it names beside it.
+    actor._send(
+        wire.DescriptorBatch((wire.Record(10**6, tickets[4].ticket_id, wire.Descriptor(0, 0, 8, 0), b"\xc1rubbish"),))
+    )
+    actor.send(good)
+    events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    [arrived] = drain(receiver, 1, actor)
+    assert contents(arrived) == contents(good)
+    reasons = {event.sequence: event.reason for event in events if isinstance(event, wire.Refused)}
+    assert set(reasons) == {0, 1, 2, 3, 10**6}
+    for sequence, expected in [(0, "vocabulary"), (1, "task_id"), (2, "group_id"), (3, "unknown"), (10**6, "header")]:
+        assert expected in reasons[sequence]
+    counters = receiver.counters()
+    assert (counters["trajectories_refused"], counters["trajectories_unwanted"], counters["refused"]) == (4, 1, 4)
+    assert "a trajectory was refused" in caplog.text
+
+
+def test_versions_that_do_not_exist_or_are_too_old_are_refused(pair: Pair) -> None:
+    receiver = pair.receiver(max_staleness=0, batch_size=2)
+    actor = pair.actor()
+    first = pair.tickets(actor, 2)
+    for ticket in first:
+        actor.send(make_trajectory(ticket, version=0))
+    drain(receiver, 2, actor)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    receiver.trained(ticket.ticket_id for ticket in first)
+    receiver.announce(1)
+    [ticket, other] = pair.tickets(actor, 2)
+    actor.send(make_trajectory(ticket, version=0))
+    [refused] = [e for e in turns_until(counter(receiver, "refused"), actor) if isinstance(e, wire.Refused)] or [
+        e for e in turns_until(lambda: actor.num_unacknowledged == 0, actor) if isinstance(e, wire.Refused)
+    ]
+    assert "demands 1" in refused.reason
+    # Published and not yet announced: waits for the announcement.
+    actor.send(make_trajectory(other, version=2))
+    for _ in range(5):
+        actor.poll(0.01)
+    assert receiver.drain(0.0) == [] and actor.num_unacknowledged == 1
+    receiver.announce(2)
+    assert len(drain(receiver, 1, actor)) == 1
+
+
+def test_bytes_of_a_stranger_cost_a_counter(pair: Pair) -> None:
+    receiver = pair.receiver()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(receiver.endpoint)
+    for frames in (
+        [b"\xff\xff"],
+        [b""],
+        [b"a", b"b"],
+        [wire.encode(wire.Goodbye())],
+        [wire.encode(wire.Hello("actor-0", 1, 1, 1, ()))],
+        [msgpack.packb([99, 1])],
+    ):
+        stranger.send_multipart(frames)
+    stranger.send(wire.encode(wire.Heartbeat((), {})))
+    assert stranger.poll(20_000)
+    assert wire.decode(stranger.recv()) == wire.HelloWanted()
+    stranger.close(0)
+    context.term()
+    assert receiver.counters()["messages_malformed"] == 5
+    actor = pair.actor()
+    pair.tickets(actor, 2)
+
+
+def test_a_silent_actor_loses_its_tickets_and_can_come_back(pair: Pair) -> None:
+    receiver = pair.receiver(heartbeat_timeout_s=0.3)
+    slow, other = pair.actor("slow"), pair.actor("other")
+    lost = pair.tickets(slow, 2)
+    turns_until(counter(receiver, "actors_lost"), other)
+    other.request(4)
+    turns_until(lambda: {t.ticket_id for t in lost} <= {t.ticket_id for t in other.held}, other)
+    first, second = (make_trajectory(ticket, seed=1, actor_id="slow") for ticket in lost)
+    slow.send(first)  # it was not dead after all, and is first
+    assert contents(drain(receiver, 1, slow, other)[0]) == contents(first)
+    other.send(make_trajectory(lost[0], seed=2))
+    other.send(make_trajectory(lost[1], seed=2))
+    drain(receiver, 1, slow, other)
+    slow.send(second)
+    turns_until(lambda: slow.num_unacknowledged + other.num_unacknowledged == 0, slow, other)
+    assert receiver.drain(0.0) == []
+    counters = receiver.counters()
+    assert (counters["received"], counters["trajectories_unwanted"]) == (2, 2)
+
+
+def test_a_leaving_actor_gives_its_tickets_back_at_once(pair: Pair) -> None:
+    receiver = pair.receiver()
+    leaving, staying = pair.actor("leaving"), pair.actor("staying", want=1)
+    tickets = pair.tickets(leaving, 2)
+    pair.actors.remove(leaving)
+    leaving.close()
+    turns_until(counter(receiver, "regranted", 2), staying)
+    staying.request(8)
+    turns_until(lambda: {t.ticket_id for t in tickets} <= {t.ticket_id for t in staying.held}, staying)
+    assert receiver.counters()["actors_lost"] == 0
+
+
+def test_a_new_process_of_the_same_name_takes_over(pair: Pair) -> None:
+    receiver = pair.receiver()
+    old = pair.actor()
+    tickets = pair.tickets(old, 2)
+    pair.actors.remove(old)
+    new = pair.actor()
+    assert pair.tickets(new, 2) == tickets
+    assert receiver.counters()["actors_lost"] == 1
+    old._socket.close(0)
+    old._context.term()
+
+
+def test_a_restarted_learner_asks_who_is_there_and_gets_everything_again(pair: Pair) -> None:
+    first = pair.receiver(batch_size=8)
+    actor = pair.actor(want=4)
+    tickets = pair.tickets(actor, 4)
+    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(tickets)]
+    state = pair.ledger.state_dict()
+    pair.receivers.remove(first)
+    first.close()
+    for trajectory in sent[:3]:
+        actor.send(trajectory)
+    second = pair.receiver(batch_size=8)
+    # As from a checkpoint; whatever the new receiver was asked before then was asked of an unknown actor.
+    assert pair.ledger.load_state_dict(state) == []
+    arrived = drain(second, 3, actor)
+    assert [contents(t) for t in arrived] == [contents(t) for t in sent[:3]]
+    actor.send(sent[3])
+    assert contents(drain(second, 1, actor)[0]) == contents(sent[3])
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    assert second.counters()["received"] == 4
+
+
+def test_a_grant_that_got_lost_is_sent_again(pair: Pair) -> None:
+    pair.receiver(grant_resend_s=0.1)
+    actor = pair.actor()
+    tickets = pair.tickets(actor, 2)
+    actor._held.clear()  # as if the message had never come
+    assert pair.tickets(actor, 2) == tickets
+
+
+def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
+    receiver = pair.receiver()
+    actor = pair.actor(want=1, resend_s=0.0)
+    [ticket] = pair.tickets(actor, 1)
+    actor.send(make_trajectory(ticket))
+    records = [in_flight.record for in_flight in actor._in_flight.values()]
+    for _ in range(5):
+        actor._offer(records)
+    assert len(drain(receiver, 1, actor)) == 1
+    actor._send(wire.DescriptorBatch(tuple(records)))  # after the acknowledgement: its space may be in use again
+    turns_until(counter(receiver, "duplicates"), actor)
+    assert receiver.drain(0.0) == []
+    assert receiver.counters()["trajectories_refused"] == 0
+
+
+def test_shutdown_reaches_all_actors_and_those_that_come_late(pair: Pair) -> None:
+    receiver = pair.receiver()
+    early = pair.actor("early")
+    pair.tickets(early, 2)
+    receiver.shutdown("enough")
+    assert wire.Shutdown("enough") in turns_until(lambda: not receiver.counters()["actors"], early) + early.poll(5.0)
+    late = pair.actor("late")
+    assert wire.Shutdown("enough") in [e for e in late.poll(20.0)] + late.poll(1.0)
+
+
+def test_actors_do_not_outlive_a_silent_learner(pair: Pair) -> None:
+    actor = pair.actor(learner_timeout_s=0.2)
+    with pytest.raises(LearnerLost, match=r"pipeline\.learner_timeout_s=0\.2"):
+        actor.poll(20.0)
+
+
+def test_an_arena_that_the_learner_cannot_open_sends_the_actor_home(pair: Pair) -> None:
+    pair.receiver()
+    actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
+    pair.actors.append(actor)
+    pair.run_dir.arena_path("actor-0").unlink()
+    actor.hello()
+    [event] = actor.poll(20.0)
+    assert isinstance(event, wire.Shutdown) and "arena" in event.reason
+
+
+def test_figures_of_actors_reach_the_learner(pair: Pair) -> None:
+    receiver, actor = pair.receiver(), pair.actor()
+    actor.report({"tokens_per_s": np.float32(2.0)})  # type: ignore[dict-item]
+    turns_until(lambda: receiver.actor_stats() == {"actor-0": {"tokens_per_s": 2.0}}, actor)
+
+
+def test_an_error_in_the_thread_reaches_whoever_drains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = pair.receiver()
+
+    def broken() -> list[object]:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(pair.ledger, "grantable", broken)
+    with pytest.raises(ReceiverError, match="a defect") as caught:
+        receiver.drain(20.0)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_tcp_on_loopback_when_asked_and_nothing_beyond(pair: Pair) -> None:
+    receiver = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    actor = pair.actor(endpoint=receiver.endpoint)
+    [ticket, _] = pair.tickets(actor, 2)
+    actor.send(make_trajectory(ticket))
+    drain(receiver, 1, actor)
+    for endpoint in ("tcp://0.0.0.0:1", "tcp://*:1", "inproc://x", "udp://127.0.0.1:1"):
+        with pytest.raises(ValueError, match="endpoint is"):
+            Receiver(endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir)
+
+
+def test_an_endpoint_in_use_is_an_error_of_start(pair: Pair) -> None:
+    taken = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    with pytest.raises(zmq.ZMQError):
+        Receiver(taken.endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir).start()
+
+
+def test_asyncio_wakes_for_every_message_while_others_send(pair: Pair) -> None:
+    """Without heartbeats nothing but the socket's signal can wake: a lost edge would hang until the time-out."""
+    receiver = pair.receiver(batch_size=64)
+    actor = pair.actor(want=64, heartbeat_s=600.0)
+    num_trajectories = 500
+
+    async def play() -> None:
+        sent = 0
+        acknowledged = 0
+
+        async def send_later(ticket: Ticket) -> None:
+            await asyncio.sleep(0)
+            actor.send(make_trajectory(ticket, version=ticket.min_version))
+
+        async def learn() -> None:
+            version = 0
+            while acknowledged < num_trajectories:
+                batch = await asyncio.to_thread(receiver.drain, 0.01)
+                receiver.trained([trajectory.ticket_id for trajectory in batch])
+                version += 1
+                receiver.announce(version)
+
+        learner = asyncio.create_task(learn())
+        tasks = set()
+        while acknowledged < num_trajectories:
+            events = await actor.poll_async(30.0)
+            assert events, "nothing arrived for 30 s"
+            for event in events:
+                if isinstance(event, wire.Grant):
+                    for ticket in event.tickets[: num_trajectories - sent]:
+                        sent += 1
+                        tasks.add(asyncio.create_task(send_later(ticket)))
+                elif isinstance(event, wire.Ack):
+                    acknowledged += len(event.sequences)
+        await learner
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_a_waiting_coroutine_gives_way_and_its_time_out_holds(pair: Pair) -> None:
+    actor = pair.actor(heartbeat_s=600.0)
+
+    async def wait() -> tuple[list[object], bool]:
+        ran = False
+
+        async def other() -> None:
+            nonlocal ran
+            ran = True
+
+        task = asyncio.create_task(other())
+        events = await actor.poll_async(0.05)
+        await task
+        return list(events), ran
+
+    assert asyncio.run(wait()) == ([], True)
+
+
+def test_closing_frees_the_descriptors(run_dir: RunDirectory) -> None:
+    def used() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        pair = Pair(run_dir)
+        pair.receiver()
+        pair.tickets(pair.actor(), 2)
+        pair.close()
+
+    once()
+    before = used()
+    for _ in range(3):
+        once()
+    assert used() <= before

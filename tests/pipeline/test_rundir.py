@@ -1,0 +1,105 @@
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory, RunDirectoryError, read_owner, remove_run_dir
+
+OWNER = """
+import sys
+from pathlib import Path
+from impala_llm.pipeline.rundir import RunDirectory
+RunDirectory.create("run", Path(sys.argv[1]))
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(base: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "made\n"
+    return process
+
+
+def test_the_owner_makes_and_removes_a_private_directory(tmp_path: Path) -> None:
+    run = RunDirectory.create("run", tmp_path)
+    assert run.path == tmp_path / f"impala_llm-{os.getuid()}-run"
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert read_owner(run.path) == ProcessIdentity.mine()
+    (run.path / "left over").write_text("x")
+    run.remove()
+    run.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_owner_keeps_its_directory_and_a_dead_one_loses_it(tmp_path: Path) -> None:
+    owner = start_owner(tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"living process {owner.pid}"):
+        RunDirectory.create("run", tmp_path)
+    with pytest.raises(RunDirectoryError, match="in use"):
+        remove_run_dir("run", tmp_path, timeout_s=0)
+    assert RunDirectory.attach("run", tmp_path).path.is_dir()
+    (tmp_path / f"impala_llm-{os.getuid()}-run" / "stale").touch()
+    owner.kill()
+    owner.wait()
+    with pytest.raises(RunDirectoryError, match="living owner"):
+        RunDirectory.attach("run", tmp_path)
+    with RunDirectory.create("run", tmp_path) as run:
+        assert [path.name for path in run.path.iterdir()] == ["owner.json"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_supervisor_removes_what_a_dead_owner_left(tmp_path: Path) -> None:
+    owner = start_owner(tmp_path)
+    owner.kill()
+    remove_run_dir("run", tmp_path)
+    owner.wait()
+    remove_run_dir("run", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_owner_is_not_taken_for_a_new_process_of_its_pid() -> None:
+    mine = ProcessIdentity.mine()
+    assert mine.alive()
+    assert not ProcessIdentity(mine.pid, mine.start_time + 1).alive()
+
+
+def test_attached_directories_are_not_removed_by_guests(tmp_path: Path) -> None:
+    with RunDirectory.create("run", tmp_path):
+        guest = RunDirectory.attach("run", tmp_path)
+        with pytest.raises(RunDirectoryError, match="owner removes it"):
+            guest.remove()
+
+
+def test_attach_says_what_to_do_when_there_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="start its learner first"):
+        RunDirectory.attach("run", tmp_path)
+
+
+def test_a_path_of_somebody_else_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"impala_llm-{os.getuid()}-run").symlink_to(elsewhere)
+    with pytest.raises(RunDirectoryError, match="not a directory of user"):
+        RunDirectory.create("run", tmp_path)
+    assert elsewhere.is_dir()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "x" * 65, "a b"])
+def test_names_that_could_leave_the_directory_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="run name"):
+        RunDirectory.create(name, tmp_path)
+    with RunDirectory.create("run", tmp_path) as run, pytest.raises(ValueError, match="actor_id"):
+        run.arena_path(name)
+
+
+def test_a_socket_path_that_the_system_cannot_hold_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    with RunDirectory.create("run", deep) as run, pytest.raises(RunDirectoryError, match="shorter run name"):
+        run.endpoint(0)

@@ -1,0 +1,300 @@
+"""What the buffer keeps, gives up, hands out and remembers."""
+
+import math
+
+import msgpack
+import numpy as np
+import pytest
+
+from impala_llm.replay import OldestFirst, PrioritySampler, ReplayBuffer, Sampler
+from tests.replay.builders import make_trajectory
+
+BIG = 1 << 30
+
+
+def make_buffer(
+    sampler: Sampler | None = None,
+    capacity: int = 1000,
+    capacity_bytes: int = BIG,
+    max_staleness: float = math.inf,
+    max_replays: int = 10**9,
+    seed: int = 0,
+) -> ReplayBuffer:
+    return ReplayBuffer(sampler or PrioritySampler(), capacity, capacity_bytes, max_staleness, max_replays, seed)
+
+
+def fill(buffer: ReplayBuffer, count: int) -> None:
+    for i in range(count):
+        assert buffer.insert([make_trajectory(ticket_id=i)], version=0) == ()
+
+
+def tickets(items: object) -> list[int]:
+    return [t.ticket_id for item in items for t in item.trajectories]
+
+
+@pytest.mark.parametrize("sampler", [PrioritySampler(), OldestFirst()])
+def test_draws_are_distinct_and_as_many_as_asked(sampler: Sampler) -> None:
+    buffer = make_buffer(sampler)
+    fill(buffer, 20)
+    for count in (1, 7, 20):
+        items = buffer.sample(count, version=0).items
+        assert len(items) == len({item.item_id for item in items}) == count
+
+
+def test_too_few_items_give_none_and_use_none_up() -> None:
+    buffer = make_buffer(max_replays=1)
+    fill(buffer, 3)
+    assert buffer.sample(4, version=0).items == ()
+    assert len(buffer) == 3
+
+
+def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
+    draws = []
+    for seed in (1, 1, 2):
+        buffer = make_buffer(seed=seed)
+        fill(buffer, 50)
+        draws.append([tickets(buffer.sample(5, version=0).items) for _ in range(4)])
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_an_item_leaves_with_its_last_replay() -> None:
+    buffer = make_buffer(max_replays=3)
+    fill(buffer, 1)
+    seen = [buffer.sample(1, version=0).items[0] for _ in range(3)]
+    assert [(item.num_replays, item.is_last) for item in seen] == [(1, False), (2, False), (3, True)]
+    assert len(buffer) == 0 and buffer.sample(1, version=0).items == ()
+    buffer.update_advantages([seen[-1].item_id], [0.5])  # has left: passed over
+
+
+def test_a_group_stays_together() -> None:
+    buffer = make_buffer()
+    buffer.insert([make_trajectory(ticket_id=i) for i in range(4)], version=0)
+    buffer.insert([make_trajectory(ticket_id=9)], version=0)
+    assert len(buffer) == 2 and buffer.stats().num_trajectories == 5
+    items = buffer.sample(2, version=0).items
+    assert sorted([t.ticket_id for t in item.trajectories] for item in items) == [[0, 1, 2, 3], [9]]
+
+
+def test_stale_items_are_evicted_by_their_oldest_token() -> None:
+    buffer = make_buffer(max_staleness=2)
+    buffer.insert([make_trajectory(version=0, newest_version=3, ticket_id=0)], version=0 + 3)
+    assert buffer.stats().num_items == 0  # born stale: token of version 0 at version 3
+    buffer = make_buffer(max_staleness=2)
+    buffer.insert([make_trajectory(version=0, newest_version=1, ticket_id=0, score=0.5, length=6)], version=1)
+    buffer.insert([make_trajectory(version=1, ticket_id=1)], version=1)
+    assert buffer.sample(1, version=2).evicted == ()
+    sample = buffer.sample(1, version=3)
+    assert tickets(sample.items) == [1]
+    (evicted,) = sample.evicted
+    assert (evicted.reason, evicted.num_replays in (0, 1), tickets([evicted])) == ("stale", True, [0])
+    assert (evicted.trajectories[0].num_tokens, evicted.trajectories[0].score) == (6, 0.5)
+
+
+def test_born_stale_is_returned_as_evicted() -> None:
+    buffer = make_buffer(max_staleness=0)
+    (evicted,) = buffer.insert([make_trajectory(version=4, ticket_id=7)], version=5)
+    assert (evicted.reason, evicted.num_replays, tickets([evicted])) == ("stale", 0, [7])
+
+
+def test_staleness_zero_keeps_only_the_current_version() -> None:
+    buffer = make_buffer(max_staleness=0)
+    fill(buffer, 2)
+    assert len(buffer.evict_stale(0)) == 0
+    assert [e.reason for e in buffer.evict_stale(1)] == ["stale", "stale"]
+
+
+def test_a_full_buffer_gives_up_the_lowest_priority_then_the_oldest() -> None:
+    sampler = PrioritySampler(advantage_exponent=1.0)
+    buffer = make_buffer(sampler, capacity=4)
+    fill(buffer, 4)
+    ids = [item.item_id for item in sorted(buffer.sample(4, version=0).items, key=lambda item: tickets([item]))]
+    buffer.update_advantages(ids, [0.5, 0.2, 0.9, 0.2])
+    gone = [tickets(buffer.insert([make_trajectory(ticket_id=i)], version=0)) for i in (4, 5, 6)]
+    assert gone == [[1], [3], [0]]
+
+
+def test_a_full_queue_gives_up_the_oldest() -> None:
+    buffer = make_buffer(OldestFirst(), capacity=3)
+    for i, version in enumerate([2, 1, 2]):
+        buffer.insert([make_trajectory(version=version, ticket_id=i)], version=2)
+    evicted = buffer.insert(
+        [make_trajectory(version=2, ticket_id=3), make_trajectory(version=2, ticket_id=4)], version=2
+    )
+    assert tickets(evicted) == [1, 0] and {e.reason for e in evicted} == {"capacity"}
+
+
+def test_bytes_are_bounded() -> None:
+    size = make_trajectory(length=10).nbytes
+    buffer = make_buffer(capacity_bytes=3 * size)
+    for i in range(3):
+        assert buffer.insert([make_trajectory(ticket_id=i, length=10)], version=0) == ()
+    assert buffer.stats().fill == 1.0
+    evicted = buffer.insert([make_trajectory(ticket_id=3, length=19)], version=0)
+    assert tickets(evicted) == [0, 1]
+    assert buffer.stats().num_bytes <= 3 * size
+
+
+def test_a_queue_hands_out_the_oldest_version_first() -> None:
+    buffer = make_buffer(OldestFirst(), max_replays=1)
+    for i, version in enumerate([2, 0, 1, 0]):
+        buffer.insert([make_trajectory(version=version, ticket_id=i)], version=2)
+    items = buffer.sample(3, version=2).items
+    assert tickets(items) == [1, 3, 2]
+    assert [item.weight for item in items] == [1.0, 1.0, 1.0]
+
+
+def test_rarity_counts_the_items_in_the_buffer() -> None:
+    buffer = make_buffer(PrioritySampler(rarity_exponent=1.0))
+    for i, signature in enumerate(["a", "a", "a", "b"]):
+        buffer.insert([make_trajectory(ticket_id=i, signature=signature)], version=0)
+    buffer.insert([make_trajectory(ticket_id=4, signature="a")], version=0, signature="b")
+    # p: a 1/3 each of three, b 1/2 each of two, so N·P is 5/6 and 5/4
+    weights = {tickets([item])[0]: item.weight for item in buffer.sample(5, version=0).items}
+    expected = {0: 1.0, 1: 1.0, 2: 1.0, 3: (5 / 6) / (5 / 4), 4: (5 / 6) / (5 / 4)}
+    assert weights == pytest.approx(expected)
+    assert buffer.stats().num_signatures == 2
+
+
+def test_an_unknown_advantage_counts_as_the_largest_known() -> None:
+    buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9))
+    fill(buffer, 2)
+    assert [item.weight for item in buffer.sample(2, version=0).items] == [1.0, 1.0]  # nothing is known yet
+    buffer.update_advantages([0, 1], [0.2, 0.8])
+    buffer.insert([make_trajectory(ticket_id=2)], version=0)
+    weights = {tickets([item])[0]: item.weight for item in buffer.sample(3, version=0).items}
+    assert weights == pytest.approx({0: 1.0, 1: 0.25, 2: 0.25})
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.4, 1.0])
+def test_importance_weights_are_their_definition(exponent: float) -> None:
+    buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9, uniform_floor=0.1))
+    fill(buffer, 3)
+    buffer.update_advantages([0, 1, 2], [0.1, 0.3, 0.6])
+    probabilities = [0.9 * p + 0.1 / 3 for p in (0.1, 0.3, 0.6)]
+    items = buffer.sample(2, version=0, importance_exponent=exponent).items
+    raw = [(3 * probabilities[tickets([item])[0]]) ** -exponent for item in items]
+    assert [item.weight for item in items] == pytest.approx([w / max(raw) for w in raw])
+
+
+def test_stats() -> None:
+    buffer = make_buffer(capacity=8)
+    assert buffer.stats().oldest_version is None and buffer.stats().fill == 0.0
+    buffer.insert([make_trajectory(version=3), make_trajectory(version=5)], version=5)
+    buffer.insert([make_trajectory(version=4)], version=5)
+    stats = buffer.stats()
+    assert (stats.num_trajectories, stats.num_items, stats.num_signatures) == (3, 2, 1)
+    assert (stats.oldest_version, stats.newest_version, stats.fill) == (3, 4, 3 / 8)
+
+
+def busy_buffer(seed: int) -> tuple[ReplayBuffer, np.random.Generator]:
+    sampler = PrioritySampler(recency_tau=3.0, advantage_exponent=0.6, rarity_exponent=0.5, uniform_floor=0.1)
+    return make_buffer(sampler, capacity=40, max_staleness=4, max_replays=3, seed=seed), np.random.default_rng(seed)
+
+
+def step(buffer: ReplayBuffer, rng: np.random.Generator, version: int) -> list[tuple[int, float]]:
+    """Insert, sample and update as a learner would; returns what was seen."""
+    seen: list[tuple[int, float]] = []
+    for _ in range(6):
+        group = [
+            make_trajectory(version=version, signature=f"s{rng.integers(4)}", ticket_id=int(rng.integers(10**6)))
+            for _ in range(rng.integers(1, 4))
+        ]
+        seen += [(e.item_id, e.num_replays) for e in buffer.insert(group, version)]
+    sample = buffer.sample(5, version, importance_exponent=0.7)
+    seen += [(item.item_id, item.weight) for item in sample.items]
+    seen += [(e.item_id, e.num_replays) for e in sample.evicted]
+    buffer.update_advantages([item.item_id for item in sample.items], rng.random(len(sample.items)).tolist())
+    return seen
+
+
+def test_the_books_balance_over_a_long_life() -> None:
+    buffer, rng = busy_buffer(5)
+    alive: dict[int, int] = {}
+    next_id = 0
+    for version in range(30):
+        for _ in range(6):
+            evicted = buffer.insert([make_trajectory(version=max(0, version - int(rng.integers(6))))], version)
+            alive[next_id] = 0
+            next_id += 1
+            for item in evicted:
+                assert alive.pop(item.item_id) == item.num_replays
+        sample = buffer.sample(4, version)
+        for item in sample.evicted:
+            assert alive.pop(item.item_id) == item.num_replays
+        for item in sample.items:
+            assert all(0 <= version - t.oldest_version <= 4 for t in item.trajectories)
+            alive[item.item_id] += 1
+            assert item.num_replays == alive[item.item_id] and item.is_last == (item.num_replays == 3)
+            if item.is_last:
+                del alive[item.item_id]
+        assert len(buffer) == buffer.stats().num_trajectories == len(alive) <= 40
+    assert next_id > 100
+
+
+def test_a_saved_buffer_goes_on_as_if_nothing_had_happened() -> None:
+    def pack_array(value: object) -> object:
+        assert isinstance(value, np.ndarray), value
+        return {"__array__": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def unpack_array(value: dict) -> object:
+        if "__array__" in value:
+            return np.frombuffer(value["__array__"], np.dtype(value["dtype"])).reshape(value["shape"])
+        return value
+
+    buffer, rng = busy_buffer(9)
+    for version in range(6):
+        step(buffer, rng, version)
+    saved = msgpack.unpackb(msgpack.packb(buffer.state_dict(), default=pack_array), object_hook=unpack_array)
+    restored, _ = busy_buffer(1234)
+    restored.load_state_dict(saved)
+    assert restored.stats() == buffer.stats()
+    twin = np.random.default_rng()
+    twin.bit_generator.state = rng.bit_generator.state
+    for version in range(6, 12):
+        assert step(restored, twin, version) == step(buffer, rng, version)
+
+
+def test_a_smaller_buffer_refuses_the_state() -> None:
+    buffer = make_buffer()
+    fill(buffer, 5)
+    with pytest.raises(ValueError, match="holds 5 trajectories .* raise the capacity"):
+        make_buffer(capacity=4).load_state_dict(buffer.state_dict())
+    with pytest.raises(ValueError, match="format is 0"):
+        make_buffer().load_state_dict(buffer.state_dict() | {"format": 0})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("capacity_trajectories", 0), ("capacity_bytes", 0), ("max_staleness", -1), ("max_replays", 0), ("seed", -1)],
+)
+def test_impossible_settings_are_named(setting: str, value: int) -> None:
+    good = {"sampler": OldestFirst(), "capacity_trajectories": 1, "capacity_bytes": 1}
+    with pytest.raises(ValueError, match=f"{setting} is {value}"):
+        ReplayBuffer(**(good | {setting: value}))
+
+
+def test_impossible_calls_are_named() -> None:
+    buffer = make_buffer(capacity=3, capacity_bytes=1000)
+    with pytest.raises(ValueError, match="trajectories is empty"):
+        buffer.insert([], version=0)
+    with pytest.raises(ValueError, match="trajectories holds 4"):
+        buffer.insert([make_trajectory()] * 4, version=0)
+    with pytest.raises(ValueError, match="raise its capacity"):
+        buffer.insert([make_trajectory(length=100)], version=0)
+    with pytest.raises(ValueError, match="version is 1, but a token was sampled by 2"):
+        buffer.insert([make_trajectory(version=2)], version=1)
+    buffer.insert([make_trajectory(version=2)], version=2)
+    for call in (buffer.evict_stale, lambda v: buffer.sample(1, v), lambda v: buffer.insert([make_trajectory()], v)):
+        with pytest.raises(ValueError, match="version is 1 after 2"):
+            call(1)
+    with pytest.raises(ValueError, match="num_items is 0"):
+        buffer.sample(0, version=2)
+    with pytest.raises(ValueError, match="num_items is 4"):
+        buffer.sample(4, version=2)
+    with pytest.raises(ValueError, match="importance_exponent is 1.1"):
+        buffer.sample(1, version=2, importance_exponent=1.1)
+    for value in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="abs_advantages of item 0"):
+            buffer.update_advantages([0], [value])
+    with pytest.raises(ValueError, match="abs_advantages has 2"):
+        buffer.update_advantages([0], [1.0, 2.0])

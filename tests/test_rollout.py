@@ -1,0 +1,164 @@
+"""Tokens in, tokens out: what the policy said is what the trajectory holds, however the template and the tokenizer behave."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from impala_llm.engines.base import Generation
+from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
+
+
+class Echo:
+    """Environment of a given number of turns: shows the number of the turn and the last action."""
+
+    def __init__(self, num_turns: int, truncates: bool = False) -> None:
+        self.num_turns, self.truncates, self.actions = num_turns, truncates, []
+
+    def reset(self, task_id):
+        return f"task {task_id}", {}
+
+    def step(self, action):
+        self.actions.append(action)
+        done = len(self.actions) == self.num_turns
+        info = {"score": 0.5, "success": False, "stats": {"length": len(action)}} if done else {}
+        return f"turn {len(self.actions)}", float(done), done and not self.truncates, done and self.truncates, info
+
+
+class Scripted:
+    """Engine that says given answers and remembers what it was asked: token i has log-probability -i and version i."""
+
+    version, vocab_size = 0, 100
+
+    def __init__(self, answers, finish="stop") -> None:
+        self.answers, self.finish = list(answers), finish
+        self.prompts, self.params, self.released, self.said = [], [], [], 0
+
+    async def generate(self, session_id, prompt, params):
+        self.prompts.append(list(prompt))
+        self.params.append(params)
+        tokens = np.array(self.answers.pop(0), np.int32)
+        numbers = np.arange(self.said, self.said + len(tokens))
+        self.said += len(tokens)
+        return Generation(tokens, -numbers.astype(np.float32), numbers.astype(np.int32), self.finish)
+
+    def release(self, session_id):
+        self.released.append(session_id)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_scratch_policy(tmp_path_factory.mktemp("scratch") / "policy"))
+
+
+SPEC = EpisodeSpec("e", task_id=7, group_id=1, ticket_id=2, seed=3, env="echo", actor_id="a", signature="s")
+
+
+def play(tokenizer, answers, session, max_length=200, max_new_tokens=10, finish="stop", transcript=None):
+    engine = Scripted(answers, finish)
+    chat = ChatFormat(tokenizer)
+    limits = EpisodeLimits(0.7, max_new_tokens, max_length)
+    trajectory = asyncio.run(play_episode(SPEC, session, engine, chat, limits, transcript))
+    return trajectory, engine
+
+
+def ids(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_episode_is_one_row_of_what_was_seen_and_said(scratch):
+    end, act = scratch.eos_token_id, scratch.convert_tokens_to_ids("<|act|>")
+    answers = [[*ids(scratch, "go"), end], [*ids(scratch, "on"), end]]
+    session = Echo(2)
+    transcript: list[Turn] = []
+    trajectory, engine = play(scratch, answers, session, transcript=transcript)
+    expected = [*ids(scratch, "task 7"), act, *answers[0], *ids(scratch, "turn 1"), act, *answers[1]]
+    assert trajectory.tokens.tolist() == expected
+    assert session.actions == ["go", "on"]
+    assert trajectory.turns.tolist() == [[7, 10], [17, 20]]
+    mask = trajectory.action_mask
+    assert trajectory.tokens[mask].tolist() == answers[0] + answers[1]
+    assert trajectory.behaviour_logprobs[mask].tolist() == [0, -1, -2, -3, -4, -5]
+    assert trajectory.versions[mask].tolist() == [0, 1, 2, 3, 4, 5]
+    assert trajectory.rewards[trajectory.rewards != 0].tolist() == [1.0] and trajectory.rewards[19] == 1.0
+    assert (trajectory.bootstrap, trajectory.score, trajectory.stats) == (False, 0.5, {"length": 2.0})
+    assert [(turn.observation, turn.action) for turn in transcript] == [("task 7", "go"), ("turn 1", "on")]
+    assert engine.released == ["e"]
+
+
+def test_engine_gets_the_whole_history_and_never_a_rewritten_one(scratch):
+    end = scratch.eos_token_id
+    _, engine = play(scratch, [[*ids(scratch, "a"), end], [*ids(scratch, "b"), end], [end]], Echo(3))
+    for shorter, longer in zip(engine.prompts, engine.prompts[1:], strict=False):
+        assert longer[: len(shorter)] == shorter
+    assert all(p.seed == 3 and p.temperature == 0.7 and p.stop_token_ids == (end,) for p in engine.params)
+
+
+def test_tokens_that_no_encoder_would_choose_survive(tiny_model):
+    """Ids that decode to a text which encodes to other ids are kept as they are."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    odd = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "x", "<|endoftext|>"])
+    trajectory, _ = play(tokenizer, [[*odd, tokenizer.eos_token_id]], Echo(1))
+    assert trajectory.tokens[trajectory.action_mask].tolist() == [*odd, tokenizer.eos_token_id]
+
+
+def test_chatml_conversation_equals_the_template(tiny_model):
+    """With a ChatML template the row is what the template renders for the same conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    end = tokenizer.eos_token_id
+    trajectory, _ = play(tokenizer, [[*ids(tokenizer, "go"), end], [*ids(tokenizer, "on"), end]], Echo(2))
+    messages = [
+        {"role": "user", "content": "task 7"},
+        {"role": "assistant", "content": "go"},
+        {"role": "user", "content": "turn 1"},
+        {"role": "assistant", "content": "on"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(trajectory.tokens.tolist()) == rendered.rstrip("\n")
+
+
+def test_answer_cut_by_length_gets_its_end_from_the_template(scratch):
+    end = scratch.eos_token_id
+    trajectory, _ = play(scratch, [ids(scratch, "ab"), [end]], Echo(2), finish="length")
+    after = trajectory.turns[0, 1]
+    assert trajectory.tokens[after] == end and not trajectory.action_mask[after]
+
+
+def test_special_token_in_an_observation_is_only_text(scratch):
+    chat = ChatFormat(scratch)
+    assert scratch.eos_token_id not in chat.first("a<|end|>b")
+    assert scratch.decode(chat.first("a<|end|>b")[:-1]) == "a<|end|>b"
+
+
+def test_full_context_is_a_cut_and_bootstraps(scratch):
+    end = scratch.eos_token_id
+    trajectory, engine = play(scratch, [[*ids(scratch, "a"), end], [*ids(scratch, "b"), end]], Echo(9), max_length=16)
+    assert len(engine.prompts) == 1 and engine.params[0].max_new_tokens == 9
+    assert trajectory.bootstrap and trajectory.num_tokens == 9
+
+
+def test_time_limit_bootstraps_and_a_terminal_state_does_not(scratch):
+    end = scratch.eos_token_id
+    assert play(scratch, [[end]], Echo(1, truncates=True))[0].bootstrap
+    assert not play(scratch, [[end]], Echo(1))[0].bootstrap
+
+
+def test_aborted_answer_ends_the_episode_and_frees_its_session(scratch):
+    engine = Scripted([[scratch.eos_token_id]], finish="abort")
+    with pytest.raises(EpisodeAborted, match="turn 0"):
+        asyncio.run(play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50)))
+    assert engine.released == ["e"]
+
+
+def test_first_observation_without_room_is_refused(scratch):
+    with pytest.raises(ValueError, match="raise engine.max_length"):
+        play(scratch, [], Echo(1), max_length=5)
+
+
+def test_tokenizer_without_template_is_refused(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template"):
+        ChatFormat(tokenizer)

@@ -1,0 +1,210 @@
+#!/usr/bin/env python
+"""Make the small policy that the quickstart starts from: tokenizer and causal LM, from the scripted shopper's episodes.
+
+No model has to be downloaded. The policy clones a sloppy shopper for a few minutes, so it is competent but imperfect:
+it knows the pages, the grammar and how to copy an asin, and leaves reinforcement learning much to find. A linear value
+head learns the final score of the same episodes beside it, on a detached trunk.
+
+    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --minutes 8 --seed 0
+
+Demonstrations play the training goals of the quickstart's catalogue and the goals of other catalogues; never a goal
+of the validation or test split, and never the catalogue on which `evaluation.unseen_seed` tests.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from impala_llm.config import load
+from impala_llm.envs.webshop.shopper import ScriptedShopper
+from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
+from impala_llm.rollout import ChatFormat
+
+VOCABULARY_SIZE = 2000
+SYLLABLE_OF_ASIN = "(?<=b0|b0[a-z]{2}|b0[a-z]{4})[a-z]{2}"
+"""One token for each syllable of an asin, the same in every catalogue, so that asins never seen are copied as well."""
+CATALOGUE_SEEDS = tuple(range(100, 108))
+"""Further catalogues to learn shopping rather than one catalogue; evaluation uses others."""
+
+
+def play(suite: WebShopSuite, task: int, shopper: ScriptedShopper) -> tuple[list[tuple[str, str]], float]:
+    """One demonstration as (observation, action) pairs, and its score."""
+    session = suite.session(training=True)
+    observation, info = session.reset(task)
+    shopper.reset()
+    turns = []
+    while True:
+        action = shopper.act(observation, info)
+        turns.append((observation, action))
+        observation, _, terminated, truncated, info = session.step(action)
+        if terminated or truncated:
+            return turns, float(info["score"])
+
+
+def demonstrations(suites: list[WebShopSuite], noise: float, seed: int) -> Iterator[tuple[list[tuple[str, str]], float]]:
+    """Endless demonstrations over the training goals of all suites; the first suite's are half of them."""
+    rng = random.Random(seed)
+    shopper = ScriptedShopper(noise=noise, seed=seed)
+    tasks = [list(suite.tasks("train")) for suite in suites]
+    while True:
+        which = 0 if len(suites) == 1 or rng.random() < 0.5 else rng.randrange(1, len(suites))
+        yield play(suites[which], rng.choice(tasks[which]), shopper)
+
+
+def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in lower case, digits unsplit, so that prices and asins take few tokens."""
+    backend = Tokenizer(models.BPE(byte_fallback=False))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SYLLABLE_OF_ASIN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[PAD, ACT, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator((text for episode in episodes for turn in episode for text in turn), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[ACT],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def to_tokens(chat: ChatFormat, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """The token row of a demonstration, as a rollout would lay it out, and the place before each answer."""
+    row: list[int] = []
+    starts = []
+    end = tokenizer.eos_token_id
+    for observation, action in turns:
+        row += chat.following(observation, end) if row else chat.first(observation)
+        starts.append(len(row) - 1)
+        row += [*tokenizer.encode(action, add_special_tokens=False), end]
+    return row, starts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=8.0, help="training time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", type=float, default=1.0, help="sloppiness of the shopper")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of an update")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+
+    config = load(["experiment=quickstart", "model=scratch"])
+    shop = config.env.webshop
+    suites = [suite_from_config(shop)]
+    for seed in CATALOGUE_SEEDS:
+        shop.catalogue_seed = seed
+        suites.append(suite_from_config(shop))
+    stream = demonstrations(suites, args.noise, args.seed)
+    first = [next(stream) for _ in range(4000)]
+    print(f"shopper: score {np.mean([score for _, score in first]):.3f}, "
+          f"success {np.mean([score == 1.0 for _, score in first]):.3f}")  # fmt: skip
+
+    tokenizer = train_tokenizer([turns for turns, _ in first])
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(args.out)
+    chat = ChatFormat(tokenizer)
+    lm = AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=args.hidden,
+            intermediate_size=3 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 32,
+            num_key_value_heads=max(1, args.hidden // 64),
+            head_dim=32,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    lm.save_pretrained(args.out)
+    model = PolicyModel.from_pretrained(args.out)
+    print(f"parameters: {sum(p.numel() for p in lm.parameters()) / 1e6:.2f} M")
+
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    started, step, seen, lengths, running = time.monotonic(), 0, 0, [], 0.0
+    while (elapsed := (time.monotonic() - started) / (60 * args.minutes)) < 1.0:
+        scale = min(1.0, (step + 1) / 50) * max(0.02, 1.0 - elapsed)
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * scale
+        rows, starts, scores, offset = [], [], [], 0
+        while offset < args.tokens:
+            turns, score = next(stream)
+            row, places = to_tokens(chat, tokenizer, turns)
+            rows.append(row)
+            starts += [offset + p for p in places]
+            scores += [score] * len(places)
+            offset += len(row)
+        loss, value_loss = update(model, rows, starts, scores)
+        (loss + value_loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, seen = step + 1, seen + offset
+        lengths += [len(row) for row in rows]
+        running = loss.item() if step == 1 else 0.98 * running + 0.02 * loss.item()
+        if step % 200 == 0:
+            rate = seen / (time.monotonic() - started)
+            print(f"step {step}  loss {running:.4f}  value {value_loss.item():.4f}  tokens/s {rate:.0f}  "
+                  f"tokens an episode {np.mean(lengths):.0f}  {elapsed:.0%}", flush=True)  # fmt: skip
+    model.save(args.out)
+    (args.out / "training.json").write_text(
+        json.dumps({"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": step, "tokens": seen,
+                    "threads": args.threads, "learning_rate": args.learning_rate, "loss": round(running, 4)}, indent=1)
+        + "\n"
+    )  # fmt: skip
+
+
+def update(model: PolicyModel, rows: list[list[int]], starts: list[int], scores: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of one batch: next-token cross-entropy on all tokens (observations teach copying), and the value's."""
+    tokens = torch.tensor([t for row in rows for t in row])
+    lengths = torch.tensor([len(row) for row in rows])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    hidden = model.hidden(tokens, positions, lengths)
+    ends = lengths.cumsum(0) - 1
+    predicts = torch.ones(len(tokens), dtype=torch.bool)
+    predicts[ends] = False  # the last token of a row predicts nothing
+    logits = model.logits(hidden[predicts])
+    loss = torch.nn.functional.cross_entropy(logits, tokens[1:][predicts[:-1]])
+    value = model.values(hidden[torch.tensor(starts)].detach())
+    return loss, 0.5 * (value - torch.tensor(scores)).square().mean()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Every check of the repository, in a virtual environment that it makes itself. Arguments go to both pytest runs:
+#   tools/test.sh                          everything
+#   tools/test.sh tests/envs -k reward     the linters, and of the tests only these
+# All checks run even when one fails; the exit status is 0 only if none did.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/tools/setup_venv.sh"
+cd "$root"
+export PATH=$root/.venv/bin:$PATH
+
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+failed=()
+collected=0
+
+check() {
+  local name=$1
+  shift
+  echo "== $name"
+  "$@" || failed+=("$name")
+}
+
+# pytest's status 5 is "no test selected": a narrow selection leaves one of the two runs empty.
+run_pytest() {
+  local name=$1 status=0
+  shift
+  pytest -rs --junitxml "$reports/$name.xml" "$@" || status=$?
+  [ "$status" -eq 5 ] && return 0
+  collected=1
+  return "$status"
+}
+
+check "ruff format" ruff format --check .
+check "ruff" ruff check .
+check "mypy" mypy
+check "import-linter" lint-imports
+check "fast tests" run_pytest fast -m "not system" "$@"
+check "system tests" run_pytest system -m system "$@"
+
+echo "== summary"
+python - "$reports" <<'PY'
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+suites = [suite for report in Path(sys.argv[1]).glob("*.xml") for suite in ElementTree.parse(report).iter("testsuite")]
+tests, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
+print(f"{tests} tests, {skipped} of them skipped")
+PY
+[ "$collected" -eq 1 ] || failed+=("no test was selected")
+if [ "${#failed[@]}" -gt 0 ]; then
+  printf 'FAILED: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "all checks passed"
