@@ -103,7 +103,7 @@ def learn(config: Config, ranks: Ranks) -> None:
             if writer is not None:
                 writer.write(version, summary)
             if view is not None:
-                view.update(version, summary)
+                view.update(version, summary, progress)
         if ranks.is_main:
             model.save(Path(config.run.dir) / "policy", files)
 

@@ -1,9 +1,9 @@
 """How fast the shop steps, and what a large catalogue costs to load.
 
-Figures: `steps_per_s`, environment steps a second of one thread on a mix of searches, product, option and sub pages
-and purchases, replayed on a fresh catalogue so that every cache starts empty; `load_100k_s` and `load_100k_gb`,
-seconds to load and index 100,000 products from files and the peak resident memory (10^9 bytes) of a process that does
-nothing else. Rows: microseconds a step by kind of action.
+Figures: `steps_per_s`, environment steps a second of one thread on a mix of searches, product, option and sub pages and
+purchases, resets included; `load_100k_s` and `load_100k_gb`, seconds to load and index 100,000 products from files and
+the peak resident memory (10^9 bytes) of the process that does it. Rows: microseconds a step by kind of action.
+Each is measured in a process of its own that does nothing else, so that every cache starts empty.
 """
 
 import json
@@ -16,66 +16,88 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import impala_llm
+
 OPTIONS = {
     "products": "catalogue size for steps_per_s; default 1000",
     "episodes": "episodes for steps_per_s; default 3000",
-    "load": "catalogue size for the load figures; default 100000",
     "mode": "observation mode for steps_per_s, text or text_rich; default text",
+    "load": "catalogue size for the load figures; default 100000",
 }
 
-_FILES = ("items", "attributes", "human", "nouns")
+FILES = ("items", "attributes", "human", "nouns")
+Episode = tuple[int, list[tuple[str, str]]]  # task id, [(kind of action, action)]
 
 
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Runs both parts; see the module for the figures and rows."""
-    figures, rows = _measure_steps(
-        int(options.get("products", 1000)), int(options.get("episodes", 3000)), options.get("mode", "text")
-    )
-    return figures | _measure_load(int(options.get("load", 100_000))), rows
+    from impala_llm.envs.webshop.synthetic import make_records
+
+    num_products, num_episodes = int(options.get("products", 1000)), int(options.get("episodes", 3000))
+    num_loaded = int(options.get("load", 100_000))
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "episodes.json"
+        script.write_text(json.dumps(record_episodes(num_products, num_episodes)))
+        steps_per_s, rows = _in_child("steps", str(script), str(num_products), options.get("mode", "text"))
+        for name, records in zip(FILES, make_records(num_loaded, seed=0), strict=True):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(records))
+        seconds, gigabytes = _in_child("load", folder)
+    size = f"{num_loaded // 1000}k" if num_loaded % 1000 == 0 else str(num_loaded)
+    return {"steps_per_s": steps_per_s, f"load_{size}_s": seconds, f"load_{size}_gb": gigabytes}, rows
 
 
-def _measure_steps(num_products: int, num_episodes: int, mode: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    episodes = _record(num_products, num_episodes)
-    env = _environment(num_products, mode)
+def record_episodes(num_products: int, num_episodes: int) -> list[Episode]:
+    """Plays shoppers on the synthetic catalogue and writes down what they do."""
+    from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
+
+    env = WebShopEnv(synthetic_catalogue(num_products, seed=0))
+    rng = random.Random(0)
+    tasks = rng.choices(range(len(env.goals)), k=num_episodes)
+    return [(task_id, _play(env, task_id, rng)) for task_id in tasks]
+
+
+def measure_steps(episodes: list[Episode], num_products: int, mode: str) -> tuple[float, list[dict[str, Any]]]:
+    """Plays recorded episodes again: steps a second, and the rows."""
+    from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
+
+    env = WebShopEnv(synthetic_catalogue(num_products, seed=0), observation_mode=mode)  # type: ignore[arg-type]
     seconds: Counter[str] = Counter()
-    steps: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     clock = time.perf_counter
     begin = clock()
     for task_id, actions in episodes:
         before = clock()
         env.reset(task_id=task_id)
         seconds["reset"] += clock() - before
-        steps["reset"] += 1
+        times["reset"] += 1
         for kind, action in actions:
             before = clock()
             env.step(action)
             seconds[kind] += clock() - before
-            steps[kind] += 1
+            times[kind] += 1
     total = clock() - begin
-    num_steps = steps.total() - steps["reset"]
+    num_steps = times.total() - times["reset"]
     rows = [
         {
             "action": kind,
-            "share": round(steps[kind] / num_steps, 3),
-            "us_per_step": round(1e6 * seconds[kind] / steps[kind], 1),
+            "per_step": round(times[kind] / num_steps, 3),
+            "us_each": round(1e6 * seconds[kind] / times[kind], 1),
         }
-        for kind in sorted(steps, key=lambda kind: -seconds[kind])
+        for kind in sorted(times, key=lambda kind: -seconds[kind])
     ]
-    return {"steps_per_s": num_steps / total}, rows
+    return num_steps / total, rows
 
 
-def _environment(num_products: int, mode: str) -> Any:
-    from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
+def measure_load(folder: Path) -> tuple[float, float]:
+    """Loads the files of a folder: seconds, and the peak memory of this process in 10^9 bytes."""
+    before = time.perf_counter()
+    from impala_llm.envs.webshop import load_catalogue
 
-    return WebShopEnv(synthetic_catalogue(num_products, seed=0), observation_mode=mode)  # type: ignore[arg-type]
-
-
-def _record(num_products: int, num_episodes: int) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Plays episodes and writes down their actions: (task_id, [(kind of action, action)])."""
-    env = _environment(num_products, "text")
-    rng = random.Random(0)
-    num_goals = len(env.goals)
-    return [(task_id, _play(env, task_id, rng)) for task_id in (rng.randrange(num_goals) for _ in range(num_episodes))]
+    load_catalogue(*(folder / f"{name}.json" for name in FILES), seed=0)
+    seconds = time.perf_counter() - before
+    # Not getrusage: its peak counts what the parent had resident when it started this process.
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return seconds, int(status["VmHWM"].split()[0]) * 1024 / 1e9
 
 
 def _play(env: Any, task_id: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -95,7 +117,7 @@ def _play(env: Any, task_id: int, rng: random.Random) -> list[tuple[str, str]]:
         shown = act("search", " ".join(word for word in words if visit == 0 or rng.random() < 0.7) or "gift")
         if rng.random() < 0.3:
             shown = act("next or prev", "next >")
-        links = shown[2:] if "< prev" not in shown else shown[3:]
+        links = shown[shown.index("next >") + 1 :]
         if not links:
             continue
         shown = act("product", rng.choice(links))
@@ -103,41 +125,28 @@ def _play(env: Any, task_id: int, rng: random.Random) -> list[tuple[str, str]]:
             if rng.random() < 0.3:
                 act("sub page", page)
                 shown = act("next or prev", "< prev")
-        for value in rng.sample(shown[6:], min(len(shown) - 6, rng.choice((0, 1, 2, 3)))):
+        values = shown[shown.index("buy now") + 1 :]
+        for value in rng.sample(values, min(len(values), rng.choice((0, 1, 2, 3)))):
             act("option", value)
     if env.page == "item":
         act("buy", "buy now")
     return actions
 
 
-def _measure_load(num_products: int) -> dict[str, float]:
-    from impala_llm.envs.webshop.synthetic import make_records
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, records in zip(_FILES, make_records(num_products, seed=0), strict=True):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(records))
-        child = subprocess.run(
-            [sys.executable, "-m", "impala_llm.bench.webshop", folder], check=True, capture_output=True, text=True
-        )
-    return {f"load_{_short(num_products)}_{unit}": value for unit, value in json.loads(child.stdout).items()}
+def _in_child(*arguments: str) -> Any:
+    command = [sys.executable, "-m", "impala_llm.bench.webshop", *arguments]
+    # The folder of the package, so that it is found where it is not installed.
+    root = Path(impala_llm.__file__).parents[1]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root).stdout)
 
 
-def _short(number: int) -> str:
-    return f"{number // 1000}k" if number % 1000 == 0 else str(number)
-
-
-def _load(folder: Path) -> dict[str, float]:
-    """Loads the files of a folder; seconds, and the peak memory of this process in 10^9 bytes."""
-    before = time.perf_counter()
-    from impala_llm.envs.webshop import load_catalogue
-
-    catalogue = load_catalogue(*(folder / f"{name}.json" for name in _FILES), seed=0)
-    catalogue.search("gift")
-    seconds = time.perf_counter() - before
-    # Not getrusage: its peak counts what the parent had resident when it started this process.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"s": seconds, "gb": int(status["VmHWM"].split()[0]) * 1024 / 1e9}
+def _main(part: str, path: str, *rest: str) -> None:
+    if part == "load":
+        print(json.dumps(measure_load(Path(path))))
+    else:
+        num_products, mode = rest
+        print(json.dumps(measure_steps(json.loads(Path(path).read_text()), int(num_products), mode)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(_load(Path(sys.argv[1]))))
+    _main(*sys.argv[1:])

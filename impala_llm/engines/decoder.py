@@ -1,10 +1,10 @@
 """One forward of a causal LM over a packed batch of new tokens, the rest of every history being in the KV cache.
 
-Invariant: both decoders compute what the Hugging Face model computes, on the Hugging Face model's own parameters:
-whoever writes new values into those parameters in place has changed the decoder's weights.
+Invariant: both decoders compute what the Hugging Face model computes, on the Hugging Face model's own parameters.
+Whoever writes new values into those parameters in place calls `refresh` before the next batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from impala_llm.engines.kv_cache import KVCache
 _ATTENTION_NAME = "impala_llm_cached"
 _COMPACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _POSITION_ONLY_ROPE = ("default", "linear", "llama3", "yarn")
+_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,15 @@ class PackedBatch:
 
 
 class Decoder(Protocol):
-    """Callable that writes the new tokens into the cache and returns logits float32[R, vocab]."""
+    """What computes a batch."""
 
-    def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor: ...
+    def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
+        """Write the new tokens into the cache; return the logits float32[R, vocab] of the wanted ones."""
+        ...
+
+    def refresh(self) -> None:
+        """The model's parameters have new values."""
+        ...
 
 
 def _attend(
@@ -92,6 +99,9 @@ class HuggingFaceDecoder:
         )
         return output.logits[0].float()
 
+    def refresh(self) -> None:
+        """Nothing to do: the modules read the parameters."""
+
 
 def _cached_attention(
     module: nn.Module,
@@ -132,12 +142,11 @@ class CompactDecoder:
         self._layers = [_CompactLayer(layer) for layer in trunk.layers]
         self._embedding = trunk.embed_tokens.weight.data
         self._norm = trunk.norm.weight.data
-        self._head = model.lm_head.weight.data
+        self._head = _Linear([model.lm_head])
         self._eps = config.rms_norm_eps
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._activation = trunk.layers[0].mlp.act_fn
-        self._linear = _linear_function(self._embedding)
         places = torch.arange(max_length, device=self._embedding.device)[None]
         with torch.no_grad():
             cos, sin = trunk.rotary_emb(self._embedding[:1], places)
@@ -147,14 +156,14 @@ class CompactDecoder:
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], dim=-1)
 
     def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
-        linear, eps, heads, half = self._linear, self._eps, self._heads, self._half
+        eps, heads, half = self._eps, self._heads, self._half
         turned = heads + self._kv_heads
         hidden = F.embedding(batch.tokens, self._embedding)
         cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
-            projected = linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, 2 * half)
+            projected = layer.qkv(normed).view(len(hidden), -1, 2 * half)
             to_turn = projected[:, :turned]
             if layer.query_norm is not None:
                 to_turn = F.rms_norm(to_turn, (2 * half,), None, eps)
@@ -166,19 +175,26 @@ class CompactDecoder:
             queries = rotated[:, :heads]
             if index == last:
                 if batch.sample_rows is None:
-                    return hidden.new_empty(0, len(self._head), dtype=torch.float32)
+                    return hidden.new_empty(0, self._head.outputs, dtype=torch.float32)
                 if batch.sample_index is not None:
                     hidden = hidden.index_select(0, batch.sample_index)
                     queries = queries.index_select(0, batch.sample_index)
                 mixed = _attend(queries * layer.scaling, batch.sample_rows, (), cache, index)
             else:
                 mixed = _attend(queries * layer.scaling, batch.rows, batch.segments, cache, index)
-            hidden = hidden + linear(mixed, layer.output, layer.output_bias)
+            hidden = hidden + layer.output(mixed)
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
-            gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + linear(self._activation(gate) * up, layer.down, layer.down_bias)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            hidden = hidden + layer.down(self._activation(gate) * up)
         normed = F.rms_norm(hidden, hidden.shape[-1:], self._norm, eps)
-        return linear(normed, self._head, None).float()
+        return self._head(normed).float()
+
+    def refresh(self) -> None:
+        """Pack the new values."""
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.refresh()
+        self._head.refresh()
 
 
 class _CompactLayer:
@@ -186,10 +202,10 @@ class _CompactLayer:
 
     def __init__(self, layer: nn.Module) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv, self.qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up, self.gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
-        self.output, self.output_bias = _fuse([attention.o_proj])
-        self.down, self.down_bias = _fuse([mlp.down_proj])
+        self.qkv = _Linear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = _Linear([attention.o_proj])
+        self.gate_up = _Linear([mlp.gate_proj, mlp.up_proj])
+        self.down = _Linear([mlp.down_proj])
         self.input_norm = layer.input_layernorm.weight.data
         self.mlp_norm = layer.post_attention_layernorm.weight.data
         self.scaling = attention.scaling * LOG2_E
@@ -198,13 +214,41 @@ class _CompactLayer:
         self.key_norm = attention.k_norm.weight.data if has_norm else None
 
 
-def _fuse(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights [sum of outputs, inputs] and biases of modules with the same input; their parameters become views."""
-    weight = _joined([module.weight for module in modules])
-    biases = [module.bias for module in modules if module.bias is not None]
-    if len(biases) not in (0, len(modules)):
-        raise EngineError("projections with and without bias read the same input: use the Hugging Face decoder")
-    return weight, _joined(biases) if biases else None
+class _Linear:
+    """Projections of the same input as one product; their parameters become views of one weight.
+
+    In float32 on a CPU this is oneDNN's product on a copy of the weight in its own layout, and not MKL's as in
+    F.linear: about even on some processors, twice as fast on those where MKL leaves AVX-512 unused.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+        self._weight = _joined([module.weight for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        if len(biases) not in (0, len(modules)):
+            raise EngineError(
+                f"{len(biases)} of {len(modules)} projections of one input have a bias: expected all or none"
+            )
+        self._bias = _joined(biases) if biases else None
+        self._packs = (
+            self._weight.device.type == "cpu"
+            and self._weight.dtype == torch.float32
+            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        )
+        self.refresh()
+
+    @property
+    def outputs(self) -> int:
+        return len(self._weight)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The weight has changed: pack it again."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None) if self._packs else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None or len(x) <= _FEW_ROWS:
+            return F.linear(x, self._weight, self._bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -216,30 +260,9 @@ def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return joined
 
 
-def _linear_function(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """F.linear, or oneDNN's product for float32 on a CPU.
-
-    torch gives float32 products to MKL, which leaves AVX-512 unused on processors of another maker: oneDNN is twice
-    as fast there. It compiles a kernel for every new number of rows (2 ms), see `pad_rows`.
-    """
-    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or onednn is None:
-        return F.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) <= _FEW_ROWS:
-            return F.linear(x, weight, bias)
-        return onednn(x, weight, bias, "none", [], "")
-
-    return linear
-
-
-_FEW_ROWS = 8
-
-
 def pad_rows(rows: int) -> int:
-    """Number of rows that a batch of `rows` is padded to, so that few kernels serve all batches."""
+    """Number of rows that a batch of `rows` is padded to: oneDNN compiles a kernel for every new number (2 ms)."""
     if rows <= _FEW_ROWS:
         return rows
-    step = 16 if rows <= 256 else 64
+    step = 8 if rows <= 16 else 16 if rows <= 256 else 64
     return -(-rows // step) * step

@@ -215,14 +215,14 @@ class TorchEngine:
         self._check_version(version)
         begin = time.perf_counter()
         self._weights.load_file(directory)
-        self._count_load(version, begin)
+        self._finish_load(version, begin)
 
     def load_state(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """The same from tensors in memory, for a learner in this process."""
         self._check_version(version)
         begin = time.perf_counter()
         self._weights.load_state(state)
-        self._count_load(version, begin)
+        self._finish_load(version, begin)
 
     def stats(self) -> EngineStats:
         """Counters and load, as of now."""
@@ -242,7 +242,8 @@ class TorchEngine:
                 " after a restart of the learner, resume it from its checkpoint"
             )
 
-    def _count_load(self, version: int, begin: float) -> None:
+    def _finish_load(self, version: int, begin: float) -> None:
+        self._decoder.refresh()
         self.version = version
         self._stats.weight_loads += 1
         self._stats.weight_load_seconds += time.perf_counter() - begin

@@ -33,7 +33,7 @@ class TerminalView:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._started = clock()
-        self._first_step: int | None = None
+        self._first: tuple[float, float] | None = None
         self._last_line: float | None = None
         self._seen: dict[str, float] = {}
         self._live: Live | None = None
@@ -52,27 +52,29 @@ class TerminalView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last."""
+    def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
+        """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
+
+        progress: share of the run that is over, in (0, 1], where time may end it before `num_steps`; None: of the steps.
+        """
         self._seen.update(metrics)
-        if self._first_step is None:
-            self._first_step = step
         now = self._clock()
-        lines = render(self._seen, self._progress(step, now))
+        share = step / max(1, self._num_steps) if progress is None else progress
+        lines = render(self._seen, self._progress(step, share, now))
         if self._live is not None:
             self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif self._last_line is None or step >= self._num_steps or now - self._last_line >= PLAIN_INTERVAL_S:
+        elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:
             print(" | ".join(line.split("  ", 1)[1].strip() for line in lines[:3]), file=self._stream, flush=True)
             self._last_line = now
 
-    def _progress(self, step: int, now: float) -> str:
+    def _progress(self, step: int, share: float, now: float) -> str:
         elapsed = now - self._started
-        made = step - (self._first_step or step) + 1
-        remaining = elapsed / made * max(0, self._num_steps - step)
-        share = step / max(1, self._num_steps)
-        return (
-            f"{step}/{self._num_steps} ({share:.0%})  {_clock_text(elapsed)} gone, about {_clock_text(remaining)} to go"
-        )
+        # What passed before the first step was start-up: it says nothing about the rest.
+        if self._first is None:
+            self._first = (share, elapsed)
+        done, since = share - self._first[0], elapsed - self._first[1]
+        remaining = f", about {_clock_text(since / done * (1.0 - share))} to go" if done > 0 else ""
+        return f"{step} ({share:.0%})  {_clock_text(elapsed)} gone{remaining}"
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:

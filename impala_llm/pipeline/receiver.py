@@ -160,7 +160,8 @@ class Receiver:
     def drain(self, timeout_s: float) -> list[Trajectory]:
         """All trajectories that have arrived, oldest first, waiting up to `timeout_s` seconds for the first.
 
-        Their arrays are writable and belong to the caller. Raises ReceiverError where the receiver has died.
+        Their arrays are writable and belong to the caller. After `close` it gives what was acknowledged last. Raises
+        ReceiverError where the receiver has died.
         """
         trajectories = self._inbox.drain(timeout_s)
         self._wake()
@@ -228,6 +229,8 @@ class Receiver:
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _wake(self) -> None:
+        if not self._thread.is_alive():
+            return
         # A full pipe is full of earlier calls: it will wake.
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"w")

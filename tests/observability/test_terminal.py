@@ -66,19 +66,21 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
             clock.now += PLAIN_INTERVAL_S / 5
             view.update(step, {"rollout/score": step / 100})
     lines = stream.getvalue().splitlines()
-    shown = [int(re.match(r"(\d+)/100", line).group(1)) for line in lines]  # type: ignore[union-attr]
+    shown = [int(re.match(r"(\d+) \(", line).group(1)) for line in lines]  # type: ignore[union-attr]
     assert shown == [1, *range(6, 100, 5), 100]
     assert "score 1.000" in lines[-1]
     assert "\x1b" not in stream.getvalue()
 
 
-def test_the_time_to_go_follows_from_the_pace() -> None:
+def test_the_time_to_go_follows_from_the_pace_after_the_first_step() -> None:
     clock, stream = FakeClock(), io.StringIO()
     with TerminalView(200, stream, clock) as view:
         clock.now = 90.0
-        view.update(1, {})
-    assert "1/200" in stream.getvalue()
-    assert "1:30 gone, about 4:58:30 to go" in stream.getvalue()
+        view.update(1, {}, progress=0.1)
+        clock.now = 120.0
+        view.update(2, {}, progress=0.2)
+    # a tenth took 30 s, eight tenths are left
+    assert "2 (20%)  2:00 gone, about 4:00 to go" in stream.getvalue()
 
 
 def test_a_metric_that_a_step_lacks_keeps_its_last_value() -> None:
