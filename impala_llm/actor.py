@@ -2,8 +2,8 @@
 
     python impala_llm/actor.py --index 0 experiment=quickstart
 
-An episode starts only with a ticket from the learner and ends in exactly one of two ways: its trajectory is sent, or its
-ticket is given back with the reason. Weights are swapped between two decoding steps while episodes go on; a ticket
+An episode starts only with a ticket from the learner and ends in exactly one of two ways: its trajectory is sent, or
+its ticket is given back with the reason. Weights are swapped between two decoding steps while episodes go on; a ticket
 that asks for a newer policy version than the engine has waits for it.
 
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does.
@@ -59,7 +59,9 @@ class Actor:
         self.loading: asyncio.Task[None] | None = None
         self.episodes = 0
         self.load_seconds = 0.0
+        self.announced = -1
         self.stopping = False
+        self.failure: BaseException | None = None
 
     async def run(self) -> None:
         """Until the learner says stop, or is silent for too long. A defect of our own code is raised."""
@@ -71,9 +73,8 @@ class Actor:
                 self.start_episodes()
                 for event in await self.channel.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
                     self.handle(event)
-                if self.loading is not None and self.loading.done():
-                    self.loading.result()  # raises what went wrong
-                    self.loading = None
+                if self.failure is not None:
+                    raise self.failure
                 if reporter.due(self.config.pipeline.heartbeat_s):
                     self.channel.report(reporter.figures(self.engine.stats(), self))
         finally:
@@ -87,8 +88,9 @@ class Actor:
     def handle(self, event: object) -> None:
         if isinstance(event, Grant):
             self.waiting.extend(event.tickets)
-        elif isinstance(event, WeightsAnnounced) and self.loading is None:
-            self.loading = asyncio.create_task(self.load_newest())
+        elif isinstance(event, WeightsAnnounced):
+            self.announced = event.version
+            self.start_loading()
         elif isinstance(event, Shutdown):
             self.stopping = True
 
@@ -123,13 +125,26 @@ class Actor:
             # goes back with the reason, which the learner counts and logs.
             self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
 
+    def start_loading(self) -> None:
+        """Swap in the newest weights in the background, unless that is under way or they are here already."""
+        if self.loading is None and self.announced > self.engine.version:
+            self.loading = asyncio.create_task(self.load_newest())
+            self.loading.add_done_callback(self.loaded)
+
     async def load_newest(self) -> None:
-        """Swap in the newest published version; again if one came out meanwhile."""
-        while (newest := self.weights.latest()) is not None and newest > self.engine.version:
-            with self.weights.lease() as lease:
-                started = time.monotonic()
-                await self.engine.load_weights(lease.path, lease.version)
-                self.load_seconds = time.monotonic() - started
+        with self.weights.lease() as lease:
+            started = time.monotonic()
+            await self.engine.load_weights(lease.path, lease.version)
+            self.load_seconds = time.monotonic() - started
+
+    def loaded(self, task: asyncio.Task[None]) -> None:
+        self.loading = None
+        if task.cancelled():
+            return
+        self.failure = task.exception()
+        if self.failure is None:
+            self.start_loading()  # what was announced meanwhile
+            self.start_episodes()  # what waited for this version
 
 
 class Reporter:

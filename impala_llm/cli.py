@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from impala_llm.config import Config, ConfigError, load
 
-USAGE = __doc__.strip() + "\n\nKeys and groups: configs/ and impala_llm/config.py. Start with: impala-llm train experiment=quickstart"
+USAGE = (
+    __doc__.strip()
+    + "\n\nKeys and groups: configs/ and impala_llm/config.py. Start with: impala-llm train experiment=quickstart"
+)
 
 
 def train(config: Config, overrides: Sequence[str]) -> int:

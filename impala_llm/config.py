@@ -1,7 +1,7 @@
 """Every setting of the system: one dataclass a part, registered with Hydra, and all checks of their values.
 
 Invariant: whoever holds a `Config` holds a checked one. `load` composes it from configs/ and `key=value` overrides and
-stops at the first door, before any process, socket or file exists, with sentences that name the key, the value and the fix.
+stops at the first door, before any process, socket or file exists, with sentences that name key, value and fix.
 Nobody else reads raw Hydra dicts.
 """
 
@@ -336,7 +336,7 @@ def problems(config: Config) -> list[str]:
             found.append(f"{key}={values[key]} is not known: choose one of {', '.join(allowed)}")
     for key, (low, high) in BOUNDS.items():
         value = values[key]
-        if value is not None and not low <= value <= high:
+        if isinstance(value, int | float) and not low <= value <= high:
             limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
             found.append(f"{key}={value} is out of range: set it to {limits}")
     if found:
@@ -374,17 +374,20 @@ def problems(config: Config) -> list[str]:
         )
     if algorithm.advantage == "group_relative" and algorithm.group_size < 2:
         found.append(
-            f"algorithm.group_size={algorithm.group_size} leaves algorithm.advantage=group_relative nothing to compare: "
+            f"algorithm.group_size={algorithm.group_size} leaves algorithm.advantage=group_relative "
+            "nothing to compare: "
             "set algorithm.group_size to at least 2, such as 8"
         )
     if engine.max_length > learner.token_budget:
         found.append(
-            f"learner.token_budget={learner.token_budget} cannot hold an episode of engine.max_length={engine.max_length} "
+            f"learner.token_budget={learner.token_budget} cannot hold an episode of "
+            f"engine.max_length={engine.max_length} "
             f"tokens: raise it to at least {engine.max_length}"
         )
     if actor.num_actors < learner.num_ranks:
         found.append(
-            f"actor.num_actors={actor.num_actors} is fewer than learner.num_ranks={learner.num_ranks}: each rank is fed "
+            f"actor.num_actors={actor.num_actors} is fewer than learner.num_ranks={learner.num_ranks}: "
+            f"each rank is fed "
             f"by its own actors; set actor.num_actors to at least {learner.num_ranks}"
         )
     if replay.samples_per_insert > replay.max_replays:
@@ -394,7 +397,8 @@ def problems(config: Config) -> list[str]:
         )
     if algorithm.max_staleness == 0 and replay.max_replays > 1:
         found.append(
-            f"replay.max_replays={replay.max_replays} cannot go with algorithm.max_staleness=0: data used twice is stale; "
+            f"replay.max_replays={replay.max_replays} cannot go with algorithm.max_staleness=0: "
+            "data used twice is stale; "
             "set replay.max_replays=1 or raise algorithm.max_staleness"
         )
     if config.pipeline.actor_timeout_s <= config.pipeline.heartbeat_s:
@@ -405,7 +409,8 @@ def problems(config: Config) -> list[str]:
     shop = config.env.webshop
     if (shop.items is None) != (shop.attributes is None):
         found.append(
-            f"env.webshop.items={shop.items} and env.webshop.attributes={shop.attributes} come together: give both files, "
+            f"env.webshop.items={shop.items} and env.webshop.attributes={shop.attributes} come together: "
+            "give both files, "
             "or neither for the synthetic catalogue"
         )
     for name in ("items", "attributes", "human", "nouns"):
@@ -415,7 +420,8 @@ def problems(config: Config) -> list[str]:
     if config.model.path != "scratch" and model_directory(config) is None:
         found.append(
             f"model.path={config.model.path} is neither a Hugging Face directory (with config.json), nor one of "
-            f"{', '.join(sorted(p.name for p in ASSETS.glob('*') if p.is_dir())) or 'the assets'}, nor scratch: correct it"
+            f"{', '.join(sorted(p.name for p in ASSETS.glob('*') if p.is_dir())) or 'the assets'}, nor scratch: "
+            "correct it"
         )
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
@@ -511,5 +517,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         full_key = getattr(cause, "full_key", None)
         if isinstance(cause, OmegaConfBaseException) and full_key and not isinstance(cause, ConfigKeyError):
             reason = str(cause.msg or cause).splitlines()[0]
-            return f"{full_key}={given.get(full_key, '?')} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
+            return (
+                f"{full_key}={given.get(full_key, '?')} has the wrong type: {reason}; "
+                f"the default is {known.get(full_key)!r}"
+            )
     return str(error).splitlines()[0]

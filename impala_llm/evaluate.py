@@ -127,7 +127,7 @@ def evaluate(
 
 
 def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[Result], list[Example]]:
-    """Evaluate each policy on the configured split and, if `evaluation.unseen_seed` is set, on a catalogue of that seed.
+    """Evaluate each policy on the configured split and, with `evaluation.unseen_seed`, on a catalogue of that seed.
 
     The examples are the last policy's on the configured split.
     """
@@ -149,7 +149,9 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
 def show(results: Sequence[Result], examples: Sequence[Example], console: Console) -> None:
     """Print a table of results and the examples."""
     for number, example in enumerate(examples, 1):
-        console.print(f"[bold]Example {number}[/] · task {example.task_id} · score {example.score:.2f}", highlight=False)
+        console.print(
+            f"[bold]Example {number}[/] · task {example.task_id} · score {example.score:.2f}", highlight=False
+        )
         for turn in example.turns:
             console.print(f"  {turn.observation.strip()}", style="dim", highlight=False, markup=False)
             console.print(f"  > {turn.action}", style="bold", highlight=False, markup=False)

@@ -84,7 +84,14 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
     }
     learner = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.learner.num_ranks)),
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(config.learner.num_ranks),
+        ),
         *(str(PACKAGE / "learner.py"), *overrides),
     ]
     logs = Path(config.run.dir) / "logs"

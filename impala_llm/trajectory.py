@@ -110,7 +110,9 @@ class Trajectory:
             raise TrajectoryError(f"turns has shape {turns.shape}: [K, 2] is expected")
         starts, ends = turns[:, 0], turns[:, 1]
         if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
-            raise TrajectoryError(f"turns must be non-empty, ordered and disjoint [start, end) spans, got {turns.tolist()}")
+            raise TrajectoryError(
+                f"turns must be non-empty, ordered and disjoint [start, end) spans, got {turns.tolist()}"
+            )
         num_tokens = len(self.tokens)
         if len(turns) and (starts[0] < 0 or ends[-1] > num_tokens):
             raise TrajectoryError(f"turns reaches outside of the {num_tokens} tokens: {turns.tolist()}")

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: what the policy said is what the trajectory holds, however the template and the tokenizer behave."""
+"""Tokens in, tokens out: what the policy said is what the trajectory holds, whatever template and tokenizer do."""
 
 import asyncio
 

@@ -31,6 +31,7 @@ from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.rollout import ChatFormat
 
 VOCABULARY_SIZE = 2000
+ACTION_WEIGHT = 4.0
 SYLLABLE_OF_ASIN = "(?<=b0|b0[a-z]{2}|b0[a-z]{4})[a-z]{2}"
 """One token for each syllable of an asin, the same in every catalogue, so that asins never seen are copied as well."""
 CATALOGUE_SEEDS = tuple(range(100, 108))
@@ -51,7 +52,9 @@ def play(suite: WebShopSuite, task: int, shopper: ScriptedShopper) -> tuple[list
             return turns, float(info["score"])
 
 
-def demonstrations(suites: list[WebShopSuite], noise: float, seed: int) -> Iterator[tuple[list[tuple[str, str]], float]]:
+def demonstrations(
+    suites: list[WebShopSuite], noise: float, seed: int
+) -> Iterator[tuple[list[tuple[str, str]], float]]:
     """Endless demonstrations over the training goals of all suites; the first suite's are half of them."""
     rng = random.Random(seed)
     shopper = ScriptedShopper(noise=noise, seed=seed)
@@ -90,16 +93,19 @@ def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenize
     return tokenizer
 
 
-def to_tokens(chat: ChatFormat, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
-    """The token row of a demonstration, as a rollout would lay it out, and the place before each answer."""
+def to_tokens(
+    chat: ChatFormat, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The token row of a demonstration, as a rollout would lay it out, and the [start, end) of each answer."""
     row: list[int] = []
-    starts = []
+    spans = []
     end = tokenizer.eos_token_id
     for observation, action in turns:
         row += chat.following(observation, end) if row else chat.first(observation)
-        starts.append(len(row) - 1)
+        start = len(row)
         row += [*tokenizer.encode(action, add_special_tokens=False), end]
-    return row, starts
+        spans.append((start, len(row)))
+    return row, spans
 
 
 def main() -> None:
@@ -163,15 +169,15 @@ def main() -> None:
         scale = min(1.0, (step + 1) / 50) * max(0.02, 1.0 - elapsed)
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * scale
-        rows, starts, scores, offset = [], [], [], 0
+        rows, spans, scores, offset = [], [], [], 0
         while offset < args.tokens:
             turns, score = next(stream)
-            row, places = to_tokens(chat, tokenizer, turns)
+            row, answers = to_tokens(chat, tokenizer, turns)
             rows.append(row)
-            starts += [offset + p for p in places]
-            scores += [score] * len(places)
+            spans += [(offset + start, offset + end) for start, end in answers]
+            scores += [score] * len(answers)
             offset += len(row)
-        loss, value_loss = update(model, rows, starts, scores)
+        loss, value_loss = update(model, rows, spans, scores)
         (loss + value_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -191,18 +197,29 @@ def main() -> None:
     )  # fmt: skip
 
 
-def update(model: PolicyModel, rows: list[list[int]], starts: list[int], scores: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of one batch: next-token cross-entropy on all tokens (observations teach copying), and the value's."""
+def update(
+    model: PolicyModel, rows: list[list[int]], spans: list[tuple[int, int]], scores: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of one batch: weighted next-token cross-entropy on all tokens, and the value's.
+
+    Observations teach the language of the shop. Answers are a fifth of the tokens and weigh `ACTION_WEIGHT` times as
+    much: most of what can be learned about copying an asin is in them.
+    """
     tokens = torch.tensor([t for row in rows for t in row])
     lengths = torch.tensor([len(row) for row in rows])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     hidden = model.hidden(tokens, positions, lengths)
+    is_action = torch.zeros(len(tokens), dtype=torch.bool)
+    for start, end in spans:
+        is_action[start:end] = True
     ends = lengths.cumsum(0) - 1
     predicts = torch.ones(len(tokens), dtype=torch.bool)
     predicts[ends] = False  # the last token of a row predicts nothing
     logits = model.logits(hidden[predicts])
-    loss = torch.nn.functional.cross_entropy(logits, tokens[1:][predicts[:-1]])
-    value = model.values(hidden[torch.tensor(starts)].detach())
+    per_token = torch.nn.functional.cross_entropy(logits, tokens[1:][predicts[:-1]], reduction="none")
+    weights = torch.where(is_action[1:], ACTION_WEIGHT, 1.0)[predicts[:-1]]
+    loss = (weights * per_token).sum() / weights.sum()
+    value = model.values(hidden[torch.tensor([start - 1 for start, _ in spans])])
     return loss, 0.5 * (value - torch.tensor(scores)).square().mean()
 
 

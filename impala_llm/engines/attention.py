@@ -107,22 +107,22 @@ def attend_rows(queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRo
         [R, heads * head_dim] in the dtype of the queries.
     """
     num_rows, heads, head_dim = queries.shape
-    size = len(rows.owner)
+    size = rows.owner.shape[0]
     if rows.gathered is None:
         keys, values = cache.first_blocks(layer, size)
     else:
-        keys, values = cache.gather_blocks(layer, rows.gathered)
-    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    by_block = queries.to(cache.dtype).index_select(0, rows.source).view(len(keys), -1, head_dim)
+        keys, values = (part.flatten(0, 1) for part in cache.gather_blocks(layer, rows.gathered))
+    batch = size * cache.kv_heads
+    by_block = queries.to(cache.dtype).index_select(0, rows.source).view(batch, -1, head_dim)
     scores = torch.bmm(by_block, keys.transpose(1, 2)).view(size, heads, BLOCK).float().add_(rows.mask)
     highest = scores.amax(-1).index_select(0, rows.places).view(num_rows, -1, heads).amax(1)
-    weights = scores.sub_(highest.index_select(0, rows.source)[:, :, None]).exp2_()
-    parts = torch.bmm(weights.to(cache.dtype).view(len(keys), -1, BLOCK), values).view(size, -1).float()
+    weights = scores.sub_(highest.index_select(0, rows.source).unsqueeze(-1)).exp2_()
+    parts = torch.bmm(weights.to(cache.dtype).view(batch, -1, BLOCK), values).view(size, heads * head_dim).float()
     # One row more than there are queries: it takes what belongs to none.
-    total = weights.new_zeros(num_rows + 1, heads).index_add_(0, rows.owner, weights.sum(-1))
+    total = weights.new_zeros(num_rows + 1, heads, 1).index_add_(0, rows.owner, weights.sum(-1, keepdim=True))
     mixed = parts.new_zeros(num_rows + 1, heads * head_dim).index_add_(0, rows.owner, parts)
-    mixed = mixed.view(-1, heads, head_dim)[:num_rows] / total[:num_rows, :, None]
-    return mixed.view(num_rows, -1).to(queries.dtype)
+    mixed = mixed.view(-1, heads, head_dim).div_(total)[:num_rows]
+    return mixed.view(num_rows, heads * head_dim).to(queries.dtype)
 
 
 def attend_segment(queries: torch.Tensor, cache: KVCache, layer: int, part: Segment) -> torch.Tensor:
@@ -144,4 +144,4 @@ def attend_segment(queries: torch.Tensor, cache: KVCache, layer: int, part: Segm
         scale=1.0 / LOG2_E,
         enable_gqa=True,
     )
-    return mixed[0].transpose(0, 1).reshape(len(queries), -1).to(queries.dtype)
+    return mixed[0].transpose(0, 1).reshape(queries.shape[0], -1).to(queries.dtype)

@@ -6,7 +6,7 @@ Whoever writes new values into those parameters in place calls `refresh` before 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from impala_llm.engines.kv_cache import KVCache
 _ATTENTION_NAME = "impala_llm_cached"
 _COMPACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _POSITION_ONLY_ROPE = ("default", "linear", "llama3", "yarn")
-_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ def _attend(
     queries: torch.Tensor, rows: QueryRows | None, segments: Sequence[Segment], cache: KVCache, layer: int
 ) -> torch.Tensor:
     """queries [N, heads, head_dim], scaled: the rows' first, then the segments' -> [N, heads * head_dim]."""
-    if rows is not None and rows.num_rows == len(queries):
+    if rows is not None and rows.num_rows == queries.shape[0]:
         return attend_rows(queries, cache, layer, rows)
-    mixed = queries.new_zeros(len(queries), queries.shape[1] * queries.shape[2])
+    mixed = queries.new_zeros(queries.shape[0], queries.shape[1] * queries.shape[2])
     if rows is not None:
         mixed[: rows.num_rows] = attend_rows(queries[: rows.num_rows], cache, layer, rows)
     for part in segments:
@@ -104,7 +103,7 @@ class HuggingFaceDecoder:
 
 
 def _cached_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -124,7 +123,7 @@ def _cached_attention(
             "this model's attention has a soft cap, sinks or a sliding window below max_length:"
             " lower max_length to the window, or use another engine"
         )
-    cache.write(module.layer_idx, batch.cache_rows, torch.cat([key[0], value[0]]).transpose(0, 1))
+    cache.write(module.layer_idx, batch.cache_rows, torch.cat([key[0], value[0]]).transpose(0, 1).contiguous())
     queries = query[0].transpose(0, 1) * (LOG2_E * (query.shape[-1] ** -0.5 if scaling is None else scaling))
     mixed = _attend(queries, batch.rows, batch.segments, cache, module.layer_idx)
     return mixed.view(1, *queries.shape), None
@@ -137,19 +136,20 @@ class CompactDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
-        trunk = model.model
+        trunk: Any = model.model
         config = model.config
         self._layers = [_CompactLayer(layer) for layer in trunk.layers]
         self._embedding = trunk.embed_tokens.weight.data
         self._norm = trunk.norm.weight.data
         self._head = _Linear([model.lm_head])
+        self._head.refresh()
         self._eps = config.rms_norm_eps
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._activation = trunk.layers[0].mlp.act_fn
         places = torch.arange(max_length, device=self._embedding.device)[None]
         with torch.no_grad():
-            cos, sin = trunk.rotary_emb(self._embedding[:1], places)
+            cos, sin = trunk.rotary_emb(self._embedding[:1].float(), places)
         half = cos.shape[-1] // 2
         self._half = half
         self._cos = cos[0, :, None].clone()
@@ -163,12 +163,11 @@ class CompactDecoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
-            projected = layer.qkv(normed).view(len(hidden), -1, 2 * half)
+            projected = layer.qkv(normed).view(hidden.shape[0], -1, 2 * half)
             to_turn = projected[:, :turned]
-            if layer.query_norm is not None:
+            if layer.normalises_heads:
                 to_turn = F.rms_norm(to_turn, (2 * half,), None, eps)
-                to_turn[:, :heads].mul_(layer.query_norm)
-                to_turn[:, heads:].mul_(layer.key_norm)
+            to_turn = to_turn * layer.head_weights
             swapped = torch.cat([to_turn[..., half:], to_turn[..., :half]], dim=-1)
             rotated = torch.addcmul(to_turn * cos, swapped, sin)
             cache.write(index, batch.cache_rows, torch.cat([rotated[:, heads:], projected[:, turned:]], dim=1))
@@ -179,10 +178,10 @@ class CompactDecoder:
                 if batch.sample_index is not None:
                     hidden = hidden.index_select(0, batch.sample_index)
                     queries = queries.index_select(0, batch.sample_index)
-                mixed = _attend(queries * layer.scaling, batch.sample_rows, (), cache, index)
+                mixed = _attend(queries, batch.sample_rows, (), cache, index)
             else:
-                mixed = _attend(queries * layer.scaling, batch.rows, batch.segments, cache, index)
-            hidden = hidden + layer.output(mixed)
+                mixed = _attend(queries, batch.rows, batch.segments, cache, index)
+            hidden = hidden + layer.output(mixed.to(hidden.dtype))
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
             hidden = hidden + layer.down(self._activation(gate) * up)
@@ -192,15 +191,14 @@ class CompactDecoder:
     def refresh(self) -> None:
         """Pack the new values."""
         for layer in self._layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                linear.refresh()
+            layer.refresh()
         self._head.refresh()
 
 
 class _CompactLayer:
     """The weights of one layer, by the name of what they compute."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = _Linear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = _Linear([attention.o_proj])
@@ -208,10 +206,25 @@ class _CompactLayer:
         self.down = _Linear([mlp.down_proj])
         self.input_norm = layer.input_layernorm.weight.data
         self.mlp_norm = layer.post_attention_layernorm.weight.data
-        self.scaling = attention.scaling * LOG2_E
-        has_norm = hasattr(attention, "q_norm")
-        self.query_norm = attention.q_norm.weight.data if has_norm else None
-        self.key_norm = attention.k_norm.weight.data if has_norm else None
+        self.normalises_heads = hasattr(attention, "q_norm")
+        self._attention = attention
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The parameters have changed: derive again what is derived from them."""
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.refresh()
+        attention = self._attention
+        heads = attention.config.num_attention_heads
+        kv_heads = attention.config.num_key_value_heads
+        query = key = torch.ones(attention.head_dim, device=self.input_norm.device)
+        if self.normalises_heads:
+            query, key = attention.q_norm.weight.float(), attention.k_norm.weight.float()
+        # Weights of the head norms, with the scale of the scores in those of the queries: [heads + kv_heads, head_dim].
+        # They and all up to the scores are float32: rounded to bfloat16, the scale would be a wrong temperature.
+        scaled = query * (attention.scaling * LOG2_E)
+        self.head_weights = torch.cat([scaled.expand(heads, -1), key.expand(kv_heads, -1)])
 
 
 class _Linear:
@@ -234,11 +247,11 @@ class _Linear:
             and self._weight.dtype == torch.float32
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         )
-        self.refresh()
+        self._packed: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
-        return len(self._weight)
+        return self._weight.shape[0]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -246,7 +259,7 @@ class _Linear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None) if self._packs else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None or len(x) <= _FEW_ROWS:
+        if self._packed is None or x.shape[0] == 1:
             return F.linear(x, self._weight, self._bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
@@ -262,7 +275,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 def pad_rows(rows: int) -> int:
     """Number of rows that a batch of `rows` is padded to: oneDNN compiles a kernel for every new number (2 ms)."""
-    if rows <= _FEW_ROWS:
+    if rows <= 1:
         return rows
-    step = 8 if rows <= 16 else 16 if rows <= 256 else 64
+    step = 4 if rows <= 8 else 8 if rows <= 16 else 16 if rows <= 256 else 64
     return -(-rows // step) * step

@@ -40,6 +40,7 @@ class KVCache:
         # zero_() and not torch.zeros: it touches every page now and not in the middle of a decoding step.
         self._pool = torch.empty(shape, dtype=dtype, device=device).zero_()
         self._flat = [layer.view(-1, head_dim) for layer in self._pool]
+        self._by_head = [tuple(part.view(-1, BLOCK, head_dim) for part in layer) for layer in self._pool]
         self.slots = slots
         self.max_length = max_length
         self.kv_heads = kv_heads
@@ -85,13 +86,14 @@ class KVCache:
         return ((blocks * (self.kv_heads * BLOCK) + offsets)[:, None] + self._head_rows).reshape(-1)
 
     def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Store the keys and values of N tokens, [N, 2 * kv_heads, head_dim] with the keys first."""
-        flat = keys_values.reshape(-1, keys_values.shape[-1])
+        """Store the keys and values of N tokens, contiguous [N, 2 * kv_heads, head_dim] with the keys first."""
+        flat = keys_values.view(-1, keys_values.shape[-1])
         self._flat[layer].index_copy_(0, rows, flat.to(self.dtype))
 
-    def first_blocks(self, layer: int, count: int) -> torch.Tensor:
-        """View [2, count, kv_heads, BLOCK, head_dim] of blocks 0 .. count - 1."""
-        return self._pool[layer, :, :count]
+    def first_blocks(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of blocks 0 .. count - 1: views [count * kv_heads, BLOCK, head_dim]."""
+        keys, values = self._by_head[layer]
+        return keys[: count * self.kv_heads], values[: count * self.kv_heads]
 
     def gather_blocks(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Copy [2, len(blocks), kv_heads, BLOCK, head_dim] of the blocks int64[...]."""

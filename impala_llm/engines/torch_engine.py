@@ -155,7 +155,8 @@ class TorchEngine:
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a history; computes only what the session's cache does not hold. Waits while all slots are taken.
 
-        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length".
+        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length". A history
+        that is an earlier state of the session's own takes the session back there.
 
         Raises:
             EngineError: a token id outside of the vocabulary, a history without room for an answer or at odds with the

@@ -96,7 +96,8 @@ class Feed:
             if time.monotonic() > deadline:
                 counters = self._receiver.counters()
                 raise Stalled(
-                    f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {counters['actors']:.0f} actors, "
+                    f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): "
+                    f"{counters['actors']:.0f} actors, "
                     f"{counters['open']:.0f} episodes under way, {len(self.buffer)} groups buffered, "
                     f"{len(self._groups)} in open groups, {counters['failed']:.0f} attempts failed so far; "
                     "look at the actors' logs"

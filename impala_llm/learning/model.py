@@ -1,4 +1,4 @@
-"""The policy as the learner holds it: a Hugging Face causal LM on packed rows, and a value head on its last hidden state.
+"""The policy as the learner holds it: a Hugging Face causal LM on packed rows, and a value head on its hidden state.
 
 Rows lie end to end in one flat sequence without padding; attention is causal inside each row and blind to the others.
 Invariant: `hidden` of packed rows equals the plain forward of each row alone, so what the learner scores is what any
@@ -77,7 +77,9 @@ def _segment_attention(
     padded = [nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)) for x in (query, key, value)]
     outputs = []
     for index in segments.gathers:
-        q, k, v = (x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2) for x in padded)
+        q, k, v = (
+            x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2) for x in padded
+        )
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -106,7 +108,9 @@ class PolicyModel(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.value_head = (
-            nn.Sequential(nn.Linear(width, value_hidden_size), nn.GELU(), last) if value_hidden_size else nn.Sequential(last)
+            nn.Sequential(nn.Linear(width, value_hidden_size), nn.GELU(), last)
+            if value_hidden_size
+            else nn.Sequential(last)
         )
 
     @classmethod

@@ -87,7 +87,12 @@ def objective(
         clipped = output.metrics["truncated_share"]
     else:
         output = losses.ppo_clip(
-            log_probs, batch.behaviour_logprobs, advantages, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+            log_probs,
+            batch.behaviour_logprobs,
+            advantages,
+            algorithm.clip_low,
+            algorithm.clip_high,
+            algorithm.dual_clip,
         )
         clipped = sum(output.metrics[f"{side}_share"] for side in ("clip_low", "clip_high", "dual_clip"))
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
@@ -95,11 +100,9 @@ def objective(
         output.per_token * weights[batch.segment_ids], batch.segment_ids, algorithm.aggregate, denominator
     )
     mean_entropy = entropy.sum() / denominators.tokens
-    loss = algorithm.value_coef * value_loss
-    if train_policy:
-        loss = loss + policy_loss - algorithm.entropy_coef * mean_entropy
-    else:
-        loss = loss + 0.0 * policy_loss  # all parameters take part in the gradient reduction
+    # A weight of 0 and not a missing term: all parameters take part in the gradient reduction.
+    policy_weight = 1.0 if train_policy else 0.0
+    loss = policy_weight * (policy_loss - algorithm.entropy_coef * mean_entropy) + algorithm.value_coef * value_loss
 
     with torch.no_grad():
         figures += _figures(batch, log_ratio, advantages, entropy, float(clipped), version)

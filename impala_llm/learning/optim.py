@@ -31,7 +31,9 @@ def schedule(config: LearnerConfig, update: int, progress: float) -> float:
     """
     warmup = min(1.0, (update + 1) / config.warmup_updates) if config.warmup_updates else 1.0
     final = config.final_learning_rate_fraction
-    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[config.decay]
+    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[
+        config.decay
+    ]
     return warmup * (final + (1.0 - final) * shape)
 
 

@@ -64,7 +64,8 @@ def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBa
         size = trajectories[i].num_tokens
         if size > token_budget:
             raise ValueError(
-                f"episode {trajectories[i].episode_id} has {size} tokens, learner.token_budget is {token_budget}: raise it"
+                f"episode {trajectories[i].episode_id} has {size} tokens, "
+                f"learner.token_budget is {token_budget}: raise it"
             )
         for place, (members, used) in enumerate(bins):
             if used + size <= token_budget:

@@ -1,8 +1,6 @@
-"""The catalogue: products, hidden prices, goals, nouns and search index, loaded once a process and shared by all
-episodes.
+"""The catalogue: products, hidden prices, goals, nouns and search index, which all episodes of a process share.
 
-Invariant: a catalogue never changes after it was made, and the same files (or records) and seed make the same
-catalogue.
+Invariant: a catalogue never changes after it was made, and the same records and seed make the same catalogue.
 """
 
 import functools
@@ -40,6 +38,9 @@ class Sources:
     attributes: str = "attributes"
     human: str = "human instructions"
     nouns: str = "nouns"
+
+
+IN_MEMORY = Sources()
 
 
 class Catalogue:
@@ -90,7 +91,6 @@ class Catalogue:
 
         Raises:
             ValueError: an unknown set, or "human" where no human instructions were given.
-            CatalogueError: a product has an instruction without attributes.
         """
         if goal_set not in self._goals:
             if goal_set not in ("synthetic", "human"):
@@ -115,7 +115,7 @@ def records_to_catalogue(
     nouns: Mapping[str, object] | None = None,
     num_products: int | None = None,
     seed: int = 0,
-    sources: Sources = Sources(),  # noqa: B008 - immutable
+    sources: Sources = IN_MEMORY,
 ) -> Catalogue:
     """Makes a catalogue of records in the file formats of the original.
 
@@ -155,10 +155,10 @@ def load_catalogue(
     num_products: int | None = None,
     seed: int = 0,
 ) -> Catalogue:
-    """Loads the original's files: `items_shuffle*.json`, `items_ins_v2*.json`, optionally `items_human_ins.json` and
-    nouns.
+    """Loads a catalogue from the original's files.
 
-    nouns: JSON, asin -> list of nouns of the title. The rest as in `records_to_catalogue`.
+    items: `items_shuffle*.json`. attributes: `items_ins_v2*.json`. human: `items_human_ins.json`. nouns: a JSON object,
+    asin -> list of nouns of the title. The rest as in `records_to_catalogue`.
 
     Raises:
         CatalogueError: a corrupt or truncated file; names the file, the record and what is wrong.
@@ -167,8 +167,8 @@ def load_catalogue(
     sources = Sources(
         items=fspath(items),
         attributes=fspath(attributes),
-        human=Sources.human if human is None else fspath(human),
-        nouns=Sources.nouns if nouns is None else fspath(nouns),
+        human=IN_MEMORY.human if human is None else fspath(human),
+        nouns=IN_MEMORY.nouns if nouns is None else fspath(nouns),
     )
     return records_to_catalogue(
         list_items(sources.items),

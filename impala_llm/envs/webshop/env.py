@@ -68,6 +68,7 @@ class WebShopEnv:
         self._max_invalid_actions = max_invalid_actions
         self._rng = random.Random(0)
         self._hits: list[str] = []
+        self._page: Page = "index"
         self._goal: Goal | None = None
 
     @property
@@ -259,7 +260,7 @@ class WebShopEnv:
         self._show("sub", text, ("back to search", "< prev"), ("back to search", "< prev"))
 
     def _show(self, page: Page, text: str, clickables: tuple[str, ...], clickable_set: Collection[str]) -> None:
-        self._page: Page = page
+        self._page = page
         self._observation = text
         self._clickables = clickables
         self._clickable_set = clickable_set

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from impala_llm.envs.webshop.product import CatalogueError, Product
+from impala_llm.envs.webshop.product import Product
 
 CANONICAL_SEED = 233
 NO_PRICE_LIMIT = 1_000_000
@@ -57,16 +57,11 @@ def synthetic_goals(products: Iterable[Product], prices: Mapping[str, float], rn
     """One goal for every combination of option values of every product with an instruction, in canonical order.
 
     prices: hidden price of each asin. rng: in the state that drawing the prices left it in.
-
-    Raises:
-        CatalogueError: a product has an instruction but no instruction attributes.
     """
     drafts = []
     for product in products:
         if product.instruction is None:
             continue
-        if not product.instruction_attributes:
-            raise CatalogueError(f"asin {product.asin!r}: has an instruction but no instruction_attributes")
         # The limit is drawn even where an empty option group leaves no combination, as in the original.
         limit, price_text = draw_price_limit(prices[product.asin], rng)
         attributes = list(product.instruction_attributes)

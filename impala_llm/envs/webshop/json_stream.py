@@ -8,6 +8,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from typing import NoReturn
 
 from impala_llm.envs.webshop.product import CatalogueError
@@ -24,12 +25,12 @@ def list_items(path: str) -> Iterator[object]:
         CatalogueError: not JSON, truncated, or not a list; names the file, the item's position and, if it shows, its
         asin. OSError: the file cannot be read.
     """
-    reader = _Reader(path, "[")
-    position = 0
-    while reader.another(f"record {position}"):
-        yield reader.value(f"record {position}")
-        position += 1
-    reader.end()
+    with closing(_Reader(path, "[")) as reader:
+        position = 0
+        while reader.another(f"record {position}"):
+            yield reader.value(f"record {position}")
+            position += 1
+        reader.end()
 
 
 def object_entries(path: str) -> Iterator[tuple[str, object]]:
@@ -39,13 +40,13 @@ def object_entries(path: str) -> Iterator[tuple[str, object]]:
         CatalogueError: not JSON, truncated, or not an object; names the file and the key of the entry.
         OSError: the file cannot be read.
     """
-    reader = _Reader(path, "{")
-    last = None
-    while reader.another("the first entry" if last is None else f"the entry after {last!r}"):
-        key = reader.key(f"the key of the entry after {last!r}")
-        yield key, reader.value(f"entry {key!r}")
-        last = key
-    reader.end()
+    with closing(_Reader(path, "{")) as reader:
+        last = None
+        while reader.another("the first entry" if last is None else f"the entry after {last!r}"):
+            key = reader.key("the first key" if last is None else f"the key of the entry after {last!r}")
+            yield key, reader.value(f"entry {key!r}")
+            last = key
+        reader.end()
 
 
 class _Reader:
@@ -53,7 +54,7 @@ class _Reader:
 
     def __init__(self, path: str, opening: str) -> None:
         self.path = path
-        self.file = open(path, "rb")  # noqa: SIM115 - closed by `end` and `fail`
+        self.file = open(path, "rb")  # noqa: SIM115 - `close` and `fail` close it
         self.decode = codecs.getincrementaldecoder("utf-8")().decode
         self.parse = json.JSONDecoder().raw_decode
         self.text, self.at, self.first, self.finished, self.undecodable = "", 0, True, False, False
@@ -146,4 +147,6 @@ class _Reader:
     def end(self) -> None:
         if rest := self.next_character("the end"):
             self.fail(f"has something after its closing {self.closing!r}: {rest!r}")
+
+    def close(self) -> None:
         self.file.close()

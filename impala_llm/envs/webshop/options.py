@@ -32,8 +32,7 @@ def choose_repaired(groups: Mapping[str, tuple[str, ...]], chosen: dict[str, str
     """Like `choose_strict`, but a value that several groups share does not push out another one while there is room.
 
     The first of its groups without a choice takes the value. If there is none, choices move to other groups that have
-    them as well, until one is free. So the values of any combination of options can be chosen, in any order of
-    clicks.
+    them as well, until one is free. So the values of any combination of options can be chosen, in any order.
     """
 
     def place(moving: str, tried: set[str]) -> bool:

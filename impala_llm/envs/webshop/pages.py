@@ -2,8 +2,8 @@
 
 A page is a sequence of pieces: texts, buttons, links and option labels. In the mode `text` the stripped pieces are
 joined by " [SEP] " and nothing marks a button; in `text_rich` each piece is one line, buttons are marked, and so is
-what was clicked. Invariant: a page is a function of the goal's instruction and the state of the episode; it holds no
-counter, time or chance.
+what was clicked.
+Invariant: a page is a function of the goal's instruction and the state of the episode; no counter, time or chance.
 """
 
 import functools
@@ -29,8 +29,8 @@ _HTML_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "
 class ItemPage:
     """What is the same each time that the page of a product is shown.
 
-    body: everything below the head while no option shows as clicked. clickables: in page order. groups: value ->
-    groups.
+    body: everything below the head while no option shows as clicked. clickables: in page order. groups: the groups of
+    each option value.
     """
 
     body: str
@@ -49,6 +49,7 @@ class Pages:
         self._rich = mode == "text_rich"
         self._buttons = ("Description", "Features", "Reviews", *(("Attributes",) if show_attributes else ()), "Buy Now")
         cached = functools.lru_cache(_CACHED_PRODUCTS)
+        self._done_parts = self._done_pieces()
         self.item_page = cached(self._item_page)
         self._row = cached(self._row_pieces)
 
@@ -76,8 +77,7 @@ class Pages:
         if not self._rich or not (options or '"' in query):
             return head + page.body
         # An option shows as clicked where its quoted value occurs in the page's address: among the query's words or
-        # the chosen options, written as JSON. So a value chosen in one group shows in all, and one with a quote in
-        # none.
+        # the chosen options, which are JSON there. So a value chosen in one group shows in all groups.
         address = f"{query.replace(' ', '+')}/{json.dumps(options)}"
         clicked = [v for values in product.options.values() for v in values if v and f'"{v}"' in address]
         notes = "".join(f"You have clicked {value}.\n" for value in reversed(clicked))
@@ -97,16 +97,21 @@ class Pages:
 
     def done(self, asin: str, options: dict[str, str], reward: float) -> str:
         """The page after a purchase. What the shop does not know here it shows as "None", as the original does."""
-        chosen = json.dumps(options, sort_keys=True).translate(_HTML_ESCAPES)
-        pieces = [
-            "Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)",
-            "Purchased", "asin", asin, "options", chosen, "attrs", "None", "category", "None", "query", "None",
-            "product category", "None",
-            "Target", "asin", "options", "attrs", "price upper", "instuction text", "category", "product category",
-            "query", "Goal ", "None",
-            "Reward", "Your score (min 0.0, max 1.0)", str(float(reward)), "Reward Details ", "None",
-        ]  # fmt: skip
-        return self._page("".join(map(self._text, pieces)))
+        before, between, after = self._done_parts
+        chosen = self._text(json.dumps(options, sort_keys=True).translate(_HTML_ESCAPES))
+        return before + self._text(asin) + self._text("options") + chosen + between + self._text(str(reward)) + after
+
+    def _done_pieces(self) -> tuple[str, str, str]:
+        texts = (
+            ("Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)",
+             "Purchased", "asin"),
+            ("attrs", "None", "category", "None", "query", "None", "product category", "None",
+             "Target", "asin", "options", "attrs", "price upper", "instuction text", "category", "product category",
+             "query", "Goal ", "None", "Reward", "Your score (min 0.0, max 1.0)"),
+            ("Reward Details ", "None"),
+        )  # fmt: skip
+        before, between, after = ("".join(map(self._text, part)) for part in texts)
+        return self._page(before), between, after
 
     def _item_page(self, product: Product) -> ItemPage:
         groups = option_groups(product)

@@ -34,7 +34,7 @@ class HumanInstruction:
 class Product:
     """A product as the shop shows it. Compared and hashed by identity: one catalogue holds each product once.
 
-    title: as in the file, not stripped. bullets: the feature list, never empty strings removed. price_range: one
+    title: as in the file, not stripped. bullets: the features, empty ones too. price_range: one
     value, or two between which the hidden price lies (dollars). options: group name -> values, both lower case, in
     page order; a group may be empty and values may repeat. query: the search term under which the product was found,
     lower case. instruction, instruction_attributes: what synthetic goals are made of; None and () where the file has
@@ -122,6 +122,7 @@ def parse_product(
         return cast(T, shared.setdefault(value, value))
 
     price_range, price_tag = _prices(record)
+    instruction, instruction_attributes = (None, ()) if attributes is None else _instruction(attributes)
     return Product(
         asin=record.text("asin"),
         title=record.text("name"),
@@ -134,8 +135,8 @@ def parse_product(
         category=share(record.text("category")),
         query=share(record.text("query").lower().strip()),
         product_category=share(record.text("product_category")),
-        instruction=None if attributes is None else _instruction(attributes),
-        instruction_attributes=() if attributes is None else share(attributes.texts("instruction_attributes")),
+        instruction=instruction,
+        instruction_attributes=share(tuple(map(share, instruction_attributes))),
         human_instructions=human,
     )
 
@@ -160,8 +161,13 @@ def _attributes(entry: Record | None) -> tuple[str, ...]:
     return DUMMY_ATTRIBUTES if entry is None or "attributes" not in entry.data else entry.texts("attributes")
 
 
-def _instruction(attributes: Record) -> str | None:
-    return None if attributes.data.get("instruction") is None else attributes.text("instruction")
+def _instruction(entry: Record) -> tuple[str | None, tuple[str, ...]]:
+    attributes = entry.texts("instruction_attributes")
+    if entry.data.get("instruction") is None:
+        return None, attributes
+    if not attributes:
+        entry.fail("has an 'instruction' but no 'instruction_attributes'")
+    return entry.text("instruction"), attributes
 
 
 def _bullets(record: Record) -> tuple[str, ...]:

@@ -124,7 +124,13 @@ def token_set_ratio(left: str, right: str) -> int:
     both = " ".join(sorted(common))
     first = f"{both} {' '.join(sorted(left_words - right_words))}".strip()
     second = f"{both} {' '.join(sorted(right_words - left_words))}".strip()
-    return max(_ratio(both, first), _ratio(both, second), _ratio(first, second))
+    best = 0
+    for pair in ((both, first), (both, second), (first, second)):
+        shorter, longer = sorted(map(len, pair))
+        # The matcher is slow, and cannot match more than all of the shorter text.
+        if shorter and round(100 * (2.0 * shorter / (shorter + longer))) > best:
+            best = max(best, _ratio(*pair))
+    return best
 
 
 def option_matches(bought: str, name: str | None, value: str, strict_compat: bool = True) -> bool:
@@ -162,23 +168,19 @@ def _type_factor(match: bool, title_score: float) -> float:
 
 
 def _count_attributes(product: Product, attributes: Sequence[str]) -> int:
-    @functools.cache
-    def texts() -> tuple[str, str, str]:
-        return product.title.lower(), " ".join(product.bullets).lower(), product.description.lower()
+    texts = product.title.lower(), " ".join(product.bullets).lower(), product.description.lower()
 
     def found(attribute: str) -> bool:
-        return any(token_set_ratio(own, attribute) > _MATCH for own in product.attributes) or any(
-            attribute in text for text in texts()
+        return any(attribute in text for text in texts) or any(
+            token_set_ratio(own, attribute) > _MATCH for own in product.attributes
         )
 
     return sum(map(found, attributes))
 
 
 def _count_options(bought: Sequence[str], wanted: Mapping[str, str] | Sequence[str]) -> int:
-    # The original compares with the pairs of a synthetic goal as they are: a colour replaces a pair only if it equals
-    # the name or the value, and otherwise the pair is compared as Python prints it, name included.
     if isinstance(wanted, Mapping):
-        targets = [next((c for c in _COLOURS if c in pair), str(pair)) for pair in wanted.items()]
+        targets = [_colour_equal(pair) for pair in wanted.items()]
     else:
         targets = [_colour_inside(value) for value in wanted]
     values = [_colour_inside(value) for value in bought]
@@ -201,6 +203,16 @@ def _count_matches(values: Sequence[str], targets: Sequence[str], alike: Callabl
 
 
 @functools.lru_cache(_CACHED_PAIRS)
+def _colour_equal(pair: tuple[str, str]) -> str:
+    """What the original compares with where a goal option has a name: (name, value) as it is.
+
+    A colour of the list replaces it only if it equals the name or the value; otherwise it is compared as Python prints
+    it, name included.
+    """
+    return next((colour for colour in _COLOURS if colour in pair), str(pair))
+
+
+@functools.lru_cache(_CACHED_PAIRS)
 def _colour_inside(text: str) -> str:
     """The first colour of the list that occurs anywhere in a text ("tan" in "standard"), or the text."""
     return next((colour for colour in _COLOURS if colour in text), text)
@@ -219,8 +231,4 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _ratio(left: str, right: str) -> int:
-    if left == right:
-        return 100
-    if not left or not right:
-        return 0
-    return round(100 * difflib.SequenceMatcher(None, left, right).ratio())
+    return 100 if left == right else round(100 * difflib.SequenceMatcher(None, left, right).ratio())

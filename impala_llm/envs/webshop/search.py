@@ -40,9 +40,10 @@ class SearchIndex:
     def __init__(self, documents: Iterable[str], names: Sequence[str]) -> None:
         self._names = tuple(names)
         occurrences, lengths, self._term_ids = _read(documents)
-        self._starts, self._documents, counts = _postings(occurrences, lengths, len(self._term_ids))
+        starts, self._documents, counts = _postings(occurrences, lengths, len(self._term_ids))
+        self._starts = starts.tolist()
         num_indexed = max(1, int(np.count_nonzero(lengths)))
-        frequencies = np.diff(self._starts)
+        frequencies = np.diff(starts)
         self._idf = np.log(1.0 + (num_indexed - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)
         mean_length = max(1, len(occurrences)) / num_indexed
         encoded = np.array([encoded_length(length) for length in lengths.tolist()])
@@ -63,13 +64,16 @@ class SearchIndex:
         return list(zip(*self._cached_hits(query, k), strict=True))
 
     def _hits(self, query: str, k: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        scores = np.zeros(len(self._names))
+        documents, parts = [], []
         for word, repeats in Counter(analyze(query.lower())).items():
-            if (term_id := self._term_ids.get(word)) is None:
-                continue
-            postings = slice(self._starts[term_id], self._starts[term_id + 1])
-            weight = np.float32(repeats) * self._idf[term_id]
-            scores[self._documents[postings]] += weight * self._saturations[postings]
+            if (term_id := self._term_ids.get(word)) is not None:
+                postings = slice(self._starts[term_id], self._starts[term_id + 1])
+                documents.append(self._documents[postings])
+                parts.append(np.float32(repeats) * self._idf[term_id] * self._saturations[postings])
+        if not parts:
+            return (), ()
+        # Terms are float32 and their sum is rounded to float32 once, as in the original's engine.
+        scores = np.bincount(np.concatenate(documents), np.concatenate(parts))
         hits = np.flatnonzero(scores)
         hit_scores = scores[hits].astype(np.float32)
         if len(hits) > k:

@@ -221,7 +221,8 @@ def test_record_without_asin_or_of_another_kind(files, item):
         ('{"A1": {"attributes": [}}', "entry 'A1' is not valid JSON"),
         ({"A1": []}, "asin 'A1': must be a JSON object, is a list"),
         ({"A2": {"attributes": "soft"}}, "asin 'A2': 'attributes' must be a list of strings, is a string"),
-        ({"A2": {"instruction": 1}}, "asin 'A2': 'instruction' must be a string"),
+        ({"A2": {"instruction": 1, "instruction_attributes": ["x"]}}, "asin 'A2': 'instruction' must be a string"),
+        ({"A2": {"instruction": "x", "instruction_attributes": []}}, "asin 'A2': has an 'instruction' but no 'instr"),
         ({"A2": {"instruction_attributes": [1]}}, "asin 'A2': 'instruction_attributes' must be a list of strings"),
     ],
 )

@@ -1,0 +1,115 @@
+#!/usr/bin/env python
+"""Turn finished quickstart runs into the data and the picture under docs/results/.
+
+    for seed in 0 1 2; do tools/quickstart.sh run.seed=$seed run.name=quickstart-$seed; done
+    python tools/quickstart_results.py outputs/quickstart-0 outputs/quickstart-1 outputs/quickstart-2
+
+Needs the extra `plots`. Each run gives docs/results/quickstart/<run>.csv (a row an update), <run>.json (evaluation)
+and <run>.yaml (settings); all runs together give curve.png, and the table of docs/results/quickstart.md is printed.
+"""
+
+import argparse
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+COLUMNS = (
+    "rollout/score", "rollout/success_rate", "rollout/turns", "rollout/length_tokens", "env/options_matched",
+    "env/invalid_actions", "loss/policy", "loss/value", "loss/entropy",
+    "optimizer/gradient_norm", "optimizer/learning_rate",
+    "ratio/mean", "ratio/max", "ratio/pg_clip_share", "ratio/ess", "ratio/k1", "ratio/k3", "staleness/oldest",
+    "staleness/mean", "staleness/newest", "actor/generated_tokens_per_s", "actor/idle_share",
+    "learner/trained_tokens_per_s", "time/idle_share", "time/step_s", "weights/publish_s",
+)  # fmt: skip
+OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "quickstart"
+SMOOTHING = 20
+"""Updates in the running mean of the picture."""
+
+
+def load_run(run: Path) -> tuple[list[dict], list[dict]]:
+    steps = [json.loads(line) for line in (run / "tensorboard" / "metrics.jsonl").read_text().splitlines()]
+    return steps, json.loads((run / "evaluation.json").read_text())
+
+
+def write_csv(steps: list[dict], path: Path) -> None:
+    started = steps[0]["time_s"]
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["update", "seconds", *COLUMNS])
+        for step in steps:
+            numbers = (step.get(name) for name in COLUMNS)
+            row = ["" if n is None else f"{n:.5g}" for n in numbers]
+            writer.writerow([step["step"], f"{step['time_s'] - started:.1f}", *row])
+
+
+def smooth(values: list[float]) -> np.ndarray:
+    kernel = np.ones(min(SMOOTHING, len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def plot(runs: dict[str, list[dict]], path: Path) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    panels = (
+        ("rollout/score", "score of the training episodes"),
+        ("rollout/success_rate", "success rate of the training episodes"),
+        ("staleness/mean", "staleness of what is learned from, in versions"),
+    )
+    for name, steps in runs.items():
+        minutes = [(step["time_s"] - steps[0]["time_s"]) / 60 for step in steps]
+        for axis, (metric, _) in zip(axes, panels, strict=True):
+            axis.plot(minutes, smooth([step.get(metric, np.nan) for step in steps]), label=name, linewidth=1.5)
+    for axis, (_, title) in zip(axes, panels, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("minutes of training")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def interval(result: dict, name: str) -> str:
+    low, high = result[f"{name}_interval"]
+    return f"{result[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def table(evaluations: dict[str, list[dict]]) -> str:
+    lines = [
+        "| run | tasks | n | score before | score after | success before | success after |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run, results in evaluations.items():
+        for tasks in dict.fromkeys(result["tasks"] for result in results):
+            before, after = (
+                next(r for r in results if r["tasks"] == tasks and r["label"] == label) for label in ("before", "after")
+            )
+            cells = [run, tasks, str(before["num_tasks"])]
+            cells += [interval(r, name) for name in ("score", "success") for r in (before, after)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs (run.dir)")
+    args = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    curves, evaluations = {}, {}
+    for run in args.runs:
+        steps, results = load_run(run)
+        curves[run.name], evaluations[run.name] = steps, results
+        write_csv(steps, OUT / f"{run.name}.csv")
+        (OUT / f"{run.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+        shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
+    plot(curves, OUT / "curve.png")
+    print(table(evaluations))
+
+
+if __name__ == "__main__":
+    main()
