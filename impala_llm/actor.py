@@ -22,6 +22,7 @@ from impala_llm.config import Config, ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.torch_engine import EngineStats
 from impala_llm.envs import make_suite
+from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.rundir import RunDirectory
@@ -40,9 +41,7 @@ class Actor:
         self.actor_id = f"actor-{index}"
         self.suite = make_suite(config.env)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(policy), self.suite.system_prompt)
-        self.limits = EpisodeLimits(
-            config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length
-        )
+        self.limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
         self.engine = make_engine(config, policy, version=-1)  # the learner announces the first version
         run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
         self.weights = WeightReader(run_dir.weights_path)
@@ -172,8 +171,6 @@ class Reporter:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 when the learner said stop, 2 for bad settings, 3 when the learner is gone."""
-    import torch
-
     words = list(argv)
     index = 0
     if "--index" in words:
@@ -185,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"actor: {error}", file=sys.stderr)
         return 2
-    torch.set_num_threads(threads_per_process(config))
+    prepare_cpu(threads_per_process(config))
     actor = Actor(config, index)
     try:
         asyncio.run(actor.run())

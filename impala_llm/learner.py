@@ -22,6 +22,7 @@ import torch
 from impala_llm.algorithms.advantages import group_relative
 from impala_llm.config import Config, ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
+from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.objective import Denominators, objective
@@ -264,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     # As an exception it undoes everything on its way out: sockets, shared memory, files.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    torch.set_num_threads(threads_per_process(config))
+    prepare_cpu(threads_per_process(config))
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     if config.learner.num_ranks != ranks.world_size:
         print(

@@ -14,6 +14,7 @@ of the validation or test split, and never the catalogue on which `evaluation.un
 import argparse
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from impala_llm.config import load
 from impala_llm.envs.webshop.shopper import ScriptedShopper
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
+from impala_llm.envs.webshop.synthetic import CONSONANTS, VOWELS
+from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.rollout import ChatFormat
@@ -34,6 +37,7 @@ VOCABULARY_SIZE = 2000
 ACTION_WEIGHT = 4.0
 SYLLABLE_OF_ASIN = "(?<=b0|b0[a-z]{2}|b0[a-z]{4})[a-z]{2}"
 """One token for each syllable of an asin, the same in every catalogue, so that asins never seen are copied as well."""
+ASIN = re.compile(r"\bb0[a-z]{6}\b", re.IGNORECASE)
 CATALOGUE_SEEDS = tuple(range(100, 108))
 """Further catalogues to learn shopping rather than one catalogue; evaluation uses others."""
 
@@ -52,6 +56,19 @@ def play(suite: WebShopSuite, task: int, shopper: ScriptedShopper) -> tuple[list
             return turns, float(info["score"])
 
 
+def with_fresh_asins(turns: list[tuple[str, str]], rng: random.Random) -> list[tuple[str, str]]:
+    """The same episode with other asins, so that the only way to know one is to read it from the page."""
+    fresh: dict[str, str] = {}
+
+    def replace(match: re.Match[str]) -> str:
+        old = match[0].lower()
+        if old not in fresh:
+            fresh[old] = "b0" + "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3)).lower()
+        return fresh[old]
+
+    return [(ASIN.sub(replace, observation), ASIN.sub(replace, action)) for observation, action in turns]
+
+
 def demonstrations(
     suites: list[WebShopSuite], noise: float, seed: int
 ) -> Iterator[tuple[list[tuple[str, str]], float]]:
@@ -61,7 +78,8 @@ def demonstrations(
     tasks = [list(suite.tasks("train")) for suite in suites]
     while True:
         which = 0 if len(suites) == 1 or rng.random() < 0.5 else rng.randrange(1, len(suites))
-        yield play(suites[which], rng.choice(tasks[which]), shopper)
+        turns, score = play(suites[which], rng.choice(tasks[which]), shopper)
+        yield with_fresh_asins(turns, rng), score
 
 
 def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenizerFast:
@@ -120,7 +138,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    prepare_cpu(args.threads)
     torch.manual_seed(args.seed)
     random.seed(args.seed)
 

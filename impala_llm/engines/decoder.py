@@ -264,7 +264,7 @@ class _Linear:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0].data
     joined = torch.cat([parameter.data for parameter in parameters])

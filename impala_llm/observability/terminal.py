@@ -55,7 +55,7 @@ class TerminalView:
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
 
-        progress: share of the run that is over, in (0, 1], where time may end it before `num_steps`; None: of the steps.
+        progress: share of the run that is over, in (0, 1], where time may end it too; None: share of `num_steps`.
         """
         self._seen.update(metrics)
         now = self._clock()

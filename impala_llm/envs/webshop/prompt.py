@@ -86,7 +86,8 @@ def delta(page_before: str, page: str, action: str, invalid: bool) -> str | None
 def compact(page: str) -> str:
     """The shortest form of a page of the mode `text_rich`: one line a product or option group, no standing buttons.
 
-    A result is `ASIN title price`; an option group is `name: value, value`, chosen values in brackets. The notes on
+    A result is `title price ASIN`: what can be clicked comes after what it is, so that a causal model knows it when
+    it reads it; an option group is `name: value, value`, chosen values in brackets. The notes on
     what was clicked are dropped, as the brackets say the same. Buttons that every page of a kind has are left out;
     they can be clicked all the same.
     """
@@ -108,7 +109,8 @@ def compact(page: str) -> str:
                 last = "link"
         elif line.strip() and line != _RATING:
             if last in ("link", "title"):
-                lines[-1] += f" {line}"
+                before, _, asin = lines[-1].rpartition(" ")
+                lines[-1] = " ".join(part for part in (before, line, asin) if part)
                 last = "title" if last == "link" else "text"
             elif lines and lines[-1].strip() == "Instruction:":
                 lines[-1] = f"Instruction: {line}"

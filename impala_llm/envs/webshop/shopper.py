@@ -83,8 +83,8 @@ class ScriptedShopper:
     """Plays the shop by rule. `noise` 0 plays well, 1 scores about 0.6; the seed draws its slips.
 
     Call `reset()` at the start of each episode, then `act` with each observation and its info. It works with every
-    page format that shows the instruction on the first page and each result's asin before its title and price. Raises
-    ValueError for a noise outside [0, 1].
+    page format that shows the instruction on the first page and each result's asin before its title and price, or
+    after them on the same line. Raises ValueError for a noise outside [0, 1].
     """
 
     def __init__(self, noise: float = 0.0, seed: int = 0) -> None:
@@ -176,8 +176,13 @@ class ScriptedShopper:
 
 
 def _texts_of(links: list[str], observation: str) -> dict[str, str]:
-    """What a results page says after each asin, up to the next one; asins that the page does not show are left
-    out."""
+    """What a results page says of each asin; asins that the page does not show are left out.
+
+    That is the rest of its line where it has one, as on compact pages, else what follows it up to the next asin.
+    """
+    lines = {line.rpartition(" ")[2]: line for line in observation.splitlines()}
+    if any(asin in lines for asin in links):
+        return {asin: lines[asin].removesuffix(asin) for asin in links if asin in lines}
     places = sorted((observation.find(asin), asin) for asin in links if asin in observation)
     ends = [place for place, _ in places[1:]] + [len(observation)]
     return {asin: observation[place + len(asin) : end] for (place, asin), end in zip(places, ends, strict=True)}

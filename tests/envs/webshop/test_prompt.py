@@ -72,7 +72,7 @@ def test_compact_start():
 
 def test_compact_results():
     assert compact(RICH_RESULTS) == (
-        "Instruction: find a red hat\nPage 1 (Total results: 2)\nB0A Soft Hat $5.0 to $7.5\nB0B Warm Hat $9.0"
+        "Instruction: find a red hat\nPage 1 (Total results: 2)\nSoft Hat $5.0 to $7.5 B0A\nWarm Hat $9.0 B0B"
     )
 
 
