@@ -25,7 +25,7 @@ from impala_llm.envs import make_suite
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
 from impala_llm.pipeline.wire import Grant, Shutdown, WeightsAnnounced
@@ -183,10 +183,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"actor: {error}", file=sys.stderr)
         return 2
     prepare_cpu(threads_per_process(config))
-    actor = Actor(config, index)
     try:
-        asyncio.run(actor.run())
-    except LearnerLost as error:
+        asyncio.run(Actor(config, index).run())
+    except (LearnerLost, RunDirectoryError) as error:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3
     return 0

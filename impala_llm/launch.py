@@ -1,4 +1,6 @@
-"""One host, everything on it: the learner (through torchrun) and its actors as supervised processes.
+"""Processes of one host under a supervisor: a whole run, or actors alone for a learner that somebody else started.
+
+    python -m impala_llm.launch actor.num_actors=2 key=value ...     actors alone; see tools/launch_actors.sh
 
 Invariant: whatever ends the run, its end, an error, Ctrl-C or a signal, ends every process of it within ten seconds and
 leaves no file of it in shared memory. A dead actor is reported with its signal and last words, and started again with
@@ -10,16 +12,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from impala_llm.config import PACKAGE, Config, threads_per_process, to_yaml
+import psutil
+
+from impala_llm.config import PACKAGE, Config, ConfigError, load, threads_per_process, to_yaml
 from impala_llm.pipeline.rundir import remove_run_dir
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
+POLL_S = 0.1
 MAX_RESTARTS = 20
+FAMILY = "IMPALA_LLM_FAMILY"
+"""Environment variable by which a supervisor knows the descendants of its processes again: torchrun gives its workers
+sessions of their own, and they live on without it."""
+STOPPED, LEARNER_GONE = 0, 3
+"""Exit codes of an actor: the learner said stop; the learner is gone."""
 
 
 @dataclass
@@ -51,7 +63,7 @@ class Child:
         return self.process.poll() if self.process else None
 
     def signal(self, number: int) -> None:
-        """To the whole process group, so that torchrun's workers are reached when torchrun itself is gone."""
+        """To the whole process group."""
         if self.process is not None:
             try:
                 os.killpg(self.process.pid, number)
@@ -74,32 +86,37 @@ def exit_reason(code: int) -> str:
 
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
     """The processes of a run: the learner first, then the actors."""
+    actors = plan_actors(config, overrides)
+    learner = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(config.learner.num_ranks)),
+        *(str(PACKAGE / "learner.py"), *overrides),
+    ]
+    return [Child("learner", learner, None, actors[0].environment), *actors]
+
+
+def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
+    """The actors of this host. They belong to one family (see `FAMILY`) and have their share of the cores."""
     threads = str(threads_per_process(config))
     environment = {
         **os.environ,
+        FAMILY: uuid.uuid4().hex,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
     }
-    learner = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(config.learner.num_ranks),
-        ),
-        *(str(PACKAGE / "learner.py"), *overrides),
-    ]
     logs = Path(config.run.dir) / "logs"
-    children = [Child("learner", learner, None, environment)]
-    for index in range(config.actor.num_actors):
-        command = [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides]
-        children.append(Child(f"actor {index}", command, logs / f"actor-{index}.log", environment))
-    return children
+    return [
+        Child(
+            f"actor {index}",
+            [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
+            logs / f"actor-{index}.log",
+            environment,
+        )
+        for index in range(config.actor.num_actors)
+    ]
 
 
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
@@ -115,36 +132,49 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
-    stop_signal = 0
-
-    def remember(number: int, _frame: object) -> None:
-        nonlocal stop_signal
-        stop_signal = number
-
-    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for child in children:
-            child.start()
-        while learner.poll() is None and not stop_signal:
-            for actor in actors:
-                _keep_alive(actor)
-            try:
-                assert learner.process is not None
-                learner.process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                continue
-    finally:
-        end(children, polite=not stop_signal and learner.poll() == 0)
-        remove_run_dir(config.run.name)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if stop_signal:
-        return 128 + stop_signal
+    with _stop_signal() as stop_signal:
+        try:
+            for child in children:
+                child.start()
+            while learner.poll() is None and not stop_signal():
+                for actor in actors:
+                    _keep_alive(actor, final=(STOPPED,))
+                time.sleep(POLL_S)
+        finally:
+            end(children, polite=not stop_signal() and learner.poll() == 0)
+            remove_run_dir(config.run.name)
+        if stop_signal():
+            return 128 + stop_signal()
     code = learner.poll()
     assert code is not None
     if code:
         _say(f"learner ended: {exit_reason(code)}")
     return code if code >= 0 else 128 - code
+
+
+def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
+    """Actors alone, until the learner says stop to all of them.
+
+    Returns 0 then, 1 if one was lost for good or found its learner gone, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
+    actors = plan_actors(config, overrides)
+    with _stop_signal() as stop_signal:
+        try:
+            for actor in actors:
+                actor.start()
+            while not stop_signal():
+                if not any([_keep_alive(actor, final=(STOPPED, LEARNER_GONE)) for actor in actors]):
+                    break
+                time.sleep(POLL_S)
+        finally:
+            end(actors, polite=False)
+        if stop_signal():
+            return 128 + stop_signal()
+    failed = [actor for actor in actors if actor.poll() != STOPPED]
+    for actor in failed:
+        _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}); its last words:{actor.last_words()}")
+    return 1 if failed else 0
 
 
 def end(children: Sequence[Child], polite: bool) -> None:
@@ -164,20 +194,60 @@ def end(children: Sequence[Child], polite: bool) -> None:
     for child in children:
         if child.process is not None:
             child.process.wait()
+    relatives = _relatives({child.environment[FAMILY] for child in children})
+    for relative in relatives:
+        try:
+            relative.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(relatives, timeout=GRACE_S)
 
 
-def _keep_alive(actor: Child) -> None:
+def _relatives(families: set[str]) -> list[psutil.Process]:
+    """All living processes of these families, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(FAMILY) in families:
+                found.append(process)
+        except psutil.Error:
+            continue  # gone, or another user's
+    return found
+
+
+@contextmanager
+def _stop_signal() -> Iterator[Callable[[], int]]:
+    """While entered, SIGINT and SIGTERM are only remembered: what is yielded tells which one came, 0 for none."""
+    received = 0
+
+    def remember(number: int, _frame: object) -> None:
+        nonlocal received
+        received = number
+
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _keep_alive(actor: Child, final: Sequence[int]) -> bool:
+    """Start a dead actor again when its time has come. False where it has ended: with a final code, or once too often.
+
+    A moment passes before each new start, and longer ones when it keeps dying.
+    """
     code = actor.poll()
     if code is None:
-        return
+        return True
     now = time.monotonic()
     if actor.restart_at == 0.0:
-        if code == 0:
-            return  # it was told to end
+        if code in final:
+            return False
         if now - actor.started_at > 60:
             actor.restarts = 0  # it had worked: not a crash loop
         if actor.restarts >= MAX_RESTARTS:
-            return
+            return False
         delay = min(30.0, 2.0**actor.restarts)
         actor.restart_at = now + delay
         actor.restarts += 1
@@ -185,7 +255,22 @@ def _keep_alive(actor: Child) -> None:
     elif now >= actor.restart_at:
         actor.restart_at = 0.0
         actor.start()
+    return True
 
 
 def _say(text: str) -> None:
     print(f"impala-llm: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Actors alone; see `supervise_actors` for the exit code, and 2 for bad settings."""
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
+    return supervise_actors(config, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

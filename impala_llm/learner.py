@@ -136,11 +136,16 @@ def update(
                 torch.tensor([t.group_id for t in trajectories]),
                 config.algorithm.normalize_std,
             )
+        # Without an entropy bonus an episode as good as its group has no gradient: it is counted, not computed.
+        teaching = list(range(len(trajectories)))
+        if advantages is not None and config.algorithm.entropy_coef == 0:
+            teaching = advantages.nonzero().flatten().tolist()
+            log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
         weights = torch.tensor(batch.weights, dtype=torch.float32)
-        micro_batches = pack(trajectories, config.learner.token_budget)
-    sizes: dict[int, float] = {}
+        micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
+    sizes = dict.fromkeys(batch.item_ids, 0.0)
     for micro in micro_batches:
-        members = torch.tensor(micro.members)
+        members = torch.tensor([teaching[i] for i in micro.members])
         with timer.stage("forward"):
             outcome = objective(
                 config,
@@ -156,8 +161,8 @@ def update(
             outcome.loss.backward()
         for name, value, weight in outcome.figures:
             log.add(name, value, weight)
-        for member, size in zip(micro.members, outcome.advantage_size.tolist(), strict=True):
-            sizes[batch.item_ids[member]] = max(size, sizes.get(batch.item_ids[member], 0.0))
+        for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
+            sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
     feed.buffer.update_advantages(list(sizes), list(sizes.values()))
     with timer.stage("backward"):
         ranks.sum_gradients(model)

@@ -80,7 +80,7 @@ class Feed:
             insert_batch=group_size,
         )
         self.received: list[Trajectory] = []
-        """Arrived since `take_received`."""
+        """Arrived since the caller last cleared it."""
         self.evicted: list[Trajectory] = []
 
     def next_batch(self, version: int) -> Batch:
@@ -123,7 +123,8 @@ class Feed:
         self._drop(late)
 
     def _insert(self, trajectories: tuple[Trajectory, ...], version: int) -> None:
-        self._rate.record_inserts(len(trajectories))
+        # A short group counts as a whole one, as it does in the tickets: a batch of it would be waited for for ever.
+        self._rate.record_inserts(self._group_size)
         self._evict(self.buffer.insert(trajectories, version))
 
     def _draw(self, version: int) -> Batch | None:
@@ -135,7 +136,7 @@ class Feed:
             return None
         members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
         members.sort(key=lambda member: member[0].ticket_id)
-        self._rate.record_samples(len(members))
+        self._rate.record_samples(self._num_items * self._group_size)
         trajectories, weights, item_ids = zip(*members, strict=True)
         reuse = sum(item.num_replays * len(item.trajectories) for item in sample.items) / len(members)
         return Batch(trajectories, weights, item_ids, reuse)

@@ -69,6 +69,7 @@ _DECLARED = (
     ("optimizer/skipped", _MEAN, "share of optimizer steps left out since the gradient was not finite"),
     ("optimizer/learning_rate", _LAST, "learning rate of the step just made"),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
+    ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
     ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),
     ("value/explained_variance", _MEAN, "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess"),
     # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).

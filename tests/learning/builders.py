@@ -1,0 +1,88 @@
+"""Small policies and trajectories for the tests of this folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from impala_llm.trajectory import Trajectory
+
+VOCABULARY = 50
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # large for a language model, so that a token seen by the wrong row shows
+    "initializer_range": 0.2,
+}
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+
+
+def save_lm(directory: Path, architecture: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
+    """Write a random float32 causal LM and return its directory."""
+    torch.manual_seed(seed)
+    lm: PreTrainedModel
+    if architecture == "qwen2":
+        lm = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied))
+    elif architecture == "llama":
+        lm = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    else:
+        lm = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=tied))
+    lm.save_pretrained(directory)
+    return directory
+
+
+def make_trajectory(
+    length: int, turns: Sequence[tuple[int, int]], seed: int = 0, bootstrap: bool = False, group_id: int = 0
+) -> Trajectory:
+    """Random tokens; each turn [start, end) is sampled by version 3 and rewarded by its number from 1 at its end."""
+    generator = np.random.default_rng(seed)
+    mask = np.zeros(length, bool)
+    rewards = np.zeros(length, np.float32)
+    for number, (start, end) in enumerate(turns, start=1):
+        mask[start:end] = True
+        rewards[end - 1] = number
+    return Trajectory(
+        tokens=generator.integers(0, VOCABULARY, length).astype(np.int32),
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, -generator.uniform(0.5, 4.0, length), 0.0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        rewards=rewards,
+        turns=np.array(turns, np.int32).reshape(-1, 2),
+        bootstrap=bootstrap,
+        episode_id=f"episode-{seed}",
+        group_id=group_id,
+        task_id=0,
+        env="toy",
+        actor_id="actor",
+        ticket_id=seed,
+        score=0.5,
+        success=False,
+    )
+
+
+def make_batch() -> list[Trajectory]:
+    """Six uneven trajectories, 119 tokens, of one to three turns; two are cut."""
+    spans: list[tuple[int, list[tuple[int, int]]]] = [
+        (9, [(4, 9)]),
+        (33, [(5, 9), (14, 20), (30, 33)]),
+        (12, [(1, 3), (8, 11)]),
+        (40, [(10, 12), (20, 29)]),
+        (5, [(3, 5)]),
+        (20, [(6, 7), (12, 20)]),
+    ]
+    return [make_trajectory(n, turns, seed, bootstrap=seed in (1, 3)) for seed, (n, turns) in enumerate(spans)]

@@ -1,0 +1,106 @@
+"""The packed policy against a plain Hugging Face model that sees one row at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from tests.learning.builders import ARCHITECTURES, VOCABULARY, save_lm
+
+LENGTHS = [5, 33, 1, 64, 17, 32]
+
+
+def packed_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.cat([torch.arange(n) for n in LENGTHS]), torch.tensor(LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_rows_equal_separate_plain_forwards_and_their_gradients(tmp_path: Path, architecture: str) -> None:
+    save_lm(tmp_path, architecture)
+    model = PolicyModel.from_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    tokens, positions, lengths = packed_rows()
+    weights = torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(2)) / len(tokens)
+
+    logits = model.logits(model.hidden(tokens, positions, lengths))
+    expected = torch.cat([plain(row[None]).logits[0] for row in tokens.split(LENGTHS)])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = dict(model.lm.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    tokens, positions, lengths = packed_rows()
+    changed = tokens.clone()
+    changed[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] += 1
+    changed %= VOCABULARY
+    with torch.no_grad():
+        before = model.hidden(tokens, positions, lengths).split(LENGTHS)
+        after = model.hidden(changed, positions, lengths).split(LENGTHS)
+    for row, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(one, other) == (row != 1)
+
+
+def test_plain_calls_are_refused(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    with pytest.raises(ValueError, match=r"PolicyModel\.hidden"):
+        model.lm(torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value_hidden_size", [0, 8])
+def test_the_value_head_starts_at_zero_and_shapes_the_trunk_only_on_request(
+    tmp_path: Path, value_hidden_size: int
+) -> None:
+    save_lm(tmp_path)
+    for trunk_gradient in (False, True):
+        model = PolicyModel.from_pretrained(tmp_path, value_hidden_size, trunk_gradient)
+        hidden = model.hidden(*packed_rows())
+        values = model.values(hidden)
+        assert values.shape == (sum(LENGTHS),) and not values.any()
+        # a head of zeros passes nothing on: move it away from them first
+        torch.nn.init.ones_(model.value_head[-1].weight)
+        model.values(hidden).sum().backward()
+        assert model.value_head[-1].weight.grad is not None
+        assert any(p.grad is not None and bool(p.grad.any()) for p in model.lm.parameters()) == trunk_gradient
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_policy_tensors_are_what_save_pretrained_writes(tmp_path: Path, architecture: str, tied: bool) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "start", architecture, tied))
+    model.lm.save_pretrained(tmp_path / "saved")
+    tensors = dict(model.policy_tensors())
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        assert set(tensors) == set(file.keys())
+        for name, (dtype, shape, data) in tensors.items():
+            written = file.get_tensor(name)
+            assert dtype == SAFETENSORS_NAMES[written.dtype] == "F32"
+            assert shape == tuple(written.shape)
+            assert data.tobytes() == written.numpy().tobytes()
+
+
+def test_saved_and_loaded_policies_agree(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "start"), value_hidden_size=8)
+    torch.nn.init.ones_(model.value_head[-1].weight)
+    model.save(tmp_path / "saved", {"tokenizer.json": b"{}"})
+    loaded = PolicyModel.from_pretrained(tmp_path / "saved", value_hidden_size=8)
+    rows = packed_rows()
+    with torch.no_grad():
+        hidden, again = model.hidden(*rows), loaded.hidden(*rows)
+        assert torch.equal(hidden, again)
+        assert torch.equal(model.values(hidden), loaded.values(again))
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
+    # what others read holds the policy alone, and runs without our attention
+    assert not any("value" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
+    assert "impala" not in (tmp_path / "saved" / "config.json").read_text()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(rows[0][None])

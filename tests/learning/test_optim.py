@@ -1,0 +1,94 @@
+"""The optimizer step: its schedule, its groups, its clip, and what a gradient that is not finite does."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from impala_llm.config import LearnerConfig
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer, schedule
+from tests.learning.builders import save_lm
+
+
+def test_the_schedule_rises_and_decays() -> None:
+    config = LearnerConfig(warmup_updates=4, decay="linear", final_learning_rate_fraction=0.1)
+    assert [schedule(config, update, 0.0) for update in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule(config, 10, 0.5) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert schedule(config, 10, 1.0) == pytest.approx(0.1)
+    config.decay = "cosine"
+    assert schedule(config, 10, 0.25) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    config.decay, config.warmup_updates = "constant", 0
+    assert schedule(config, 0, 0.9) == 1.0
+
+
+def fill_gradients(model: PolicyModel, size: float) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, size)
+
+
+def copies(model: PolicyModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def moved(model: PolicyModel, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def make(tmp_path: Path, **changes: float) -> tuple[PolicyModel, Optimizer]:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    return model, Optimizer(model, LearnerConfig(warmup_updates=0, decay="constant", **changes))  # type: ignore[arg-type]
+
+
+def test_a_first_step_moves_by_the_learning_rate_of_its_group(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path, learning_rate=1e-3, value_learning_rate=1e-2, max_grad_norm=1e9)
+    before = copies(model)
+    fill_gradients(model, 1.0)
+    result = optimizer.step(0, 0.0)
+    assert not result.clipped and not result.skipped and result.learning_rate == 1e-3
+    # Adam's first step is the learning rate against the gradient's sign, whatever the size
+    for name, p in model.named_parameters():
+        rate = 1e-2 if name.startswith("value_head") else 1e-3
+        torch.testing.assert_close(p.detach(), before[name] - rate, atol=1e-6, rtol=1e-5)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_matrices_of_the_policy_decay(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path, learning_rate=1e-2, weight_decay=0.5)
+    before = copies(model)
+    fill_gradients(model, 0.0)
+    optimizer.step(0, 0.0)
+    assert moved(model, before) == {name for name, p in model.lm.named_parameters(prefix="lm") if p.ndim >= 2}
+
+
+def test_the_norm_is_reported_before_the_clip(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path, max_grad_norm=0.5)
+    fill_gradients(model, 2.0)
+    entries = sum(p.numel() for p in model.lm.parameters())
+    result = optimizer.step(0, 0.0)
+    assert result.clipped
+    assert result.gradient_norm == pytest.approx(2.0 * math.sqrt(entries), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["lm", "value_head"])
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, bad: float, part: str) -> None:
+    model, optimizer = make(tmp_path)
+    before = copies(model)
+    fill_gradients(model, 1.0)
+    next(getattr(model, part).parameters()).grad.view(-1)[0] = bad
+    assert optimizer.step(0, 0.0).skipped
+    assert not moved(model, before)
+    assert all(p.grad is None for p in model.parameters())
+    fill_gradients(model, 1.0)
+    assert not optimizer.step(1, 0.0).skipped
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_only_the_value_head_learns_while_it_warms_up(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path)
+    before = copies(model)
+    fill_gradients(model, 1.0)
+    optimizer.step(0, 0.0, train_policy=False)
+    assert moved(model, before) == {f"value_head.{name}" for name, _ in model.value_head.named_parameters()}

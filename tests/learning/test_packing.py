@@ -1,0 +1,87 @@
+"""Packing: whole trajectories, a bounded number of tokens, and indices that point where the definitions say."""
+
+import numpy as np
+import pytest
+import torch
+
+from impala_llm.learning.packing import pack
+from tests.learning.builders import make_batch, make_trajectory
+
+
+def test_every_trajectory_is_whole_in_exactly_one_batch_within_the_budget() -> None:
+    trajectories = make_batch()
+    batches = pack(trajectories, token_budget=50)
+    assert sorted(member for batch in batches for member in batch.members) == list(range(6))
+    assert len(batches) == 3  # 119 tokens do not fit into two rows of 50
+    for batch in batches:
+        assert len(batch.tokens) == sum(batch.lengths.tolist()) <= 50
+        rows = batch.tokens.split(batch.lengths.tolist())
+        for member, row in zip(batch.members, rows, strict=True):
+            assert row.tolist() == trajectories[member].tokens.tolist()
+
+
+def test_the_same_trajectories_give_the_same_batches() -> None:
+    first, second = pack(make_batch(), 50), pack(make_batch(), 50)
+    assert [batch.members for batch in first] == [batch.members for batch in second]
+
+
+def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
+    trajectories = make_batch()
+    (batch,) = pack(trajectories, token_budget=1000)
+    actions, segments, turn_of, turn_segments, turn_rewards, before_turn, last = [], [], [], [], [], [], []
+    logprobs, positions = [], []
+    offset = 0
+    for row, member in enumerate(batch.members):
+        trajectory = trajectories[member]
+        positions += range(trajectory.num_tokens)
+        for start, end in trajectory.turns.tolist():
+            for place in range(start, end):
+                actions.append(offset + place)
+                segments.append(row)
+                turn_of.append(len(turn_segments))
+                logprobs.append(float(trajectory.behaviour_logprobs[place]))
+            turn_segments.append(row)
+            turn_rewards.append(float(trajectory.rewards[start:end].sum()))
+            before_turn.append(offset + start - 1)
+        offset += trajectory.num_tokens
+        last.append(offset - 1)
+    assert batch.position_ids.tolist() == positions
+    assert batch.action_positions.tolist() == actions
+    assert batch.behaviour_logprobs.tolist() == logprobs
+    assert batch.versions.tolist() == [3] * len(actions)
+    assert batch.segment_ids.tolist() == segments
+    assert batch.turn_ids.tolist() == turn_of
+    assert batch.turn_segment_ids.tolist() == turn_segments
+    assert batch.turn_rewards.tolist() == turn_rewards
+    assert batch.turn_value_positions.tolist() == before_turn
+    assert batch.last_positions.tolist() == last
+    assert batch.bootstrap.tolist() == [trajectories[member].bootstrap for member in batch.members]
+
+
+def test_turns_side_by_side_keep_their_own_rewards() -> None:
+    (batch,) = pack([make_trajectory(6, [(1, 3), (3, 6)])], token_budget=6)
+    assert batch.turn_rewards.tolist() == [1.0, 2.0]
+    assert batch.turn_ids.tolist() == [0, 0, 1, 1, 1]
+    assert batch.turn_value_positions.tolist() == [0, 2]
+
+
+def test_dtypes() -> None:
+    (batch,) = pack(make_batch(), token_budget=1000)
+    assert batch.behaviour_logprobs.dtype == batch.turn_rewards.dtype == torch.float32
+    assert batch.bootstrap.dtype == torch.bool
+    for name in ("tokens", "position_ids", "action_positions", "versions", "turn_ids", "last_positions"):
+        assert getattr(batch, name).dtype == torch.int64, name
+
+
+def test_a_trajectory_beyond_the_budget_names_the_key() -> None:
+    with pytest.raises(ValueError, match=r"episode-3.*40 tokens.*learner\.token_budget is 39"):
+        pack(make_batch(), token_budget=39)
+
+
+def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
+    trajectory = make_trajectory(4, [(1, 4)])
+    with pytest.raises(ValueError, match="action_mask is True at place 0"):
+        type(trajectory)(
+            **{name: getattr(trajectory, name) for name in type(trajectory).__slots__}
+            | {"action_mask": np.ones(4, bool), "turns": np.array([[0, 4]], np.int32)}
+        )

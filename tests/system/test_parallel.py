@@ -1,0 +1,105 @@
+"""Ranks as processes: two share a batch and get the gradient of one; a rank that stays away ends the wait."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from impala_llm.learning.parallel import Ranks
+from tests.learning.builders import save_lm
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(number: int, policy: Path, output: Path) -> None:
+    output.mkdir()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)),
+        *(str(ROOT / "tests/system/gradient_rank.py"), str(policy), str(output)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.system
+def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
+    policy = save_lm(tmp_path / "policy")
+    for number in (1, 2):
+        run_ranks(number, policy, tmp_path / str(number))
+    alone = load_file(tmp_path / "1" / "gradient-0")
+    assert any(bool(g.any()) for g in alone.values())
+    for rank in (0, 1):
+        together = load_file(tmp_path / "2" / f"gradient-{rank}")
+        assert together.keys() == alone.keys()
+        for name, expected in alone.items():
+            torch.testing.assert_close(together[name], expected, atol=1e-6, rtol=1e-5, msg=name)
+        facts = json.loads((tmp_path / "2" / f"facts-{rank}.json").read_text())
+        assert facts["is_main"] == (rank == 0)
+        assert facts["counts"] == json.loads((tmp_path / "1" / "facts-0.json").read_text())["counts"]
+        assert facts["missing"] == {"first": [2.0], "second": [0.0]}
+        assert facts["gathered"] == [{"rank-0": [0.0, 1.0]}, {"rank-1": [1.0, 1.0]}]
+
+
+def test_a_process_alone_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = Ranks("cpu")
+    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+    assert ranks.sum([1.0, 2.5]) == [1.0, 2.5]
+    assert ranks.gather({"a": [1.0, 2.0]}) == [{"a": [1.0, 2.0]}]
+    ranks.barrier()
+    ranks.close()
+
+
+@pytest.mark.system
+def test_a_rank_that_never_joins_ends_with_an_error_after_the_time_out(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "from impala_llm.learning.parallel import Ranks\n"
+        "ranks = Ranks('cpu', timeout_s=5.0)\n"
+        "ranks.barrier()\n"
+        "if ranks.rank == 0:\n"
+        "    try:\n"
+        "        ranks.barrier()\n"
+        "    except RuntimeError:\n"
+        "        print('TIMED OUT', flush=True)\n"
+        "else:\n"
+        "    input()\n"  # alive, and absent, until the test says
+    )
+    base = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        output, _ = processes[0].communicate(timeout=120)
+        assert "TIMED OUT" in output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
