@@ -14,7 +14,6 @@ of the validation or test split, and never the catalogue on which `evaluation.un
 import argparse
 import json
 import random
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,21 +26,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from impala_llm.config import load
 from impala_llm.envs.webshop.shopper import ScriptedShopper
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
-from impala_llm.envs.webshop.synthetic import CONSONANTS, VOWELS
+from impala_llm.envs.webshop.synthetic import ASIN_WORDS
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.rollout import ChatFormat
 
-VOCABULARY_SIZE = 2000
-ACTION_WEIGHT = 4.0
-DRILL_TIME, DRILL_SHARE = 0.12, 0.1
-"""Copying drills are all of the rows in this first share of the time, and this share of the rows after it."""
-SYLLABLE_OF_ASIN = "(?<=b0|b0[a-z]{2}|b0[a-z]{4})[a-z]{2}"
-"""One token for each syllable of an asin, the same in every catalogue, so that asins never seen are copied as well."""
-ASIN = re.compile(r"\bb0[a-z]{6}\b", re.IGNORECASE)
-CATALOGUE_SEEDS = tuple(range(100, 108))
-"""Further catalogues to learn shopping rather than one catalogue; evaluation uses others."""
+VOCABULARY_SIZE = 2800
+WORD_OF_ASIN = "(?<=b0|b0[a-z]{4})[a-z]{4}(?![a-z]{1,3}\\b)"
+"""One token for each word of an asin, the same in every catalogue, so that asins never seen are copied as well."""
 
 
 def play(suite: WebShopSuite, task: int, shopper: ScriptedShopper) -> tuple[list[tuple[str, str]], float]:
@@ -58,43 +51,13 @@ def play(suite: WebShopSuite, task: int, shopper: ScriptedShopper) -> tuple[list
             return turns, float(info["score"])
 
 
-def random_asin(rng: random.Random) -> str:
-    return "b0" + "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3)).lower()
-
-
-def copying_drill(rng: random.Random) -> str:
-    """A few random asins, three times over: what comes next can be known only by looking back.
-
-    A model of two layers learns this circuit in under a million tokens of it. Of demonstrations alone, where one token
-    in twenty is part of a copied asin, it had not after four million.
-    """
-    return " ".join([random_asin(rng) for _ in range(6)] * 3)
-
-
-def with_fresh_asins(turns: list[tuple[str, str]], rng: random.Random) -> list[tuple[str, str]]:
-    """The same episode with other asins, so that the only way to know one is to read it from the page."""
-    fresh: dict[str, str] = {}
-
-    def replace(match: re.Match[str]) -> str:
-        old = match[0].lower()
-        if old not in fresh:
-            fresh[old] = random_asin(rng)
-        return fresh[old]
-
-    return [(ASIN.sub(replace, observation), ASIN.sub(replace, action)) for observation, action in turns]
-
-
-def demonstrations(
-    suites: list[WebShopSuite], noise: float, seed: int
-) -> Iterator[tuple[list[tuple[str, str]], float]]:
-    """Endless demonstrations over the training goals of all suites; the first suite's are half of them."""
+def demonstrations(suite: WebShopSuite, noise: float, seed: int) -> Iterator[tuple[list[tuple[str, str]], float]]:
+    """Endless demonstrations over the training goals."""
     rng = random.Random(seed)
     shopper = ScriptedShopper(noise=noise, seed=seed)
-    tasks = [list(suite.tasks("train")) for suite in suites]
+    tasks = suite.tasks("train")
     while True:
-        which = 0 if len(suites) == 1 or rng.random() < 0.5 else rng.randrange(1, len(suites))
-        turns, score = play(suites[which], rng.choice(tasks[which]), shopper)
-        yield with_fresh_asins(turns, rng), score
+        yield play(suite, rng.choice(tasks), shopper)
 
 
 def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenizerFast:
@@ -103,7 +66,7 @@ def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenize
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SYLLABLE_OF_ASIN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(WORD_OF_ASIN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
@@ -114,7 +77,10 @@ def train_tokenizer(episodes: list[list[tuple[str, str]]]) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator((text for episode in episodes for turn in episode for text in turn), trainer)
+    texts = [text for episode in episodes for turn in episode for text in turn]
+    # often enough that each word is merged to one token before rare text takes the places
+    texts += [" ".join(f"b0{word.lower()}" for word in ASIN_WORDS)] * 50
+    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END,
@@ -146,6 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8.0, help="training time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--action-weight", type=float, default=1.0, help="weight of answers in the loss; pages: 1")
     parser.add_argument("--noise", type=float, default=1.0, help="sloppiness of the shopper")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of an update")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -158,13 +125,8 @@ def main() -> None:
     random.seed(args.seed)
 
     config = load(["experiment=quickstart", "model=scratch"])
-    shop = config.env.webshop
-    suites = [suite_from_config(shop)]
-    for seed in CATALOGUE_SEEDS:
-        shop.catalogue_seed = seed
-        suites.append(suite_from_config(shop))
-    stream = demonstrations(suites, args.noise, args.seed)
-    rng = random.Random(args.seed)
+    suite = suite_from_config(config.env.webshop)
+    stream = demonstrations(suite, args.noise, args.seed)
     first = [next(stream) for _ in range(4000)]
     print(f"shopper: score {np.mean([score for _, score in first]):.3f}, "
           f"success {np.mean([score == 1.0 for _, score in first]):.3f}")  # fmt: skip
@@ -204,30 +166,28 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * scale
         rows, spans, scores, offset = [], [], [], 0
-        drills = 1.0 if elapsed < DRILL_TIME else DRILL_SHARE
         while offset < args.tokens:
-            if rng.random() < drills:
-                rows.append(tokenizer.encode(copying_drill(rng), add_special_tokens=False))
-                offset += len(rows[-1])
-                continue
             turns, score = next(stream)
             row, answers = to_tokens(chat, tokenizer, turns)
             rows.append(row)
             spans += [(offset + start, offset + end) for start, end in answers]
             scores += [score] * len(answers)
             offset += len(row)
-        loss, value_loss = update(model, rows, spans, scores)
+        loss, value_loss, answers = update(model, rows, spans, scores, args.action_weight)
         (loss + value_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step, seen = step + 1, seen + offset
         lengths += [len(row) for row in rows]
-        running = loss.item() if step == 1 else 0.98 * running + 0.02 * loss.item()
+        running = answers if step == 1 else 0.98 * running + 0.02 * answers
         if step % 200 == 0:
             rate = seen / (time.monotonic() - started)
-            print(f"step {step}  loss {running:.4f}  value {value_loss.item():.4f}  tokens/s {rate:.0f}  "
-                  f"tokens an episode {np.mean(lengths):.0f}  {elapsed:.0%}", flush=True)  # fmt: skip
+            print(
+                f"step {step}  loss of answers {running:.4f}  of all {loss.item():.3f}  value {value_loss.item():.4f}"
+                f"  tokens/s {rate:.0f}  tokens an episode {np.mean(lengths):.0f}  {elapsed:.0%}",
+                flush=True,
+            )
     model.save(args.out)
     (args.out / "training.json").write_text(
         json.dumps({"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": step, "tokens": seen,
@@ -237,12 +197,12 @@ def main() -> None:
 
 
 def update(
-    model: PolicyModel, rows: list[list[int]], spans: list[tuple[int, int]], scores: list[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of one batch: weighted next-token cross-entropy on all tokens, and the value's.
+    model: PolicyModel, rows: list[list[int]], spans: list[tuple[int, int]], scores: list[float], action_weight: float
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Losses of one batch: weighted cross-entropy of all next tokens, the value's, and that of answers as a number.
 
-    Observations teach the language of the shop. Answers are a fifth of the tokens and weigh `ACTION_WEIGHT` times as
-    much: most of what can be learned about copying an asin is in them.
+    Observations teach the language of the shop. Answers are a fifth of the tokens and weigh `action_weight` times as
+    much.
     """
     tokens = torch.tensor([t for row in rows for t in row])
     lengths = torch.tensor([len(row) for row in rows])
@@ -256,12 +216,11 @@ def update(
     predicts[ends] = False  # the last token of a row predicts nothing
     logits = model.logits(hidden[predicts])
     per_token = torch.nn.functional.cross_entropy(logits, tokens[1:][predicts[:-1]], reduction="none")
-    weights = torch.where(is_action[1:], ACTION_WEIGHT, 1.0)[predicts[:-1]]
+    weights = torch.where(is_action[1:], action_weight, 1.0)[predicts[:-1]]
     loss = (weights * per_token).sum() / weights.sum()
-    value = model.values(hidden[torch.tensor([start - 1 for start, _ in spans], dtype=torch.int64)])
-    if not spans:
-        return loss, torch.zeros(())
-    return loss, 0.5 * (value - torch.tensor(scores)).square().mean()
+    answers = per_token[is_action[1:][predicts[:-1]]].mean()
+    value = model.values(hidden[torch.tensor([start - 1 for start, _ in spans])])
+    return loss, 0.5 * (value - torch.tensor(scores)).square().mean(), answers.item()
 
 
 if __name__ == "__main__":

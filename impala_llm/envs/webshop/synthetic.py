@@ -28,11 +28,9 @@ Records = tuple[list[Item], dict[str, dict[str, Any]], dict[str, list[dict[str, 
 PRODUCTS_PER_QUERY = 8
 ATTRIBUTES_PER_SHELF = 10  # of the category's attributes, those that fit the product type
 ATTRIBUTES_PER_PRODUCT = 4
-FEW_PRODUCTS = (
-    200_000  # three syllables make 1,000,000 different asins; beyond this many, clashes would make the drawing slow
-)
-
-CONSONANTS, VOWELS = "BCDFGHJKLMNPQRSTVWXZ", "AEIOU"
+_SYLLABLES = [consonant + vowel for consonant in "BCDFGHJKLMNPQRSTVWXZ" for vowel in "AEIOU"]
+ASIN_WORDS = tuple(random.Random(0).sample([first + last for first in _SYLLABLES for last in _SYLLABLES], 1000))
+"""What asins are made of, in every catalogue: a tokenizer with a token for each word reads any asin as one or two."""
 
 # weights of 0, 1, 2, 3 option groups, and for each number of groups the weights of 2..6 values
 GROUP_COUNT_WEIGHTS = (6, 32, 50, 12)
@@ -204,16 +202,19 @@ def _human_instruction(asin: str, draft: _Draft, rng: random.Random) -> dict[str
 
 
 def _draw_asins(count: int, rng: random.Random) -> list[str]:
-    """`count` different asins of at most 10 characters, in the order drawn: `B0` and consonant-vowel syllables.
+    """`count` different asins of at most 10 characters, in the order drawn: `B0` and one word, or two for more products
+    than there are words.
 
-    Whole syllables, each seen many times, are what a byte-pair encoding learns first, so that an asin is a few tokens
-    to copy.
+    Few tokens are easy to copy. A small model learned to copy an asin of one token, and never one of three syllables.
     """
-    syllables = [consonant + vowel for consonant in CONSONANTS for vowel in VOWELS]
-    num_syllables = 3 if count <= FEW_PRODUCTS else 4
+    num_words = 1 if count <= len(ASIN_WORDS) else 2
+    if num_words == 1:
+        return ["B0" + word for word in rng.sample(ASIN_WORDS, count)]
+    if count > len(ASIN_WORDS) ** 2 // 2:
+        raise ValueError(f"num_products is {count}: there are asins for {len(ASIN_WORDS) ** 2 // 2} products")
     asins: dict[str, None] = {}
     while len(asins) < count:
-        asins["B0" + "".join(rng.choices(syllables, k=num_syllables))] = None
+        asins["B0" + "".join(rng.choices(ASIN_WORDS, k=num_words))] = None
     return list(asins)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from impala_llm.envs.webshop.reward import score_purchase
 from impala_llm.envs.webshop.shelves import ATTRIBUTES, OPTION_VALUES, SHELVES
-from impala_llm.envs.webshop.synthetic import make_records, synthetic_catalogue
+from impala_llm.envs.webshop.synthetic import ASIN_WORDS, make_records, synthetic_catalogue
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def catalogue():
 def test_same_seed_same_records_other_seed_other_products():
     assert make_records(60, seed=3) == make_records(60, seed=3)
     ours, theirs = make_records(200, seed=3)[0], make_records(200, seed=4)[0]
-    assert not {item["asin"] for item in ours} & {item["asin"] for item in theirs}
+    assert not {item["asin"] + item["name"] for item in ours} & {item["asin"] + item["name"] for item in theirs}
     assert {item["query"] for item in ours} == {item["query"] for item in theirs}
 
 
@@ -64,9 +64,13 @@ def test_records_have_the_keys_of_the_original_files():
             assert all(value in entry["instruction"] for value in entry["instruction_options"])
 
 
-def test_asins_are_syllables_of_at_most_ten_characters():
-    asins = [item["asin"] for item in make_records(2000)[0]]
-    assert all(re.fullmatch(r"B0([BCDFGHJKLMNPQRSTVWXZ][AEIOU]){3}", asin) for asin in asins)
+def test_asins_are_words_of_at_most_ten_characters():
+    for num_products, num_words in ((1000, 1), (2000, 2)):
+        asins = [item["asin"] for item in make_records(num_products)[0]]
+        assert len(set(asins)) == num_products and max(map(len, asins)) <= 10
+        for asin in asins:
+            words = [asin[start : start + 4] for start in range(2, len(asin), 4)]
+            assert asin.startswith("B0") and len(words) == num_words and set(words) <= set(ASIN_WORDS)
 
 
 def test_a_thousand_products_fill_all_shelves(catalogue):

@@ -1,0 +1,183 @@
+"""The feed between a receiver that is played here and the buffer: groups, order, evictions, the way of every ticket."""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from impala_llm.config import load
+from impala_llm.learning.feed import Batch, Feed, Stalled
+from impala_llm.trajectory import Trajectory
+from tests.replay.builders import make_trajectory
+
+GROUP, BATCH = 4, 8
+
+
+class PlayedReceiver:
+    """What the feed asks of a receiver; the test says what arrives and what is lost."""
+
+    def __init__(self) -> None:
+        self.arriving: list[Trajectory] = []
+        self.lost: dict[int, int] = defaultdict(int)
+        self.evicted_tickets: list[int] = []
+
+    def drain(self, timeout_s: float) -> list[Trajectory]:
+        arrived, self.arriving = self.arriving, []
+        return arrived
+
+    def lost_members(self, group_id: int) -> int:
+        return self.lost[group_id]
+
+    def evicted(self, ticket_ids: list[int]) -> None:
+        self.evicted_tickets += ticket_ids
+
+    def counters(self) -> dict[str, float]:
+        return {"actors": 2.0, "open": 3.0, "failed": 1.0}
+
+
+def make_feed(*overrides: str, seed: int = 0) -> tuple[Feed, PlayedReceiver]:
+    settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}", *overrides]
+    receiver = PlayedReceiver()
+    return Feed(load(settings), receiver, BATCH, seed), receiver  # type: ignore[arg-type]
+
+
+def members(group_id: int, version: int = 0, missing: int = 0) -> list[Trajectory]:
+    """The trajectories of a group, without the last `missing`."""
+    tickets = range(group_id * GROUP, (group_id + 1) * GROUP - missing)
+    return [make_trajectory(version=version, ticket_id=ticket, group_id=group_id) for ticket in tickets]
+
+
+def tickets(batch: Batch) -> list[int]:
+    return [t.ticket_id for t in batch.trajectories]
+
+
+def test_a_batch_is_whole_groups_in_the_order_of_their_tickets() -> None:
+    for seed in range(3):
+        feed, receiver = make_feed()
+        receiver.arriving = members(1) + members(0)
+        random.Random(seed).shuffle(receiver.arriving)
+        batch = feed.next_batch(version=0)
+        assert tickets(batch) == list(range(BATCH))
+        assert batch.weights == (1.0,) * BATCH and batch.mean_reuse == 1.0
+        assert len(set(batch.item_ids[:GROUP])) == len(set(batch.item_ids[GROUP:])) == 1
+        assert batch.num_tokens == sum(t.num_tokens for t in batch.trajectories)
+        assert sorted(t.ticket_id for t in feed.received) == list(range(BATCH))
+        assert receiver.evicted_tickets == []
+
+
+def test_a_group_waits_for_its_members_and_a_batch_for_its_groups() -> None:
+    feed, receiver = make_feed("learner.stall_timeout_s=1")
+    receiver.arriving = members(0) + members(1)[1:]
+    feed.collect(version=0, timeout_s=0.0)
+    assert len(feed.buffer) == 1
+    receiver.arriving = members(1)[:1]
+    assert tickets(feed.next_batch(version=0)) == list(range(BATCH))
+
+
+def test_groups_of_one_are_drawn_as_they_come() -> None:
+    feed, receiver = make_feed("algorithm=vtrace", "algorithm.group_size=1")
+    receiver.arriving = [make_trajectory(ticket_id=ticket, group_id=ticket) for ticket in reversed(range(BATCH + 3))]
+    assert tickets(feed.next_batch(version=0)) == list(range(3, BATCH + 3))
+    assert len(feed.buffer) == 3
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_group_without_its_lost_members_takes_the_place_of_a_whole_one(max_staleness: int) -> None:
+    """With max_staleness 0 no ticket beyond the batch is granted: one that waited for more would wait for ever."""
+    feed, receiver = make_feed(f"algorithm.max_staleness={max_staleness}", "learner.stall_timeout_s=1")
+    for version in range(3):
+        first = 2 * version
+        receiver.arriving = members(first, version) + members(first + 1, version, missing=1)
+        feed.collect(version, timeout_s=0.0)
+        assert len(feed.buffer) == 1
+        receiver.lost[first + 1] = 1  # from now on known to be lost
+        assert tickets(feed.next_batch(version)) == list(range(version * BATCH, (version + 1) * BATCH - 1))
+    assert receiver.evicted_tickets == []
+
+
+def test_who_has_nobody_left_to_be_compared_with_is_evicted_and_so_is_who_comes_late() -> None:
+    feed, receiver = make_feed()
+    lonely, *late = members(0)
+    receiver.arriving, receiver.lost[0] = [lonely], GROUP - 1
+    feed.collect(version=0, timeout_s=0.0)
+    assert receiver.evicted_tickets == [0] and len(feed.buffer) == 0
+    receiver.arriving = late[:1]  # an attempt that was given up arrives after all
+    feed.collect(version=0, timeout_s=0.0)
+    assert receiver.evicted_tickets == [0, 1]
+    assert [t.ticket_id for t in feed.evicted] == [0, 1] and [t.ticket_id for t in feed.received] == [0, 1]
+
+
+def test_what_became_too_old_is_evicted_and_reported() -> None:
+    feed, receiver = make_feed("algorithm.max_staleness=1")
+    receiver.arriving = members(0, version=0)
+    feed.collect(version=0, timeout_s=0.0)
+    receiver.arriving = members(1, version=1) + members(2, version=2)
+    assert tickets(feed.next_batch(version=2)) == list(range(GROUP, GROUP + BATCH))
+    assert receiver.evicted_tickets == list(range(GROUP))
+    receiver.arriving = members(3, version=0)  # born too old
+    feed.collect(version=2, timeout_s=0.0)
+    assert receiver.evicted_tickets == [*range(GROUP), *range(3 * GROUP, 4 * GROUP)]
+
+
+def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> None:
+    feed, receiver = make_feed("replay=prioritised", "replay.uniform_floor=0", "algorithm.max_staleness=4")
+    receiver.arriving = [t for group_id in range(4) for t in members(group_id)]
+    drawn: Counter[int] = Counter()
+    reuse = 0.0
+    for _ in range(4):  # 2 samples per insert: 4 batches of 2 out of 4 groups
+        batch = feed.next_batch(version=0)
+        drawn.update(tickets(batch))
+        reuse += batch.mean_reuse
+        of_item = defaultdict(set)
+        for t, weight, item_id in zip(batch.trajectories, batch.weights, batch.item_ids, strict=True):
+            of_item[item_id].add((t.group_id, weight))
+        assert sorted(len(pairs) for pairs in of_item.values()) == [1, 1]
+        # priorities that differ, so that a weight on the wrong member would show
+        feed.buffer.update_advantages(list(of_item), [0.1 + item_id for item_id in of_item])
+    assert set(drawn.values()) == {2} and len(drawn) == 4 * GROUP
+    assert reuse / 4 == pytest.approx(1.5)
+
+
+def test_the_same_seed_draws_the_same_batches() -> None:
+    def draws(seed: int) -> list[list[int]]:
+        feed, receiver = make_feed("replay=prioritised", "algorithm.max_staleness=4", seed=seed)
+        receiver.arriving = [t for group_id in range(16) for t in members(group_id)]
+        return [tickets(feed.next_batch(version=0)) for _ in range(8)]
+
+    assert draws(1) == draws(1) != draws(2)
+
+
+def test_no_batch_for_too_long_says_what_there_was() -> None:
+    feed, receiver = make_feed("learner.stall_timeout_s=1")
+    feed._stall_timeout_s = 0.0
+    receiver.arriving = members(0) + members(1, missing=1)
+    with pytest.raises(Stalled, match=r"stall_timeout_s.* 2 actors, 3 episodes under way, 1 groups buffered, 3"):
+        feed.next_batch(version=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
+    """Members arrive in any order, some are lost, some are late, versions go on: nothing vanishes, nothing doubles."""
+    rng = random.Random(seed)
+    feed, receiver = make_feed("algorithm.max_staleness=1")
+    trained: Counter[int] = Counter()
+    arrived: set[int] = set()
+    version = 0
+    for round_ in range(30):
+        for group_id in (2 * round_, 2 * round_ + 1):
+            there = [t for t in members(group_id, max(0, version - rng.randint(0, 2))) if rng.random() < 0.9]
+            receiver.lost[group_id] = GROUP - len(there)
+            receiver.arriving += there
+            arrived |= {t.ticket_id for t in there}
+        rng.shuffle(receiver.arriving)
+        feed.collect(version, timeout_s=0.0)
+        while (batch := feed._draw(version)) is not None:
+            assert tickets(batch) == sorted(tickets(batch))
+            assert all(version - t.oldest_version <= 1 for t in batch.trajectories)
+            trained.update(tickets(batch))
+            version += 1
+    evicted = Counter(receiver.evicted_tickets)
+    assert max((trained + evicted).values()) == 1
+    waiting = arrived - trained.keys() - evicted.keys()
+    assert len(waiting) == feed.buffer.stats().num_trajectories + len(feed._groups)
+    assert trained and evicted

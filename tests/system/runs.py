@@ -1,0 +1,108 @@
+"""A run as real processes, seen from outside: its metrics, its processes, what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "IMPALA_LLM_TEST_RUN"
+"""Environment variable that every descendant of a run's processes inherits."""
+START_S = 120.0
+"""Deadline for whatever includes the start of processes, which import PyTorch on a busy machine."""
+
+
+class Run:
+    """Processes that share one run name. Leaving the context kills whatever is left of them."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        self.name = f"test-{uuid.uuid4().hex[:12]}"
+        self.directory = directory
+        self.settings = [f"run.name={self.name}", f"run.dir={directory}", "run.terminal=false", *settings]
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command with the run's settings behind it; what it prints goes to `log`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": str(ROOT)}
+        with self.log.open("ab") as out:
+            process = subprocess.Popen(
+                [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+            )
+        self.started.append(process)
+        return process
+
+    def train(self) -> subprocess.Popen[bytes]:
+        return self.start(sys.executable, "-m", "impala_llm.cli", "train")
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "printed.log"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics of each update so far."""
+        path = self.directory / "tensorboard" / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Living processes of the run, those with all these words on their command line."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get(MARK) == self.name and process.status() != psutil.STATUS_ZOMBIE
+                if ours and set(words) <= set(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
+        """Until the condition holds; fails at the deadline, or when everything that was started has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            alive = any(process.poll() is None for process in self.started)
+            assert alive and time.monotonic() < deadline, f"{what} did not happen; printed:\n{self.printed()}"
+            time.sleep(0.05)
+
+    def wait_for_updates(self, count: int) -> None:
+        """Until there are this many more updates than now."""
+        target = len(self.rows()) + count
+        self.wait_for(lambda: len(self.rows()) >= target, f"update {target}")
+
+    def printed(self) -> str:
+        logs = [self.log, *sorted((self.directory / "logs").glob("*.log"))]
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in logs if path.exists())
+
+    def assert_gone(self) -> None:
+        """No process of the run lives and nothing of it is in shared memory."""
+        assert self.processes() == [], self.printed()
+        assert [path.name for path in Path("/dev/shm").glob(f"*{self.name}*")] == [], self.printed()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+        left = self.processes()
+        for relative in left:
+            relative.kill()
+        psutil.wait_procs(left)
+
+
+def column(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """A metric of the updates that have it."""
+    return [row[name] for row in rows if row.get(name) is not None]

@@ -1,0 +1,146 @@
+"""The whole way as real processes: it learns, ends when told to, survives its actors, and repeats itself to the bit."""
+
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impala_llm.envs.toy import CorridorSuite, ParrotSuite
+from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.wire import Grant, Refused
+from tests.pipeline.support import make_trajectory, turns_until
+from tests.system.runs import ROOT, Run, column
+
+ENDLESS = "learner.total_updates=100000"
+STOP_S = 10.0
+"""What the design allows from a signal to the end of everything."""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("experiment", "out_of_reach"),
+    [("toy", ParrotSuite().chance_score), ("corridor", CorridorSuite().memoryless_score)],
+)
+def test_a_learner_and_two_actors_learn_and_leave_nothing(experiment: str, out_of_reach: float, tmp_path: Path) -> None:
+    """The threshold: better than any policy without memory for what it was just shown."""
+    settings = (f"experiment={experiment}", "actor.num_actors=2", "run.seed=1")
+    with Run(tmp_path, *settings, "evaluation.before_and_after=true", "evaluation.num_tasks=200") as run:
+        assert run.train().wait(280) == 0, run.printed()
+        run.assert_gone()
+        before, after = json.loads((tmp_path / "evaluation.json").read_text())
+        assert before["score"] < 0.5 * out_of_reach
+        assert after["score"] >= 0.9 > out_of_reach
+        scores = column(run.rows(), "rollout/score")  # sampled and not greedy: lower
+        assert np.mean(scores[:5]) < 0.1 < 0.7 < np.mean(scores[-10:])
+
+
+@pytest.mark.system
+def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(5)  # neither rank can make one without its half of the batch
+        assert len(run.processes(str(ROOT / "impala_llm/actor.py"))) == 2
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on_sigterm(tmp_path: Path) -> None:
+    """With one actor no update beyond what is buffered can come but from the one that was started again."""
+    with Run(tmp_path, "experiment=toy", "actor.num_actors=1", ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        [actor] = run.processes(str(ROOT / "impala_llm/actor.py"))
+        actor.kill()
+        run.wait_for(
+            lambda: [p.pid for p in run.processes(str(ROOT / "impala_llm/actor.py"))] not in ([], [actor.pid]),
+            "a new start of the actor",
+        )
+        run.wait_for_updates(8)
+        assert "actor 0 died (killed by SIGKILL)" in run.log.read_text()
+
+        refuse_one_trajectory(run.name)
+        run.wait_for_updates(8)
+        assert sum(column(run.rows(), "pipeline/refused")) == 1
+
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()
+
+
+def refuse_one_trajectory(run_name: str) -> None:
+    """Play an actor whose only trajectory holds a token outside of the vocabulary."""
+    run_dir = RunDirectory.attach(run_name)
+    intruder = ActorChannel(run_dir.endpoint(0), "intruder", run_dir, arena_bytes=1 << 16, heartbeat_s=0.1)
+    try:
+        intruder.hello()
+        intruder.request(1)
+        events = turns_until(lambda: intruder.held, intruder)
+        [ticket] = [ticket for event in events if isinstance(event, Grant) for ticket in event.tickets]
+        intruder.request(0)
+        good = make_trajectory(ticket, version=ticket.min_version, actor_id="intruder")
+        intruder.send(dataclasses.replace(good, tokens=np.full_like(good.tokens, 10**6)))
+        events = turns_until(lambda: intruder.num_unacknowledged == 0, intruder)
+        [refused] = [event for event in events if isinstance(event, Refused)]
+        assert "vocabulary" in refused.reason
+    finally:
+        intruder.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("experiment", ["toy", "corridor"])
+def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(experiment: str, tmp_path: Path) -> None:
+    """One of the experiments is group-relative, the other V-trace. Without torchrun: one rank needs none."""
+    losses, policies = [], []
+    for number in range(2):
+        settings = (f"experiment={experiment}", "algorithm.max_staleness=0", "learner.total_updates=15", "run.seed=3")
+        with Run(tmp_path / str(number), *settings) as run:
+            learner = run.start(sys.executable, "impala_llm/learner.py")
+            actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
+            assert (learner.wait(120), actor.wait(30)) == (0, 0), run.printed()
+            run.assert_gone()
+            rows = run.rows()
+            assert set(column(rows, "staleness/oldest")) == {0.0}
+            names = ("loss/policy", "loss/value", "loss/total", "optimizer/gradient_norm", "ratio/mean")
+            losses.append({name: column(rows, name) for name in names})
+            policies.append((run.directory / "policy" / "model.safetensors").read_bytes())
+    assert len(losses[0]["loss/total"]) == 15 and len(set(losses[0]["loss/total"])) > 10
+    assert losses[0] == losses[1]
+    assert policies[0] == policies[1]
+
+
+@pytest.mark.system
+def test_a_learner_of_torchrun_and_actors_of_the_tool_find_each_other(tmp_path: Path) -> None:
+    settings = ("experiment=toy", "actor.num_actors=2", "learner.total_updates=5")
+    with Run(tmp_path, *settings) as run:
+        actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+        learner = run.start(*torchrun, "impala_llm/learner.py")
+        assert learner.wait(120) == 0, run.printed()
+        assert actors.wait(30) == 0, run.printed()
+        assert len(run.rows()) == 5
+        assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["actor-0.log", "actor-1.log"]
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path) -> None:
+    with Run(tmp_path / "signal", "experiment=toy") as run:
+        actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
+        run.wait_for(lambda: len(run.processes(str(ROOT / "impala_llm/actor.py"))) == 2, "the start of two actors")
+        actors.send_signal(signal.SIGTERM)
+        assert actors.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()
+    with Run(tmp_path / "alone", "experiment=toy", "pipeline.learner_timeout_s=0.1") as run:
+        assert run.start("tools/launch_actors.sh", "--num-actors", "1").wait(120) == 1
+        assert "start its learner first" in run.log.read_text()
+        run.assert_gone()
+    with Run(tmp_path / "usage", "experiment=toy") as run:
+        assert run.start("tools/launch_actors.sh").wait(30) == 2
+        assert "usage" in run.log.read_text()

@@ -1,0 +1,134 @@
+"""Intervals from their definitions, and evaluation with an engine whose score is known without playing."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from impala_llm import evaluate as evaluation
+from impala_llm.config import Config, load
+from impala_llm.engines.base import Generation, SamplingParams
+from impala_llm.envs import make_suite
+from impala_llm.evaluate import Result, evaluate, mean_interval, results_json, show, wilson_interval
+from impala_llm.learning.policy_files import resolve_policy
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(1, 7), (10, 20), (499, 500), (3, 3)])
+def test_wilson_bounds_are_the_proportions_that_the_sample_just_does_not_reject(successes: int, trials: int) -> None:
+    share = successes / trials
+    for bound in wilson_interval(successes, trials):
+        assert abs(share - bound) == pytest.approx(
+            1.959963984540054 * math.sqrt(bound * (1 - bound) / trials), abs=1e-9
+        )
+
+
+def test_wilson_by_hand() -> None:
+    # z² = 3.84146; centre 0.5; z·sqrt(0.25 / 20 + z² / 1600) / (1 + z² / 20) = 1.95996 · 0.122069 / 1.192073
+    assert wilson_interval(10, 20) == pytest.approx((0.5 - 0.200701, 0.5 + 0.200701), abs=1e-5)
+    # z² / (n + z²)
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-5)
+
+
+def test_mean_interval_by_hand() -> None:
+    # sample standard deviation sqrt(1 / 3), standard error half of it
+    assert mean_interval([0.0, 1.0, 1.0, 0.0]) == pytest.approx((0.5 - 0.565792, 0.5 + 0.565792), abs=1e-5)
+    assert mean_interval([0.25]) == (0.25, 0.25)
+    assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+class ScriptedEngine:
+    """Says one letter and stops: a fixed one, or None: the one that the newest observation shows."""
+
+    version = 0
+    vocab_size = 1000
+
+    def __init__(self, letter: int | None) -> None:
+        self.letter = letter
+        self.released: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.closed = False
+
+    async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
+        self.params.append(params)
+        answer = prompt[-2] if self.letter is None else self.letter  # the last token of a prompt is <|act|>
+        tokens = np.array([answer, params.stop_token_ids[0]], np.int32)
+        return Generation(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
+
+    def release(self, session_id: str) -> None:
+        self.released.append(session_id)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(["experiment=toy", "evaluation.num_tasks=40", f"run.dir={tmp_path}"])
+
+
+def letter_id(config: Config, letter: str) -> int:
+    from transformers import AutoTokenizer
+
+    [token] = AutoTokenizer.from_pretrained(resolve_policy(config)).encode(letter)
+    return token
+
+
+def play(config: Config, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, num_examples: int = 0):
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: engine)
+    return evaluate(config, resolve_policy(config), make_suite(config.env), "scripted", "parrot", num_examples)
+
+
+def test_who_repeats_the_letter_is_a_perfect_parrot(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(None)
+    result, examples = play(config, engine, monkeypatch, num_examples=2)
+    assert (result.label, result.tasks, result.num_tasks) == ("scripted", "parrot", 40)
+    assert (result.score, result.score_interval) == (1.0, (1.0, 1.0))
+    assert (result.success, result.success_interval) == (1.0, pytest.approx(wilson_interval(40, 40)))
+    assert (result.turns, result.tokens) == (1.0, len("say b") + 3)  # <|act|>, the letter, <|end|>
+    first = list(make_suite(config.env).tasks("test"))[:2]
+    assert [example.task_id for example in examples] == first
+    for example in examples:
+        [turn] = example.turns
+        assert turn.observation == f"say {turn.action}" and turn.reward == 1.0
+    assert all(params.greedy for params in engine.params)
+    assert len(set(engine.released)) == 40 and engine.closed
+
+
+def test_who_says_one_letter_is_right_for_one_word_in_four(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, examples = play(config, ScriptedEngine(letter_id(config, "a")), monkeypatch)
+    assert (result.score, result.success) == (0.25, 0.25)  # 40 tasks ask for each of 4 words 10 times
+    assert result.success_interval == pytest.approx(wilson_interval(10, 40))
+    assert examples == []
+
+
+def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engines = iter([ScriptedEngine(letter_id(config, "a")), ScriptedEngine(None)])
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: next(engines))
+    played = []
+    monkeypatch.setattr(evaluation, "evaluate_policies", lambda c, policies: played.append(policies) or _two(c))
+
+    def _two(config: Config) -> tuple[list[Result], list]:
+        suite = make_suite(config.env)
+        return [evaluate(config, resolve_policy(config), suite, name, "toy")[0] for name in ("before", "after")], []
+
+    results = evaluation.compare(config)
+    assert [(r.label, r.score) for r in results] == [("before", 0.25), ("after", 1.0)]
+    assert played == [{"before": resolve_policy(config), "after": tmp_path / "policy"}]
+    kept = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [(r["label"], r["score"], r["num_tasks"]) for r in kept] == [("before", 0.25, 40), ("after", 1.0, 40)]
+
+
+def test_a_table_names_policies_numbers_and_intervals() -> None:
+    result = Result("after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4)
+    console = Console(file=io.StringIO(), width=200)
+    show([result], [], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("after", "toy, split test", "40", "0.500  [0.400, 0.600]", "0.250  [0.140, 0.400]", "3.0", "17"):
+        assert word in printed
+    [read] = json.loads(results_json([result]))
+    assert read["success_interval"] == [0.14, 0.4]

@@ -1,0 +1,156 @@
+"""What would be started, with which share of the cores; what a dead actor is told. No process is started here."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from impala_llm import launch
+from impala_llm.config import load, threads_per_process
+from impala_llm.launch import FAMILY, MAX_RESTARTS, Child
+
+OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
+
+
+class PlayedChild(Child):
+    """A child whose process is a number: its exit code, None while it runs."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__("actor 7", [], None, {FAMILY: "x"})
+        self.code = code
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+        self.started_at = launch.time.monotonic()
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class PlayedClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PlayedClock:
+    played = PlayedClock()
+    monkeypatch.setattr(launch, "time", played)
+    return played
+
+
+def test_a_run_is_a_learner_through_torchrun_and_its_actors() -> None:
+    config = load(OVERRIDES)
+    learner, *actors = launch.plan(config, OVERRIDES)
+    assert learner.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    at = learner.command.index("--nproc-per-node")
+    assert learner.command[at + 1] == "2"
+    assert learner.command[at + 2 :] == [str(launch.PACKAGE / "learner.py"), *OVERRIDES]
+    assert [child.name for child in actors] == ["actor 0", "actor 1", "actor 2"]
+    for index, actor in enumerate(actors):
+        assert actor.command == [
+            sys.executable,
+            str(launch.PACKAGE / "actor.py"),
+            "--index",
+            str(index),
+            *OVERRIDES,
+        ]
+        assert actor.log == Path(config.run.dir) / "logs" / f"actor-{index}.log"
+
+
+def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    config = load(OVERRIDES)
+    assert threads_per_process(config) == 3  # 16 cores, 2 ranks and 3 actors
+    children = launch.plan(config, OVERRIDES)
+    assert {child.environment["OMP_NUM_THREADS"] for child in children} == {"3"}
+    assert {child.environment["MKL_NUM_THREADS"] for child in children} == {"3"}
+    assert launch.plan_actors(config, OVERRIDES)[0].environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_each_run_is_a_family_of_its_own() -> None:
+    config = load(OVERRIDES)
+    families = [{child.environment[FAMILY] for child in launch.plan(config, OVERRIDES)} for _ in range(2)]
+    assert [len(family) for family in families] == [1, 1]
+    assert families[0] != families[1]
+    assert FAMILY not in os.environ
+
+
+def test_processes_find_the_package_wherever_they_start() -> None:
+    for child in launch.plan(load(OVERRIDES), OVERRIDES):
+        assert child.environment["PYTHONPATH"].split(os.pathsep)[0] == str(launch.PACKAGE.parent)
+
+
+def test_a_dry_run_names_all_processes_and_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    text = launch.dry_run(load(OVERRIDES), OVERRIDES)
+    for word in ("# learner: ", "# actor 0: ", "# actor 2: ", "num_actors: 3", "# threads a process: "):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(1, "exit code 1"), (-signal.SIGKILL, "killed by SIGKILL"), (-6, "killed by SIGABRT")]
+)
+def test_exit_reasons_are_for_people(code: int, expected: str) -> None:
+    assert launch.exit_reason(code) == expected
+
+
+def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
+    child = Child("actor 0", [], tmp_path / "actor-0.log", {})
+    assert child.last_words() == ""
+    (tmp_path / "actor-0.log").write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(20)))
+    assert child.last_words(lines=3).split() == ["line", "17", "line", "18", "line", "19"]
+
+
+def test_a_dead_actor_starts_again_after_a_moment(clock: PlayedClock, capfd: pytest.CaptureFixture[str]) -> None:
+    actor = PlayedChild(-9)
+    assert launch._keep_alive(actor, final=(0,))
+    said = capfd.readouterr().err
+    assert "actor 7" in said and "SIGKILL" in said
+    assert actor.starts == 0
+    clock.now += 0.9
+    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 0
+    clock.now += 0.2
+    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 1
+    actor.code = None
+    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 1
+
+
+def test_one_that_keeps_dying_waits_longer_and_is_given_up(clock: PlayedClock) -> None:
+    actor = PlayedChild(1)
+    waits = []
+    while launch._keep_alive(actor, final=(0,)):
+        died = clock.now
+        clock.now = actor.restart_at
+        launch._keep_alive(actor, final=(0,))
+        waits.append(clock.now - died)
+    assert waits == [min(30.0, 2.0**n) for n in range(MAX_RESTARTS)]
+    assert actor.starts == MAX_RESTARTS
+
+
+def test_one_that_had_worked_starts_quickly_again(clock: PlayedClock) -> None:
+    actor = PlayedChild(1)
+    actor.restarts = MAX_RESTARTS
+    actor.started_at = clock.now - 61
+    assert launch._keep_alive(actor, final=(0,))
+    assert actor.restart_at == clock.now + 1.0
+
+
+def test_who_was_told_to_end_stays_ended(clock: PlayedClock) -> None:
+    for code in (0, 3):
+        actor = PlayedChild(code)
+        assert not launch._keep_alive(actor, final=(0, 3))
+        assert actor.restart_at == 0.0
+
+
+def test_actors_alone_refuse_bad_settings(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert launch.main(["experiment=toy", "actor.num_actors=0"]) == 2
+    assert "actor.num_actors=0" in capfd.readouterr().err
