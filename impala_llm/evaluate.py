@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import Config
 from impala_llm.engines import make_engine
@@ -131,13 +132,16 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
 
     The examples are the last policy's on the configured split.
     """
-    suites = [make_suite(config.env)]
+    disable_progress_bar()
+    suites = [(make_suite(config.env), "")]
     if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
         shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
-        suites.append(make_suite(dataclasses.replace(config.env, webshop=shop)))
+        suites.append(
+            (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")
+        )
     results, examples = [], []
-    for number, suite in enumerate(suites):
-        label = f"{suite.name}, split {config.evaluation.split}"
+    for number, (suite, which) in enumerate(suites):
+        label = f"{suite.name}{which}, split {config.evaluation.split}"
         for name, path in policies.items():
             wanted = config.evaluation.num_examples if number == 0 else 0
             result, read = evaluate(config, path, suite, name, label, wanted)

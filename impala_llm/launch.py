@@ -104,6 +104,10 @@ def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        # glibc gives large blocks back at once, and fresh pages cost more than the work on them: keep them.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+        "MALLOC_TOP_PAD_": str(64 << 20),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.algorithms.advantages import group_relative
 from impala_llm.config import Config, ConfigError, load, threads_per_process
@@ -271,6 +272,7 @@ def main(argv: Sequence[str]) -> int:
     # As an exception it undoes everything on its way out: sockets, shared memory, files.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     prepare_cpu(threads_per_process(config))
+    disable_progress_bar()
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     if config.learner.num_ranks != ranks.world_size:
         print(
