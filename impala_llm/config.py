@@ -107,8 +107,6 @@ class ModelConfig:
     path: str = "tiny_shopper"
     """A Hugging Face directory, the name of a policy in impala_llm/assets, or `scratch`."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
-    dtype: str = "float32"
-    """Compute type of the learner's forward pass: float32 | bfloat16 (autocast; the weights stay float32)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     value_hidden_size: int = 0
@@ -253,7 +251,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "env.webshop.observation_mode": ("text", "text_rich", "compact"),
     "engine.name": ("torch",),
     "engine.dtype": ("float32", "bfloat16"),
-    "model.dtype": ("float32", "bfloat16"),
     "model.device": ("auto", "cpu", "cuda"),
     "algorithm.advantage": ("vtrace", "group_relative"),
     "algorithm.turn_ratio": ("geometric", "product"),

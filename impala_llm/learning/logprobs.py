@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2048
-"""Positions whose logits exist at once."""
+CHUNK_LOGITS = 1 << 23
+"""Logits that exist at once, 32 MB in float32, whatever the vocabulary."""
 
 
 def token_log_probs(
@@ -27,11 +27,12 @@ def token_log_probs(
         float32[N] log-probabilities and float32[N] entropies, both in nats and differentiable.
     """
     log_probs, entropies = [], []
-    for start in range(0, max(1, len(targets)), CHUNK):
-        part = slice(start, start + CHUNK)
+    chunk = max(1, CHUNK_LOGITS // len(head_weight))
+    for start in range(0, max(1, len(targets)), chunk):
+        part = slice(start, start + chunk)
         arguments = (hidden[part], head_weight, head_bias, targets[part], temperature)
         # a single chunk is held anyway: computing it again would only cost time
-        if torch.is_grad_enabled() and len(targets) > CHUNK:
+        if torch.is_grad_enabled() and len(targets) > chunk:
             log_prob, entropy = checkpoint(_chunk, *arguments, use_reentrant=False)
         else:
             log_prob, entropy = _chunk(*arguments)

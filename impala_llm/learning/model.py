@@ -121,6 +121,8 @@ class PolicyModel(nn.Module):
         lm = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
         )
+        if "sliding_attention" in (getattr(lm.config, "layer_types", None) or ()):
+            raise ValueError(f"the policy in {directory} has sliding-window layers, which packed rows do not support")
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
         if saved.is_file():
