@@ -49,6 +49,7 @@ class WebShopConfig:
     nouns: str | None = None
     """A file asin -> nouns of its title; None: spaCy where it is installed, else the built-in heuristic."""
     num_products: int = 1000
+    """Size of the synthetic catalogue; of files, the first so many records."""
     catalogue_seed: int = 0
     goals: str = "synthetic"
     """synthetic | human."""

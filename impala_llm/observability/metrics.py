@@ -43,8 +43,8 @@ class MetricError(ValueError):
     """A metric that is not declared, or a value that cannot be combined."""
 
 
-STAGES = ("idle", "receive", "sample", "pack", "forward", "backward", "optimize", "publish", "checkpoint", "log")
-"""Stages of the learner's step, in order. `idle` is waiting for a batch; gradient reduction belongs to `backward`."""
+STAGES = ("idle", "pack", "forward", "backward", "optimize", "publish", "log")
+"""Stages of the learner's step, in order. `idle` is waiting for a batch, with what is done to take it in; gradient reduction belongs to `backward`."""
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
 
@@ -57,8 +57,6 @@ _DECLARED = (
     ("rollout/action_tokens", _MEAN, "sampled tokens of an episode, per finished episode"),
     ("rollout/turns", _MEAN, "actions of an episode, per finished episode"),
     ("rollout/episodes", _SUM, "finished episodes that the learner received since the last step"),
-    ("evaluate/score", _MEAN, "greedy score in [0, 1] on a held-out split, per episode"),
-    ("evaluate/success_rate", _MEAN, "greedy share of successful episodes on a held-out split"),
     # The update.
     ("loss/policy", _MEAN, "policy-gradient part, per action token"),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
@@ -110,7 +108,6 @@ _DECLARED = (
         _SUM,
         "tokens of the trained trajectories, padding excluded, per second; all ranks",
     ),
-    ("learner/packing_efficiency", _MEAN, "share of the computed token places that hold a token"),
     ("learner/version", _LAST, "optimizer steps made so far"),
     ("learner/resident_memory_gb", _MAX, "resident memory of the largest learner rank, 10^9 bytes"),
     # Between the two sides.

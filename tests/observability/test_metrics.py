@@ -133,10 +133,10 @@ def test_the_next_step_begins_where_the_last_one_ended() -> None:
 def test_a_stage_that_raises_is_still_charged() -> None:
     clock = FakeClock()
     timer = StageTimer(clock)
-    with pytest.raises(RuntimeError), timer.stage("receive"):
+    with pytest.raises(RuntimeError), timer.stage("pack"):
         clock.now += 1.0
         raise RuntimeError
-    assert timer.end_step()["time/receive_share"] == 1.0
+    assert timer.end_step()["time/pack_share"] == 1.0
 
 
 def test_unknown_and_overlapping_stages_are_refused() -> None:
