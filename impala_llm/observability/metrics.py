@@ -44,7 +44,8 @@ class MetricError(ValueError):
 
 
 STAGES = ("idle", "pack", "forward", "backward", "optimize", "publish", "log")
-"""Stages of the learner's step, in order. `idle` is waiting for a batch, with what is done to take it in; gradient reduction belongs to `backward`."""
+"""Stages of the learner's step, in order. `idle` is waiting for a batch, with what is done to take it in; gradient
+reduction belongs to `backward`."""
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
 
