@@ -117,10 +117,10 @@ def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(experiment: str,
 
 @pytest.mark.system
 def test_a_learner_of_torchrun_and_actors_of_the_tool_find_each_other(tmp_path: Path) -> None:
-    settings = ("experiment=toy", "actor.num_actors=2", "learner.total_updates=5")
+    settings = ("experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", "learner.total_updates=5")
     with Run(tmp_path, *settings) as run:
         actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         learner = run.start(*torchrun, "impala_llm/learner.py")
         assert learner.wait(120) == 0, run.printed()
         assert actors.wait(30) == 0, run.printed()
