@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import psutil
 from transformers import AutoTokenizer
@@ -28,7 +29,7 @@ from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
-from impala_llm.pipeline.wire import Grant, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.wire import Grant, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 
@@ -54,7 +55,7 @@ class Actor:
             learner_timeout_s=config.pipeline.learner_timeout_s,
         )
         self.waiting: deque[Ticket] = deque()
-        self.running: set[asyncio.Task[None]] = set()
+        self.running: dict[int, asyncio.Task[None]] = {}
         self.loading: asyncio.Task[None] | None = None
         self.episodes = 0
         self.load_seconds = 0.0
@@ -77,7 +78,7 @@ class Actor:
                 if reporter.due(self.config.pipeline.heartbeat_s):
                     self.channel.report(reporter.figures(self.engine.stats(), self))
         finally:
-            tasks = [*self.running, *([self.loading] if self.loading else [])]
+            tasks = [*self.running.values(), *([self.loading] if self.loading else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -90,6 +91,11 @@ class Actor:
         elif isinstance(event, WeightsAnnounced):
             self.announced = event.version
             self.start_loading()
+        elif isinstance(event, Revoked):
+            self.waiting = deque(ticket for ticket in self.waiting if ticket.ticket_id not in event.ticket_ids)
+            for ticket_id in event.ticket_ids:
+                if task := self.running.get(ticket_id):
+                    task.cancel()
         elif isinstance(event, Shutdown):
             self.stopping = True
 
@@ -98,9 +104,14 @@ class Actor:
         while self.waiting and len(self.running) < self.config.actor.max_episodes:
             if self.waiting[0].min_version > self.engine.version:
                 return
-            task = asyncio.create_task(self.play(self.waiting.popleft()))
-            self.running.add(task)
-            task.add_done_callback(self.running.discard)
+            ticket = self.waiting.popleft()
+            self.running[ticket.ticket_id] = task = asyncio.create_task(self.play(ticket))
+            task.add_done_callback(partial(self.ended, ticket.ticket_id))
+
+    def ended(self, ticket_id: int, task: asyncio.Task[None]) -> None:
+        """Unless another attempt at the ticket has begun."""
+        if self.running.get(ticket_id) is task:
+            del self.running[ticket_id]
 
     async def play(self, ticket: Ticket) -> None:
         """One episode: its trajectory is sent or its ticket given back, whatever happens."""

@@ -1,8 +1,9 @@
-"""`impala-llm`: train (one host: learner and actors, supervised), evaluate, bench.
+"""`impala-llm`: train (one host: learner and actors, supervised), evaluate, bench, keys (for actors on other hosts).
 
 impala-llm train [--dry-run] key=value ...
 impala-llm evaluate [--json] key=value ...
 impala-llm bench NAME [--json] [--option value ...]
+impala-llm keys --dir DIR [--actors NAME,NAME,...]
 """
 
 import sys
@@ -32,13 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console script. Returns the exit code; 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
     command, rest = (words[0], words[1:]) if words else ("", [])
-    if command not in ("train", "evaluate", "bench"):
+    if command not in ("train", "evaluate", "bench", "keys"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
         return 0 if command in ("-h", "--help") else 2
     if command == "bench":
         from impala_llm.bench.frame import main as bench
 
         return bench(rest)
+    if command == "keys":
+        from impala_llm.pipeline.keys import main as keys
+
+        return keys(rest)
     if "-h" in rest or "--help" in rest:
         print(USAGE)
         return 0

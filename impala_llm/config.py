@@ -19,6 +19,17 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from impala_llm.hosts import (
+    AUTHORISED,
+    LEARNER_PUBLIC,
+    LEARNER_SECRET,
+    SECRET_SUFFIX,
+    actor_secrets,
+    check_bind,
+    check_connect,
+    rank_endpoint,
+)
+
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"
 
@@ -34,6 +45,9 @@ class RunConfig:
     dir: str = "outputs/${run.name}"
     """Folder of logs, metrics and checkpoints; made if it is missing."""
     seed: int = 0
+    resume: bool = False
+    """A learner started by hand goes on from what a killed one left in shared memory: weights, tickets, trajectories.
+    Under `impala-llm train` a killed learner is started again by itself, and always does."""
     terminal: bool = True
     """Live view in the terminal."""
 
@@ -215,8 +229,17 @@ class PipelineConfig:
     heartbeat_s: float = 1.0
     actor_timeout_s: float = 20.0
     """Silence after which an actor counts as dead and its tickets are granted again."""
+    ticket_timeout_s: float = 600.0
+    """An episode that has brought nothing for so long is taken from its actor and played again."""
     learner_timeout_s: float = 120.0
     """Silence of the learner after which an actor ends itself."""
+    bind: str | None = None
+    """TCP endpoint for actors on other hosts, such as tcp://0.0.0.0:7400; rank r listens at port + r, the weight server
+    at port + learner.num_ranks. None: this host only."""
+    connect: str | None = None
+    """On a host without learner: rank 0's TCP endpoint, such as tcp://learner-host:7400. None: the learner is here."""
+    keys: str | None = None
+    """Folder of keys that `impala-llm keys` made; needed for everything beyond this host."""
 
 
 @dataclass
@@ -319,6 +342,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "pipeline.weight_slots": (2, 64),
     "pipeline.heartbeat_s": (1e-2, math.inf),
     "pipeline.actor_timeout_s": (1e-1, math.inf),
+    "pipeline.ticket_timeout_s": (1e-1, math.inf),
     "pipeline.learner_timeout_s": (1e-1, math.inf),
     "evaluation.num_tasks": (1, math.inf),
     "evaluation.num_examples": (0, math.inf),
@@ -404,6 +428,7 @@ def problems(config: Config) -> list[str]:
             f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
             f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
         )
+    found += _host_problems(config)
     shop = config.env.webshop
     if (shop.items is None) != (shop.attributes is None):
         found.append(
@@ -423,6 +448,42 @@ def problems(config: Config) -> list[str]:
         )
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    return found
+
+
+def _host_problems(config: Config) -> list[str]:
+    """What keeps the learner and actors on different hosts from talking to each other."""
+    pipeline, found = config.pipeline, []
+    for key, endpoint, check in (("bind", pipeline.bind, check_bind), ("connect", pipeline.connect, check_connect)):
+        if endpoint is not None:
+            try:
+                # The ports of all ranks, and the one of the weight server above them.
+                rank_endpoint(endpoint, config.learner.num_ranks)
+                check(endpoint, has_keys=pipeline.keys is not None)
+            except ValueError as error:
+                found.append(f"pipeline.{key}={endpoint}: {error}")
+    if pipeline.keys is None:
+        return found
+    folder = Path(pipeline.keys).expanduser()
+    if not folder.is_dir():
+        return [*found, f"pipeline.keys={pipeline.keys} is not a folder: make it with `impala-llm keys --dir DIR`"]
+    needed = set()
+    if pipeline.bind is not None:
+        needed |= {LEARNER_SECRET, LEARNER_PUBLIC, AUTHORISED}
+    if pipeline.connect is not None:
+        secrets = [path.name for path in actor_secrets(folder)]
+        needed |= {LEARNER_PUBLIC, secrets[0] if secrets else f"actor{SECRET_SUFFIX}"}
+        if len(secrets) > 1:
+            found.append(
+                f"pipeline.keys={pipeline.keys} has the secret keys of several actors, {', '.join(secrets)}: copy the "
+                f"one of this host and {LEARNER_PUBLIC} into a folder of their own"
+            )
+    missing = sorted(name for name in needed if not (folder / name).exists())
+    if missing:
+        found.append(
+            f"pipeline.keys={pipeline.keys} has no {', '.join(missing)}: make keys with `impala-llm keys`, or copy "
+            "what is missing from the folder where they were made"
+        )
     return found
 
 

@@ -3,8 +3,9 @@
     python -m impala_llm.launch actor.num_actors=2 key=value ...     actors alone; see tools/launch_actors.sh
 
 Invariant: whatever ends the run, its end, an error, Ctrl-C or a signal, ends every process of it within ten seconds and
-leaves no file of it in shared memory. A dead actor is reported with its signal and last words, and started again with
-back-off; a dead learner ends the run.
+leaves no file of it in shared memory. A process that dies is reported with its signal and last words, and started
+again with back-off. The run's folder in shared memory belongs to the supervisor: a learner that was killed goes on from
+what is in there. A learner that dies again and again without publishing a version ends the run.
 """
 
 import os
@@ -21,17 +22,20 @@ from pathlib import Path
 import psutil
 
 from impala_llm.config import PACKAGE, Config, ConfigError, load, threads_per_process, to_yaml
-from impala_llm.pipeline.rundir import remove_run_dir
+from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
+from impala_llm.pipeline.weights import WeightReader
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
 POLL_S = 0.1
 MAX_RESTARTS = 20
 FAMILY = "IMPALA_LLM_FAMILY"
-"""Environment variable by which a supervisor knows the descendants of its processes again: torchrun gives its workers
+"""Environment variable by which a supervisor knows the descendants of a child again: torchrun gives its workers
 sessions of their own, and they live on without it."""
-STOPPED, LEARNER_GONE = 0, 3
-"""Exit codes of an actor: the learner said stop; the learner is gone."""
+MAX_LEARNER_RESTARTS = 3
+"""Without a version published in between."""
+STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
+"""Exit codes: the run is over; the settings are wrong; of an actor: the learner is gone."""
 
 
 @dataclass
@@ -92,15 +96,15 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
         *("--nproc-per-node", str(config.learner.num_ranks)),
         *(str(PACKAGE / "learner.py"), *overrides),
     ]
-    return [Child("learner", learner, None, actors[0].environment), *actors]
+    environment = {**actors[0].environment, FAMILY: uuid.uuid4().hex, SUPERVISED: "1"}
+    return [Child("learner", learner, None, environment), *actors]
 
 
 def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
-    """The actors of this host. They belong to one family (see `FAMILY`) and have their share of the cores."""
+    """The actors of this host, with their share of the cores. Each is a family of its own, see `FAMILY`."""
     threads = str(threads_per_process(config))
     environment = {
         **os.environ,
-        FAMILY: uuid.uuid4().hex,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
@@ -117,7 +121,7 @@ def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
             f"actor {index}",
             [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
             logs / f"actor-{index}.log",
-            environment,
+            {**environment, FAMILY: uuid.uuid4().hex},
         )
         for index in range(config.actor.num_actors)
     ]
@@ -131,22 +135,28 @@ def dry_run(config: Config, overrides: Sequence[str]) -> str:
 
 
 def supervise(config: Config, overrides: Sequence[str]) -> int:
-    """Run to the end of training. Returns the learner's exit code, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run to the end of training. Returns the learner's exit code, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises RunDirectoryError where a living process has a run of this name.
+    """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
-    with _stop_signal() as stop_signal:
+    with _stop_signal() as stop_signal, RunDirectory.create(config.run.name) as run_dir:
+        board = WeightReader(run_dir.weights_path)
+        published = None
         try:
             for child in children:
                 child.start()
-            while learner.poll() is None and not stop_signal():
+            while not stop_signal() and _keep_alive(learner, final=(STOPPED, BAD_SETTINGS), most=MAX_LEARNER_RESTARTS):
+                if learner.restarts and board.latest() != published:
+                    learner.restarts, published = 0, board.latest()  # it had worked: not a crash loop
                 for actor in actors:
                     _keep_alive(actor, final=(STOPPED,))
                 time.sleep(POLL_S)
         finally:
             end(children, polite=not stop_signal() and learner.poll() == 0)
-            remove_run_dir(config.run.name)
         if stop_signal():
             return 128 + stop_signal()
     code = learner.poll()
@@ -198,6 +208,11 @@ def end(children: Sequence[Child], polite: bool) -> None:
     for child in children:
         if child.process is not None:
             child.process.wait()
+    _kill_relatives(children)
+
+
+def _kill_relatives(children: Sequence[Child]) -> None:
+    """What dead children have left of their descendants: a torchrun that was killed leaves its workers."""
     relatives = _relatives({child.environment[FAMILY] for child in children})
     for relative in relatives:
         try:
@@ -236,29 +251,32 @@ def _stop_signal() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def _keep_alive(actor: Child, final: Sequence[int]) -> bool:
-    """Start a dead actor again when its time has come. False where it has ended: with a final code, or once too often.
+def _keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> bool:
+    """Start a dead child again when its time has come. False where it has ended: with a final code, or once too often.
 
     A moment passes before each new start, and longer ones when it keeps dying.
     """
-    code = actor.poll()
+    code = child.poll()
     if code is None:
         return True
     now = time.monotonic()
-    if actor.restart_at == 0.0:
+    if child.restart_at == 0.0:
         if code in final:
             return False
-        if now - actor.started_at > 60:
-            actor.restarts = 0  # it had worked: not a crash loop
-        if actor.restarts >= MAX_RESTARTS:
+        if now - child.started_at > 60:
+            child.restarts = 0  # it had worked: not a crash loop
+        if child.restarts >= most:
             return False
-        delay = min(30.0, 2.0**actor.restarts)
-        actor.restart_at = now + delay
-        actor.restarts += 1
-        _say(f"{actor.name} died ({exit_reason(code)}), again in {delay:.0f} s; its last words:{actor.last_words()}")
-    elif now >= actor.restart_at:
-        actor.restart_at = 0.0
-        actor.start()
+        delay = min(30.0, 2.0**child.restarts)
+        child.restart_at = now + delay
+        child.restarts += 1
+        words = child.last_words()
+        words = words and f"; its last words:{words}"
+        _say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{words}")
+    elif now >= child.restart_at:
+        child.restart_at = 0.0
+        _kill_relatives([child])
+        child.start()
     return True
 
 

@@ -6,7 +6,11 @@ Actors play on all the while: the receiver's thread takes their trajectories and
 rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
 version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
 
-Left out on purpose: resuming (a later stage), sharded weights (every rank holds all of them), evaluation (evaluate.py).
+A learner that was killed and started again on its host goes on from the last version that it published, with every
+trajectory that it had acknowledged and not yet trained on; its optimizer and value head begin anew (checkpoints are a
+later stage). What a step trained on counts once the step's version is on the board: that rename is the commit.
+
+Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
 """
 
 import signal
@@ -23,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.algorithms.advantages import group_relative
 from impala_llm.config import Config, ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
+from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.model import PolicyModel, policy_files
@@ -34,36 +39,41 @@ from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.metrics import MetricLog, StageTimer
 from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import TerminalView
+from impala_llm.pipeline.journal import Journal
+from impala_llm.pipeline.keys import load_learner_keys
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
-from impala_llm.pipeline.weights import WeightPublisher
+from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 
 
 def learn(config: Config, ranks: Ranks) -> None:
     """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy."""
     torch.manual_seed(config.run.seed)
-    start = resolve_policy(config)
-    files = policy_files(start)
-    model = PolicyModel.from_pretrained(start, config.model.value_hidden_size, config.model.value_trunk_gradient)
-    model.to(ranks.device)
-    ranks.broadcast(model.parameters())
-    optimizer = Optimizer(model, config.learner)
     batch_size = config.learner.batch_size // ranks.world_size
 
     with ExitStack() as stack:
-        # Rank 0 owns the run's folder in shared memory: it goes when the last of the stack is undone.
-        run_dir = stack.enter_context(RunDirectory.create(config.run.name)) if ranks.is_main else None
+        # Rank 0 owns the run's folder in shared memory, unless a supervisor does: it goes when the stack is undone.
+        run_dir = None
+        if ranks.is_main:
+            run_dir = stack.enter_context(RunDirectory.for_learner(config.run.name, config.run.resume))
         ranks.barrier()
         if run_dir is None:
             run_dir = RunDirectory.attach(config.run.name)
+        model, version = start_model(config, run_dir)
+        model.to(ranks.device)
+        ranks.broadcast(model.parameters())
+        optimizer = Optimizer(model, config.learner)
+        ranks.barrier()  # all have looked at the board
+        files = policy_files(resolve_policy(config))
         publisher = None
         if ranks.is_main:
             publisher = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
-            publisher.publish(dict(model.policy_tensors()), version=0)
+            publisher.publish(dict(model.policy_tensors()), version)
         ranks.barrier()
-        receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size)
+        receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size, version)
         stack.callback(receiver.close)
         stack.callback(receiver.shutdown)
         feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
@@ -76,15 +86,15 @@ def learn(config: Config, ranks: Ranks) -> None:
         meters = Meters(receiver, ranks)
         timer = StageTimer()
         started = time.monotonic()
-        progress = 0.0
-        version = 0
+        progress = version / config.learner.total_updates
         while progress < 1.0:
             with timer.stage("idle"):
                 batch = feed.next_batch(version)
+            # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
+            receiver.trained([t.ticket_id for t in batch.trajectories])
             update(config, ranks, model, optimizer, batch, feed, version, progress, timer, meters.log)
             with timer.stage("publish"):
                 before = time.perf_counter()
-                receiver.trained([t.ticket_id for t in batch.trajectories])
                 version += 1
                 if publisher is not None:
                     publisher.publish(dict(model.policy_tensors()), version)
@@ -175,7 +185,20 @@ def update(
     log.add("optimizer/learning_rate", result.learning_rate)
 
 
-def start_receiver(config: Config, ranks: Ranks, run_dir: RunDirectory, vocab_size: int, batch_size: int) -> Receiver:
+def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int]:
+    """The policy to go on from, and its version: what a killed learner published last, else the configured start."""
+    board = WeightReader(run_dir.weights_path)
+    sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
+    if (version := board.latest()) is None:
+        return PolicyModel.from_pretrained(resolve_policy(config), *sizes), 0
+    print(f"learner: going on from version {version}; optimizer and value head begin anew", file=sys.stderr)
+    with board.lease() as lease:
+        return PolicyModel.from_pretrained(lease.path, *sizes), lease.version
+
+
+def start_receiver(
+    config: Config, ranks: Ranks, run_dir: RunDirectory, vocab_size: int, batch_size: int, version: int
+) -> Receiver:
     """This rank's door for actors, with its share of the training tasks behind it."""
     algorithm = config.algorithm
     order = TaskOrder(
@@ -183,9 +206,23 @@ def start_receiver(config: Config, ranks: Ranks, run_dir: RunDirectory, vocab_si
     )
     # Free running is bounded by what the buffer can hold.
     max_open = config.replay.capacity if algorithm.max_staleness is None else None
-    ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open=max_open)
+    journal = Journal(run_dir.journal_path(ranks.rank))
+    ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
+    # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
+    arena = ReplayArena(
+        run_dir.replay_path(ranks.rank), (config.replay.capacity_mb * 5 // 4 + 64) << 20, 4 * config.replay.capacity
+    )
+    pipeline = config.pipeline
     receiver = Receiver(
-        run_dir.endpoint(ranks.rank), ledger, vocab_size, run_dir, heartbeat_timeout_s=config.pipeline.actor_timeout_s
+        run_dir.endpoint(ranks.rank),
+        ledger,
+        vocab_size,
+        run_dir,
+        arena,
+        heartbeat_timeout_s=pipeline.actor_timeout_s,
+        ticket_timeout_s=pipeline.ticket_timeout_s,
+        bind=None if pipeline.bind is None else rank_endpoint(pipeline.bind, ranks.rank),
+        keys=None if pipeline.keys is None else load_learner_keys(Path(pipeline.keys).expanduser()),
     )
     receiver.start()
     return receiver

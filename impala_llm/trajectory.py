@@ -8,22 +8,27 @@ Invariant: a `Trajectory` that exists is valid. Construction checks every field,
 at the door of the learner with `validate_vocabulary`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 ARRAY_FIELDS: dict[str, np.dtype] = {
     "tokens": np.dtype(np.int32),
-    "action_mask": np.dtype(np.bool_),
     "behaviour_logprobs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "rewards": np.dtype(np.float32),
     "turns": np.dtype(np.int32),
+    "action_mask": np.dtype(np.bool_),
 }
-"""Array fields and their dtypes, in the order in which they lie on the wire."""
+"""Array fields and their dtypes, in the order in which they lie in memory: end to end, the bytes last."""
 
 NO_VERSION = -1
 """Version of a token that no policy sampled: prompts and observations."""
+
+
+_new, _set = object.__new__, object.__setattr__
 
 
 class TrajectoryError(ValueError):
@@ -33,6 +38,9 @@ class TrajectoryError(ValueError):
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Trajectory:
     """One episode, or an unroll of one. T tokens, K turns.
+
+    The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
+    unless they lie so already.
 
     Raises:
         TrajectoryError: on construction, when a field is malformed or fields disagree.
@@ -65,6 +73,27 @@ class Trajectory:
     """Final score of the episode, in [0, 1]."""
     success: bool
     stats: dict[str, float] = field(default_factory=dict)
+    block: np.ndarray = field(init=False, repr=False)
+    """uint64[n]: the arrays in the order of ARRAY_FIELDS without gaps, then zeros up to a multiple of 8 bytes."""
+    _load: Callable[[str], object] = field(init=False, repr=False)
+
+    @classmethod
+    def deferred(cls, load: Callable[[str], object]) -> "Trajectory":
+        """A trajectory whose fields are asked for by name, `load(name)`, each at its first use.
+
+        For whoever has validated its bytes by other means: nothing is checked here.
+        """
+        trajectory: Trajectory = _new(cls)
+        _set(trajectory, "_load", load)
+        return trajectory
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for what has no value yet: a field of a deferred trajectory.
+        if name not in _LOADABLE:
+            raise AttributeError(f"a Trajectory has no {name!r}")
+        value = self._load(name)
+        _set(self, name, value)
+        return value
 
     def __post_init__(self) -> None:
         for name, dtype in ARRAY_FIELDS.items():
@@ -102,6 +131,17 @@ class Trajectory:
         if self.rewards[~mask].any():
             raise TrajectoryError("rewards must be 0 wherever action_mask is False: a reward follows an action")
         self._check_metadata()
+        self._lay_end_to_end()
+
+    def _lay_end_to_end(self) -> None:
+        arrays = {name: getattr(self, name) for name in ARRAY_FIELDS}
+        block = _common_block(list(arrays.values()))
+        if block is None:
+            block = np.zeros(block_words(len(self.tokens), len(self.turns)), np.uint64)
+            for name, view in block_views(block, len(self.tokens), len(self.turns)).items():
+                view[:] = arrays[name]
+                object.__setattr__(self, name, view)
+        object.__setattr__(self, "block", block)
 
     def _check_turns(self) -> None:
         """The spans of `turns` are in order, disjoint and cover exactly the action tokens."""
@@ -184,6 +224,42 @@ METADATA_FIELDS: dict[str, type] = {
     "stats": dict,
 }
 """Metadata fields and their Python types, in the order of the record."""
+
+
+_LOADABLE = frozenset((*ARRAY_FIELDS, *METADATA_FIELDS, "block"))
+
+
+def block_words(num_tokens: int, num_turns: int) -> int:
+    """Length of the block of T tokens and K turns, in words of 8 bytes."""
+    return -(-(17 * num_tokens + 8 * num_turns) // 8)
+
+
+def block_views(block: np.ndarray, num_tokens: int, num_turns: int) -> dict[str, np.ndarray]:
+    """The arrays in a block, by name, in the order of ARRAY_FIELDS. block: uint64[block_words(T, K)] or longer."""
+    views = {}
+    start = 0
+    for name, dtype in ARRAY_FIELDS.items():
+        shape = (num_turns, 2) if name == "turns" else (num_tokens,)
+        views[name] = np.ndarray(shape, dtype, block, start)
+        start += views[name].nbytes
+    return views
+
+
+def _common_block(arrays: list[np.ndarray]) -> np.ndarray | None:
+    """The block in which these arrays lie already, as those of another trajectory do; else None."""
+    block = arrays[0].base
+    if not isinstance(block, np.ndarray) or block.dtype != np.uint64 or not block.flags.c_contiguous:
+        return None
+    place = begin = _address(block)
+    for array in arrays:
+        if array.base is not block or _address(array) != place or not array.flags.c_contiguous:
+            return None
+        place += array.nbytes
+    return block if -(-(place - begin) // 8) == block.size else None
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _check_array(name: str, value: object, dtype: np.dtype, ndim: int) -> None:

@@ -1,6 +1,8 @@
 """The door: commands, help, bad input. Nothing is started here."""
 
+import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_goes_to_stdout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     printed = capsys.readouterr()
-    for command in ("train", "evaluate", "bench"):
+    for command in ("train", "evaluate", "bench", "keys"):
         assert f"impala-llm {command}" in printed.out
     assert printed.err == ""
 
@@ -77,3 +79,21 @@ def test_evaluate_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_benchmark_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "no-such-bench"]) == 2
     assert "no-such-bench" in capsys.readouterr().err
+
+
+def test_keys_makes_a_folder_and_says_what_goes_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    assert cli.main(["keys", "--dir", str(folder), "--actors", "gpu1,gpu2"]) == 0
+    printed = capsys.readouterr().out
+    for word in (str(folder), "gpu1.secret.json", "gpu2.secret.json", "learner.public.json", "pipeline.keys="):
+        assert word in printed
+    assert json.loads((folder / "gpu1.secret.json").read_text())["secret_key"] not in printed
+    assert cli.main(["keys", "--dir", str(folder), "--actors", "gpu2"]) == 2
+    assert "gpu2.secret.json exists" in capsys.readouterr().err
+
+
+def test_keys_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["keys", "--help"]) == 0
+    assert "--dir" in (printed := capsys.readouterr().out) and "revoke" in printed
+    assert cli.main(["keys"]) == 2
+    assert "--dir" in capsys.readouterr().err

@@ -51,6 +51,16 @@ def test_overrides_and_groups_take_effect():
         (["model.path=nowhere"], ["model.path=nowhere", "correct it"]),
         (["env.name=chess"], ["env.name=chess", "webshop"]),
         (["run.name=a/b"], ["run.name='a/b'", "rename"]),
+        (["pipeline.bind=tcp://0.0.0.0:7400"], ["pipeline.bind=tcp://0.0.0.0:7400", "impala-llm keys", "127.0.0.1"]),
+        (["pipeline.bind='tcp://*:7400'"], ["pipeline.bind=tcp://*:7400", "impala-llm keys"]),
+        (["pipeline.bind=0.0.0.0:7400"], ["pipeline.bind=0.0.0.0:7400", "write tcp://ADDRESS:PORT"]),
+        (["pipeline.bind=ipc:///tmp/x"], ["pipeline.bind=ipc:///tmp/x", "write tcp://ADDRESS:PORT"]),
+        (["pipeline.bind='tcp://127.0.0.1:*'"], ["pipeline.bind=tcp://127.0.0.1:*", "give a number"]),
+        (["pipeline.bind=tcp://127.0.0.1:65535"], ["pipeline.bind=tcp://127.0.0.1:65535", "65535 with 1 more"]),
+        (["pipeline.connect=tcp://learner:7400"], ["pipeline.connect=tcp://learner:7400", "pipeline.keys"]),
+        (["pipeline.connect=tcp://0.0.0.0:7400"], ["pipeline.connect=tcp://0.0.0.0:7400", "no address to connect to"]),
+        (["pipeline.connect=tcp://learner:0"], ["pipeline.connect=tcp://learner:0", "from 1 to 65535"]),
+        (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
     ],
 )
 def test_bad_setting_names_key_value_and_fix(overrides, words):
@@ -58,6 +68,42 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+BIND, CONNECT = "pipeline.bind=tcp://0.0.0.0:7400", "pipeline.connect=tcp://learner:7400"
+
+
+def test_other_hosts_are_served_with_keys_and_this_one_without(tmp_path):
+    for name in ("learner.secret.json", "learner.public.json", "gpu1.secret.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "authorised").mkdir()
+    for settings in ([BIND], [CONNECT], [BIND, CONNECT]):
+        load(["model=scratch", f"pipeline.keys={tmp_path}", *settings])
+    load(["model=scratch", "pipeline.bind=tcp://127.0.0.1:65534", "pipeline.connect=tcp://localhost:7400"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing"),
+    [
+        (BIND, "learner.secret.json"),
+        (BIND, "learner.public.json"),
+        (BIND, "authorised"),
+        (CONNECT, "learner.public.json"),
+        (CONNECT, "actor.secret.json"),
+    ],
+)
+def test_a_folder_that_lacks_a_key_is_refused(tmp_path, setting, missing):
+    for name in {"learner.secret.json", "learner.public.json", "actor.secret.json", "authorised"} - {missing}:
+        (tmp_path / name).mkdir() if name == "authorised" else (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"pipeline.keys={tmp_path} has no {missing}: .*impala-llm keys"):
+        load(["model=scratch", f"pipeline.keys={tmp_path}", setting])
+
+
+def test_an_actor_does_not_guess_which_key_is_its_own(tmp_path):
+    for name in ("learner.public.json", "a.secret.json", "b.secret.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="several actors, a.secret.json, b.secret.json"):
+        load(["model=scratch", f"pipeline.keys={tmp_path}", CONNECT])
 
 
 def test_all_problems_are_told_at_once():

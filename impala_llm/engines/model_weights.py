@@ -6,7 +6,9 @@ leaves the old one as it was.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -14,6 +16,20 @@ from torch import nn
 from impala_llm.engines.base import EngineError
 
 WEIGHTS_FILE = "model.safetensors"
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class WeightSource(Protocol):
+    """Weights in shared memory that stay as they are while they are loaded, such as `pipeline.weights.WeightLease`."""
+
+    path: Path
+    """The same weights as a Hugging Face directory."""
+
+    def tensors(self, verify: bool = True) -> Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]:
+        """name -> (safetensors dtype, shape, uint8[bytes]). verify: raises where a byte is not as it was written."""
+
+    def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
+        """Copy to uint8[bytes] each. Raises, with the targets to be filled again, where a byte is not as written."""
 
 
 class ModelWeights:
@@ -35,12 +51,35 @@ class ModelWeights:
         except (OSError, SafetensorError) as error:
             raise EngineError(f"cannot read the weights {path}: {error}") from error
 
+    def load_source(self, source: WeightSource) -> None:
+        """Copy from shared memory, every byte compared with its checksum; in one pass where dtypes are the same.
+
+        Raises EngineError where names or shapes do not fit, and what the source raises for damaged weights: these may
+        have been written in part, and must be loaded again before use.
+        """
+        found = source.tensors(verify=False)
+        self._check({name: shape for name, (_, shape, _) in found.items()}, str(source.path))
+        tensors = {name: self._tensors[name] for name in found}
+        if all(
+            tensor.is_contiguous() and tensor.device.type == "cpu" and _DTYPE_NAMES.get(tensor.dtype) == found[name][0]
+            for name, tensor in tensors.items()
+        ):
+            source.copy_into({name: t.detach().view(-1).view(torch.uint8).numpy() for name, t in tensors.items()})
+        else:
+            source.tensors(verify=True)
+            self.load_file(source.path)
+
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy from tensors in memory, of any dtype and device. Raises EngineError where they do not fit."""
         self._copy({name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__, "the state")
 
     @torch.no_grad()
     def _copy(self, shapes: Mapping[str, tuple[int, ...]], tensor: Callable[[str], torch.Tensor], source: str) -> None:
+        self._check(shapes, source)
+        for name in shapes:
+            self._tensors[name].copy_(tensor(name))
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
         unknown = sorted(shapes.keys() - self._tensors.keys())
         missing = [names[0] for names in self._aliases.values() if shapes.keys().isdisjoint(names)]
         wrong = [
@@ -58,5 +97,3 @@ class ModelWeights:
                 f"the weights in {source} are not of this engine's model ({'; '.join(problems)});"
                 " the old weights stay in use: give the engine the model that the learner trains"
             )
-        for name in shapes:
-            self._tensors[name].copy_(tensor(name))

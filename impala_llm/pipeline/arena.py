@@ -1,12 +1,12 @@
-"""Arena: the shared-memory ring in which an actor lays trajectories for the learner to copy.
+"""Arena: the ring in which an actor lays trajectories for the learner to copy.
 
-Invariant: a record is complete before its descriptor exists, and its bytes stay as they are until the writer frees the
-descriptor. So whoever holds a descriptor that was not freed reads a whole record; a writer that is killed half-way has
-published nothing. The checksum catches what breaks this from outside.
+Invariant: a record is complete before its place is told, and its bytes stay as they are until the writer frees it. So
+whoever was told of a record that was not freed reads a whole one; a writer that is killed half-way has published
+nothing. The checksum catches what breaks this from outside.
 
-File: a page with the header, then `capacity` bytes of ring. Records start at multiples of 64 bytes and never wrap: one
-that does not fit before the end of the ring starts at 0. Space is reclaimed in the order of writing, whatever the order
-of `free`. The file keeps its size and pages for its whole life, since fresh pages cost several times the copy.
+File: a page with the header, then the ring. Records (record.py) start at multiples of 64 bytes and never wrap: one that
+does not fit before the end of the ring starts at 0. Space is reclaimed in the order of writing, whatever the order of
+`free`. The file keeps its size and pages for its whole life, since fresh pages cost several times the copy.
 """
 
 from __future__ import annotations
@@ -14,45 +14,39 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from impala_llm.pipeline import kernels
+from impala_llm.pipeline.record import EncodedTrajectory
 
 _MAGIC = b"ILLMRING"
-_FORMAT = 1
-_CRC32 = 1
-"""Kind of checksum, in the header so that a faster one can follow."""
-_HEADER = struct.Struct("<8sIIQQ")  # magic, format, checksum kind, incarnation, capacity
+_FORMAT = 2
+_HEADER = struct.Struct("<8sQQQ")  # magic, format, incarnation, capacity in bytes
 _HEADER_BYTES = 4096
-_ALIGNMENT = 64
+_UNIT = 8
+"""Words of 8 bytes to which records are aligned."""
 # linux/mman.h; the mmap module of Python 3.11 does not name them.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
-Part = bytes | bytearray | memoryview
-
 
 class ArenaError(RuntimeError):
-    """An arena file or a descriptor that cannot be used."""
+    """An arena file that cannot be used, or a place that was not written."""
 
 
 class RecordTooLarge(ArenaError):
     """A record that does not fit into the ring even when it is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
-    """Where a record lies. Written by `ArenaWriter`, read by `ArenaReader`, freed once.
+class Place(NamedTuple):
+    """Where a record lies: start and length in words of 8 bytes, and its checksum (`kernels.checksum`) as int64."""
 
-    record_id: counts the records of an arena from 0. offset, length: bytes, offset from the start of the ring.
-    checksum: CRC-32 of the `length` bytes.
-    """
-
-    record_id: int
-    offset: int
-    length: int
+    start: int
+    num_words: int
     checksum: int
 
 
@@ -71,126 +65,125 @@ def populate(mapping: mmap.mmap, *, write: bool) -> None:
         view.release()
 
 
-@dataclass(slots=True)
-class _Live:
-    """A record that takes up space: [start, end) of the ring."""
-
-    record_id: int
-    start: int
-    end: int
-    freed: bool = False
+def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
+    """A new file of this size, mode 0600, its pages reserved and resident; one that lies there already is replaced, and
+    who has mapped it keeps the old one. ArenaError where the file system has no room; advice: what to do then."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Reserves the pages: a full file system is an error here and not a SIGBUS in the middle of a write.
+        os.posix_fallocate(handle, 0, num_bytes)
+        mapping = mmap.mmap(handle, num_bytes)
+    except OSError as error:
+        path.unlink()
+        raise ArenaError(f"cannot reserve {num_bytes} bytes for {path}: {error}. {advice}") from error
+    finally:
+        os.close(handle)
+    populate(mapping, write=True)
+    return mapping
 
 
 class ArenaWriter:
-    """The writing side; one per arena, for one thread. Life of a record: `try_write`, descriptor sent, `free`.
+    """The writing side; one per arena, for one thread. Life of a record: `write`, its place told, `free`.
 
-    path: made anew; a file that lies there already is replaced, and readers of the old one keep the old one.
-    capacity: bytes of the ring, rounded down to a multiple of 64. incarnation: number of 64 bits that the reader
-    must know, so that it cannot open the file of an earlier process by mistake. Raises ArenaError where the file
-    system has no room.
+    path: made anew; None: memory of this process alone, whose records travel as bytes (`view`). capacity: bytes of the
+    ring, rounded down to a multiple of 64. incarnation: number of 64 bits that the reader must know, so that it cannot
+    open the file of an earlier process by mistake. Raises ArenaError where the file system has no room.
     """
 
-    def __init__(self, path: Path, capacity: int, incarnation: int = 0) -> None:
-        if capacity < _ALIGNMENT:
-            raise ValueError(f"capacity is {capacity} bytes: at least {_ALIGNMENT} are needed (pipeline.arena_mb)")
+    def __init__(self, path: Path | None, capacity: int, incarnation: int = 0) -> None:
+        if capacity < 8 * _UNIT:
+            raise ValueError(f"capacity is {capacity} bytes: at least {8 * _UNIT} are needed (pipeline.arena_mb)")
         self.path = path
-        self.capacity = capacity = capacity // _ALIGNMENT * _ALIGNMENT
-        self._live: deque[_Live] = deque()
-        self._by_id: dict[int, _Live] = {}
+        self._num_words = capacity // 8 // _UNIT * _UNIT
+        num_bytes = _HEADER_BYTES + 8 * self._num_words
+        if path is None:
+            self._map = mmap.mmap(-1, num_bytes)
+            populate(self._map, write=True)
+        else:
+            self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
+        self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
+        # [start, end, freed] in the order of writing.
+        self._live: deque[list[int]] = deque()
+        self._by_start: dict[int, list[int]] = {}
         self._head = 0
-        self._next_id = 0
-        path.unlink(missing_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # Reserves the pages: a full file system is an error here and not a SIGBUS in the middle of a write.
-            os.posix_fallocate(handle, 0, _HEADER_BYTES + capacity)
-            self._map = mmap.mmap(handle, _HEADER_BYTES + capacity)
-        except OSError as error:
-            path.unlink()
-            raise ArenaError(
-                f"cannot reserve {capacity} bytes for the arena {path}: {error}. Lower pipeline.arena_mb or free memory"
-            ) from error
-        finally:
-            os.close(handle)
-        populate(self._map, write=True)
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, _CRC32, incarnation, capacity)
-        self._ring = memoryview(self._map)[_HEADER_BYTES:]
 
-    def try_write(self, parts: Sequence[Part]) -> Descriptor | None:
-        """Lay the parts end to end as one record. None where there is no room now: back-pressure, try after a `free`.
+    @property
+    def capacity(self) -> int:
+        """Bytes of the ring."""
+        return 8 * self._num_words
 
-        Raises RecordTooLarge where it can never fit, ValueError where it is empty.
+    def write(self, encoded: EncodedTrajectory) -> Place | None:
+        """Lay a record down. None where there is no room now: back-pressure, try after a `free`.
+
+        Raises RecordTooLarge where it can never fit.
         """
-        length = sum(memoryview(part).nbytes for part in parts)
-        if length == 0:
-            raise ValueError("an arena record must hold at least one byte")
-        if length > self.capacity:
-            raise RecordTooLarge(
-                f"a record of {length} bytes does not fit into an arena of {self.capacity} bytes: "
-                "raise pipeline.arena_mb or shorten the episodes"
-            )
-        start = self._find_room(length)
+        size = encoded.num_words
+        start = self._find_room(size)
         if start is None:
+            if size > self._num_words:
+                raise RecordTooLarge(
+                    f"a record of {8 * size} bytes does not fit into an arena of {self.capacity} bytes: "
+                    "raise pipeline.arena_mb or shorten the episodes"
+                )
             return None
-        position = start
-        checksum = 0
-        for part in parts:
-            view = memoryview(part).cast("B")
-            self._ring[position : position + view.nbytes] = view
-            checksum = zlib.crc32(view, checksum)
-            position += view.nbytes
-        live = _Live(self._next_id, start, _align(position))
-        self._next_id += 1
-        self._head = live.end
+        header = np.frombuffer(encoded.header, np.uint64)
+        checksum = kernels.write_record(self._ring, start, header, encoded.block)
+        end = start + -(-size // _UNIT) * _UNIT
+        self._head = end
+        live = [start, end, False]
         self._live.append(live)
-        self._by_id[live.record_id] = live
-        return Descriptor(live.record_id, start, length, checksum)
+        self._by_start[start] = live
+        return Place(start, size, checksum)
 
-    def free(self, descriptor: Descriptor) -> None:
-        """Give a record's space back. ArenaError where it was freed before or never written."""
-        live = self._by_id.pop(descriptor.record_id, None)
-        if live is None:
-            raise ArenaError(f"record {descriptor.record_id} of {self.path} was freed before or never written")
-        live.freed = True
-        while self._live and self._live[0].freed:
-            self._live.popleft()
-        if not self._live:
+    def free(self, start: int) -> None:
+        """Give the space of the record at `start` back. ArenaError where there is none."""
+        record = self._by_start.pop(start, None)
+        if record is None:
+            raise ArenaError(f"the record at {start} of {self.path} was freed before or never written")
+        record[2] = True
+        live = self._live
+        while live and live[0][2]:
+            live.popleft()
+        if not live:
             self._head = 0
+
+    def view(self, place: Place) -> memoryview:
+        """A record's bytes, valid until it is freed."""
+        return memoryview(self._map)[
+            _HEADER_BYTES + 8 * place.start : _HEADER_BYTES + 8 * (place.start + place.num_words)
+        ]
 
     @property
     def used(self) -> int:
         """Bytes of the ring that cannot be written now, gaps included."""
         if not self._live:
             return 0
-        tail = self._live[0].start
-        return self._head - tail if self._head > tail else self.capacity - tail + self._head
+        tail = self._live[0][0]
+        return 8 * (self._head - tail if self._head > tail else self._num_words - tail + self._head)
 
     def close(self) -> None:
         """Remove the file. Readers that mapped it keep their mapping."""
-        self._ring.release()
-        self._map.close()
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
-    def _find_room(self, length: int) -> int | None:
+    def _find_room(self, size: int) -> int | None:
         if not self._live:
-            return 0
-        tail = self._live[0].start
+            return 0 if size <= self._num_words else None
+        tail = self._live[0][0]
         if self._head > tail:
-            if length <= self.capacity - self._head:
+            if size <= self._num_words - self._head:
                 return self._head
-            return 0 if length <= tail else None
-        return self._head if length <= tail - self._head else None
-
-
-def _align(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+            return 0 if size <= tail else None
+        return self._head if size <= tail - self._head else None
 
 
 class ArenaReader:
     """The reading side: a read-only mapping of an arena, for any number of threads. It ends with its last reference.
 
-    incarnation: as the writer said it; None takes any. Raises ArenaError where the file is missing, truncated or not an
-    arena of this format and incarnation.
+    words: uint64[n], the ring; what lies there is not to be trusted. incarnation: as the writer said it; None takes
+    any. Raises ArenaError where the file is missing, truncated or not an arena of this format and incarnation.
     """
 
     def __init__(self, path: Path, incarnation: int | None = None) -> None:
@@ -200,37 +193,31 @@ class ArenaReader:
         except OSError as error:
             raise ArenaError(f"cannot open the arena {path}: {error}") from error
         try:
-            size = os.fstat(handle).st_size
-            if size <= _HEADER_BYTES:
-                raise ArenaError(f"{path} has {size} bytes: it is not an arena")
-            self._map = mmap.mmap(handle, size, prot=mmap.PROT_READ)
-        finally:
+            self._num_bytes = os.fstat(handle).st_size
+            if self._num_bytes <= _HEADER_BYTES:
+                raise ArenaError(f"{path} has {self._num_bytes} bytes: it is not an arena")
+            mapping = mmap.mmap(handle, self._num_bytes, prot=mmap.PROT_READ)
+        except BaseException:
             os.close(handle)
-        magic, layout, checksum_kind, file_incarnation, capacity = _HEADER.unpack(self._map[: _HEADER.size])
-        expected = file_incarnation if incarnation is None else incarnation
-        if (magic, layout, checksum_kind, file_incarnation) != (_MAGIC, _FORMAT, _CRC32, expected):
+            raise
+        self._handle = handle
+        magic, layout, found, capacity = _HEADER.unpack(mapping[: _HEADER.size])
+        expected = found if incarnation is None else incarnation
+        if (magic, layout, found) != (_MAGIC, _FORMAT, expected):
             raise ArenaError(f"{path} is not an arena of format {_FORMAT} and incarnation {expected}")
-        if size != _HEADER_BYTES + capacity:
-            raise ArenaError(f"{path} has {size} bytes, its header says {_HEADER_BYTES + capacity}: it is truncated")
-        self.capacity: int = capacity
-        populate(self._map, write=False)
-        self._ring = memoryview(self._map)[_HEADER_BYTES:]
-
-    def read(self, descriptor: Descriptor) -> memoryview:
-        """The record as a read-only view, valid until its descriptor is freed: copy it before the acknowledgement.
-
-        Raises ArenaError where the descriptor leaves the ring or the checksum disagrees.
-        """
-        end = descriptor.offset + descriptor.length
-        if descriptor.offset < 0 or descriptor.length < 0 or end > self.capacity:
+        if self._num_bytes != _HEADER_BYTES + capacity:
             raise ArenaError(
-                f"record [{descriptor.offset}, {end}) lies outside of the {self.capacity} bytes of {self.path}"
+                f"{path} has {self._num_bytes} bytes, its header says {_HEADER_BYTES + capacity}: it is truncated"
             )
-        view = self._ring[descriptor.offset : end]
-        checksum = zlib.crc32(view)
-        if checksum != descriptor.checksum:
-            raise ArenaError(
-                f"record {descriptor.record_id} of {self.path} has checksum {checksum:#010x}, its descriptor says "
-                f"{descriptor.checksum:#010x}: the bytes were torn or changed"
-            )
-        return view
+        populate(mapping, write=False)
+        self.words = np.frombuffer(mapping, np.uint64, capacity // 8, _HEADER_BYTES)
+
+    def check_size(self) -> None:
+        """Raise ArenaError where the file was cut: reading on would kill this process (SIGBUS)."""
+        size = os.fstat(self._handle).st_size
+        if size != self._num_bytes:
+            raise ArenaError(f"{self.path} has {size} bytes and had {self._num_bytes}: somebody has truncated it")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)

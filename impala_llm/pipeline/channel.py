@@ -14,29 +14,33 @@ import logging
 import math
 import os
 import secrets
+import struct
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import zmq
 
-from impala_llm.pipeline.arena import ArenaWriter, RecordTooLarge
+from impala_llm.pipeline import sockets
+from impala_llm.pipeline.arena import ArenaWriter, Place, RecordTooLarge
 from impala_llm.pipeline.clock import ActiveClock
+from impala_llm.pipeline.keys import ActorKeys
+from impala_llm.pipeline.record import EncodedTrajectory, encode_record
 from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory, check_name
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.wire import (
     MAX_MESSAGE_BYTES,
     Ack,
     DescriptorBatch,
-    EncodedTrajectory,
     Goodbye,
     Grant,
     Heartbeat,
     Hello,
     HelloWanted,
     Message,
-    Record,
     Refused,
+    Revoked,
     Shutdown,
     TicketFailed,
     TicketRequest,
@@ -44,33 +48,30 @@ from impala_llm.pipeline.wire import (
     WireError,
     decode,
     encode,
-    encode_trajectory,
 )
 from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
-_MAX_RECORDS = 64
-_LINGER_MS = 1000
+_MAX_RECORDS = 32
+"""Most records in a message, and most that wait for the next one."""
+_MAX_INLINE_BYTES = 4 << 20
+"""After so many bytes of records no more are put into a message, where they travel in it."""
 _MAX_REASON = 1000
+_ROW = struct.Struct("<5q")  # wire.Descriptor
 
-Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown
+Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked
 
 
 class LearnerLost(RuntimeError):
     """The learner has been silent for too long: the actor should end."""
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Return an endpoint that cannot be reached from other hosts; ValueError for any other."""
-    if not endpoint.startswith(("ipc://", "tcp://127.0.0.1:")):
-        raise ValueError(f"endpoint is {endpoint!r}: only ipc:// and tcp://127.0.0.1: are served without encryption")
-    return endpoint
+class _InFlight(NamedTuple):
+    """A record that was not answered yet. row: its descriptor, as it is sent."""
 
-
-@dataclass(slots=True)
-class _InFlight:
-    record: Record
-    sent_at: float
+    row: bytes
+    place: Place
+    ticket_id: int
 
 
 class ActorChannel:
@@ -78,19 +79,22 @@ class ActorChannel:
 
     A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
 
-    endpoint: of the rank, `RunDirectory.endpoint`. actor_id: unique among living actors; a later process of the same id
-    takes over. arena_bytes: room for trajectories under way (config: pipeline.arena_mb). heartbeat_s: time between
-    heartbeats, which need `poll` to be called. resend_s: a trajectory not acknowledged for so long is offered again.
-    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost; only time in
-    which this actor polled counts, a gap between two polls as at most a heartbeat.
+    endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host. actor_id: unique among living
+    actors; a later process of the same id takes over. run_dir: where the arena is shared with the learner; None on
+    another host, whence records travel over the wire. arena_bytes: room for trajectories under way (config:
+    pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats, which need `poll` to be called.
+    resend_s: a trajectory not acknowledged for so long is offered again. learner_timeout_s: silence of the learner, its
+    start included, after which `poll` raises LearnerLost; only time in which this actor polled counts, a gap between
+    two polls as at most a heartbeat. Raises ValueError for an endpoint on another host without keys.
     """
 
     def __init__(
         self,
         endpoint: str,
         actor_id: str,
-        run_dir: RunDirectory,
+        run_dir: RunDirectory | None,
         arena_bytes: int,
+        keys: ActorKeys | None = None,
         heartbeat_s: float = 1.0,
         resend_s: float = 5.0,
         learner_timeout_s: float = 120.0,
@@ -100,13 +104,16 @@ class ActorChannel:
         self._resend_s = resend_s
         self._learner_timeout_s = learner_timeout_s
         self._incarnation = secrets.randbits(63)
-        self._arena = ArenaWriter(run_dir.arena_path(actor_id), arena_bytes, self._incarnation)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.ROUTING_ID, f"{actor_id}#{self._incarnation:016x}".encode())
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.connect(check_endpoint(endpoint))
+        identity = f"{actor_id}#{self._incarnation:016x}".encode()
+        try:
+            self._socket = sockets.dealer(self._context, endpoint, identity, MAX_MESSAGE_BYTES, keys)
+        except BaseException:
+            self._context.term()
+            raise
+        self._is_shared = run_dir is not None
+        path = None if run_dir is None else run_dir.arena_path(actor_id)
+        self._arena = ArenaWriter(path, arena_bytes, self._incarnation)
         self._clock = ActiveClock(heartbeat_s)
         self._learner_heard = 0.0
         self._next_heartbeat = time.monotonic() + heartbeat_s
@@ -114,15 +121,18 @@ class ActorChannel:
         self._want: int | None = None
         self._held: dict[int, Ticket] = {}
         self._stats: dict[str, float] = {}
-        self._outbox: deque[tuple[int, int, EncodedTrajectory]] = deque()
+        self._outbox: deque[tuple[int, EncodedTrajectory]] = deque()
+        self._unsent: list[int] = []
         self._in_flight: dict[int, _InFlight] = {}
+        self._offered: deque[tuple[float, list[int]]] = deque()
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def hello(self) -> None:
         """Introduce this actor. Once, before anything else; it is repeated by itself when the learner asks."""
         process = ProcessIdentity.mine()
-        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, tuple(self._held)))
+        held = tuple(self._held)
+        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, self._is_shared))
 
     def request(self, want: int) -> None:
         """Say how many tickets this actor wants to have under way: a level, not an increment.
@@ -136,20 +146,25 @@ class ActorChannel:
     def send(self, trajectory: Trajectory) -> bool:
         """Hand over a finished trajectory; it is never lost while this process lives.
 
-        Returns True if it lies in the arena, False if the arena is full and it waits here for acknowledgements (then
-        finish no more episodes for a while). Raises RecordTooLarge where it can never fit, WireError where its metadata
-        is too large: `fail` its ticket then.
+        It is offered to the learner at the next `poll`, or when enough of them have gathered. Returns True if it lies
+        in the arena, False if the arena is full and it waits here for acknowledgements (then finish no more episodes
+        for a while). Raises RecordTooLarge where it can never fit, RecordError where its metadata is too large: `fail`
+        its ticket then.
         """
-        encoded = encode_trajectory(trajectory)
-        if encoded.num_bytes > self._arena.capacity:
+        encoded = encode_record(trajectory)
+        if not self._outbox and self._lay(trajectory.ticket_id, encoded):
+            if len(self._unsent) >= _MAX_RECORDS:
+                self._offer_unsent()
+            elif self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)  # the turn of whoever waits offers it
+            return True
+        if 8 * encoded.num_words > self._arena.capacity:
             raise RecordTooLarge(
-                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {encoded.num_bytes} bytes, "
-                f"the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
+                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {8 * encoded.num_words} "
+                f"bytes, the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
             )
-        self._outbox.append((self._next_sequence, trajectory.ticket_id, encoded))
-        self._next_sequence += 1
-        self._flush_outbox()
-        return not self._outbox
+        self._outbox.append((trajectory.ticket_id, encoded))
+        return False
 
     def fail(self, ticket_id: int, reason: str) -> None:
         """Give a ticket back: its episode came to nothing. ValueError where this actor does not hold it."""
@@ -236,11 +251,17 @@ class ActorChannel:
                     if version != self._version:
                         self._version = version
                         events.append(message)
+                case Revoked(ticket_ids):
+                    for ticket_id in ticket_ids:
+                        self._held.pop(ticket_id, None)
+                    events.append(message)
                 case Shutdown():
                     events.append(message)
         if hello_wanted:
             self._introduce_again()
-        self._flush_outbox()
+        while self._outbox and self._lay(*self._outbox[0]):
+            self._outbox.popleft()
+        self._offer_unsent()
         self._send_due()
         silence = self._clock.now - self._learner_heard
         if silence > self._learner_timeout_s:
@@ -264,8 +285,8 @@ class ActorChannel:
     def _settle(self, sequence: int) -> None:
         in_flight = self._in_flight.pop(sequence, None)
         if in_flight is not None:
-            self._arena.free(in_flight.record.descriptor)
-            self._held.pop(in_flight.record.ticket_id, None)
+            self._arena.free(in_flight.place.start)
+            self._held.pop(in_flight.ticket_id, None)
 
     def _introduce_again(self) -> None:
         # The learner is new, or had given this actor up: it knows nothing of what is under way.
@@ -273,28 +294,50 @@ class ActorChannel:
         self.hello()
         if self._want is not None:
             self.request(self._want)
-        self._offer([in_flight.record for in_flight in self._in_flight.values()])
+        self._unsent.clear()
+        self._offer(self._in_flight)
 
-    def _flush_outbox(self) -> None:
-        records = []
-        while self._outbox:
-            sequence, ticket_id, encoded = self._outbox[0]
-            descriptor = self._arena.try_write(encoded.parts)
-            if descriptor is None:
-                break
-            self._outbox.popleft()
-            record = Record(sequence, ticket_id, descriptor, encoded.header)
-            self._in_flight[sequence] = _InFlight(record, 0.0)
-            records.append(record)
-        self._offer(records)
+    def _lay(self, ticket_id: int, encoded: EncodedTrajectory) -> bool:
+        """Into the arena. False where it has no room now."""
+        try:
+            place = self._arena.write(encoded)
+        except RecordTooLarge:
+            return False
+        if place is None:
+            return False
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        start = place.start if self._is_shared else 0
+        row = _ROW.pack(sequence, ticket_id, start, place.num_words, place.checksum)
+        self._in_flight[sequence] = _InFlight(row, place, ticket_id)
+        self._unsent.append(sequence)
+        return True
 
-    def _offer(self, records: list[Record]) -> None:
-        now = time.monotonic()
-        for first in range(0, len(records), _MAX_RECORDS):
-            batch = records[first : first + _MAX_RECORDS]
-            for record in batch:
-                self._in_flight[record.sequence].sent_at = now
-            self._send(DescriptorBatch(tuple(batch)))
+    def _offer_unsent(self) -> None:
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._offer(unsent)
+
+    def _offer(self, sequences: Iterable[int]) -> None:
+        """Tell the learner of records in flight; what was answered meanwhile is left out."""
+        batch: list[int] = []
+        num_bytes = 0
+        for sequence in sequences:
+            if sequence not in self._in_flight:
+                continue
+            batch.append(sequence)
+            num_bytes += 8 * self._in_flight[sequence].place.num_words
+            if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
+                self._offer_batch(batch)
+                batch, num_bytes = [], 0
+        if batch:
+            self._offer_batch(batch)
+
+    def _offer_batch(self, sequences: list[int]) -> None:
+        self._offered.append((time.monotonic(), sequences))
+        records = [self._in_flight[sequence] for sequence in sequences]
+        frames = [] if self._is_shared else [self._arena.view(record.place) for record in records]
+        self._send(DescriptorBatch(b"".join([record.row for record in records])), frames)
 
     def _send_due(self) -> None:
         now = time.monotonic()
@@ -304,11 +347,14 @@ class ActorChannel:
         self._send(Heartbeat(tuple(self._held), self._stats))
         if self._want is not None:
             self._send(TicketRequest(self._want))
-        self._offer([f.record for f in self._in_flight.values() if now - f.sent_at > self._resend_s])
+        again: list[int] = []
+        while self._offered and now - self._offered[0][0] > self._resend_s:
+            again += self._offered.popleft()[1]
+        self._offer(again)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, records: Iterable[memoryview] = ()) -> None:
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send_multipart([encode(message), *records], zmq.NOBLOCK)
         except zmq.Again:
             # The queue of a learner that does not read is full. All that matters is offered again.
             _log.debug("no room to send %s", type(message).__name__)

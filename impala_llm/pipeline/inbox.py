@@ -1,4 +1,5 @@
-"""The queue between the receiver's thread and the learner's, bounded in bytes.
+"""The queue between the receiver's thread and the learner's. What bounds it is the replay arena, where its trajectories
+lie.
 
 Invariant: a trajectory that was put is drained exactly once, in order. An error of the receiver's thread reaches
 whoever drains.
@@ -7,6 +8,7 @@ whoever drains.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from impala_llm.trajectory import Trajectory
 
@@ -16,33 +18,20 @@ class ReceiverError(RuntimeError):
 
 
 class Inbox:
-    """Thread-safe. max_bytes: of the arrays; one trajectory more may be put while the bound is not reached."""
+    """Thread-safe."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._trajectories: list[Trajectory] = []
-        self._num_bytes = 0
         self._error: BaseException | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing should be put now."""
-        return self._num_bytes >= self.max_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arrays inside."""
-        return self._num_bytes
 
     def __len__(self) -> int:
         return len(self._trajectories)
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Append one and wake the drain."""
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Append them and wake the drain."""
         with self._changed:
-            self._trajectories.append(trajectory)
-            self._num_bytes += trajectory.nbytes
+            self._trajectories.extend(trajectories)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -58,5 +47,4 @@ class Inbox:
             if self._error is not None:
                 raise ReceiverError(f"the receiver has died: {self._error}") from self._error
             trajectories, self._trajectories = self._trajectories, []
-            self._num_bytes = 0
             return trajectories

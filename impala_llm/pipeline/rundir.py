@@ -8,12 +8,15 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
 
     owner.json          pid and start time of the owning process
     learner-<rank>.sock the socket of a learner rank
+    learner-<rank>.replay   the replay arena of a learner rank
+    learner-<rank>.journal  what became of its tickets
     <actor id>.arena    the arena of an actor
     weights/            the weight board
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -21,9 +24,12 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+SUPERVISED = "IMPALA_LLM_SUPERVISED"
+"""Environment variable of a learner whose run directory belongs to its supervisor, and outlives it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OWNER_FILE = "owner.json"
 _ATTACH_INTERVAL_S = 0.05
@@ -110,14 +116,22 @@ class RunDirectory:
         self._owned = owned
 
     @classmethod
-    def create(cls, run_name: str, base: Path | None = None) -> RunDirectory:
+    def for_learner(cls, run_name: str, resume: bool) -> RunDirectory:
+        """The supervisor's, where there is one (`SUPERVISED`); else see `create`."""
+        return cls.attach(run_name) if os.environ.get(SUPERVISED) else cls.create(run_name, take_over=resume)
+
+    @classmethod
+    def create(cls, run_name: str, base: Path | None = None, take_over: bool = False) -> RunDirectory:
         """Make the directory of a run and own it until `remove`; a dead owner's directory of that name goes first.
+
+        take_over: a dead owner's directory is gone on with instead: what its learner acknowledged is in there.
 
         base: parent directory; /dev/shm by default, the directory for temporary files where there is no /dev/shm.
         Raises RunDirectoryError when the owner is alive or the path belongs to another user.
         """
         path = _run_path(run_name, base)
-        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}.new-", dir=path.parent))
+        _remove_leftovers(path)
+        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}.new-{os.getpid()}-", dir=path.parent))
         try:
             owner = ProcessIdentity.mine()
             (fresh / _OWNER_FILE).write_text(json.dumps({"pid": owner.pid, "start_time": owner.start_time}))
@@ -129,7 +143,14 @@ class RunDirectory:
                 except OSError:
                     if not os.path.lexists(path):
                         raise
-                _remove_if_dead(path, run_name)
+                if take_over:
+                    with _locked_and_dead(path, run_name) as is_there:
+                        if is_there:
+                            os.replace(fresh / _OWNER_FILE, path / _OWNER_FILE)
+                            os.rmdir(fresh)
+                            return cls(path, owned=True)
+                else:
+                    _remove_if_dead(path, run_name)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -166,6 +187,14 @@ class RunDirectory:
     def arena_path(self, actor_id: str) -> Path:
         """File of an actor's arena. ValueError where the id cannot be part of a file name."""
         return self.path / f"{check_name('actor_id', actor_id)}.arena"
+
+    def replay_path(self, rank: int = 0) -> Path:
+        """File of a learner rank's replay arena."""
+        return self.path / f"learner-{rank}.replay"
+
+    def journal_path(self, rank: int = 0) -> Path:
+        """File of a learner rank's ticket journal."""
+        return self.path / f"learner-{rank}.journal"
 
     @property
     def weights_path(self) -> Path:
@@ -219,29 +248,49 @@ def _check_ours(path: Path) -> None:
         raise RunDirectoryError(f"{path} is not a directory of user {os.getuid()}: choose another run name")
 
 
-def _remove_if_dead(path: Path, run_name: str) -> None:
-    """Remove the directory of a dead owner; RunDirectoryError where the owner lives. Safe against concurrent starts."""
+def _remove_leftovers(path: Path) -> None:
+    """What a process left that was killed while it made or removed this run's directory."""
+    for left in path.parent.glob(f"{path.name}.[no][el][wd]-*"):
+        # Both kinds are named after the process that works on them.
+        maker = re.fullmatch(r"\.(?:new|old)-(\d+)-.*", left.name.removeprefix(path.name))
+        if maker is not None and not _pid_exists(int(maker[1])) and left.lstat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked_and_dead(path: Path, run_name: str) -> Iterator[bool]:
+    """Alone with the directory of a dead owner; yields False where it has gone or was replaced in the meantime.
+
+    RunDirectoryError where the owner lives.
+    """
     try:
         _check_ours(path)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
+        yield False
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         try:
-            if not os.path.samestat(os.stat(path), os.fstat(handle)):
-                return  # another start replaced it while we waited for the lock
+            is_same = os.path.samestat(os.stat(path), os.fstat(handle))
         except FileNotFoundError:
-            return
-        owner = read_owner(path)
+            is_same = False
+        owner = read_owner(path) if is_same else None
         if owner is not None and owner.alive():
             raise RunDirectoryError(
                 f"run {run_name!r} is in use: {path} belongs to the living process {owner.pid}. "
                 "Stop that process or choose another run name"
             )
-        # Renamed first, so that nobody attaches to a directory that is half deleted.
-        doomed = Path(tempfile.mkdtemp(prefix=f"{path.name}.old-", dir=path.parent))
-        os.rename(path, doomed / path.name)
-        shutil.rmtree(doomed)
+        yield is_same
     finally:
         os.close(handle)
+
+
+def _remove_if_dead(path: Path, run_name: str) -> None:
+    """Remove the directory of a dead owner; RunDirectoryError where the owner lives. Safe against concurrent starts."""
+    with _locked_and_dead(path, run_name) as is_there:
+        if is_there:
+            # Renamed first, so that nobody attaches to a directory that is half deleted.
+            doomed = Path(tempfile.mkdtemp(prefix=f"{path.name}.old-{os.getpid()}-", dir=path.parent))
+            os.rename(path, doomed / path.name)
+            shutil.rmtree(doomed)

@@ -20,6 +20,10 @@ ITEM_SIZES: dict[str, int] = {
 """Bytes of an element, by the name of its dtype in the format."""
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
+MAX_HEADER_BYTES = 100_000_000
+"""Of the JSON in a file: the limit of the format's reference implementation."""
+_MAX_OFFSET = 2**63
+_MAX_DIMENSIONS = 64
 
 
 class LayoutError(ValueError):
@@ -77,25 +81,38 @@ def plan(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def parse(data: memoryview) -> dict[str, TensorPlace]:
-    """The tensors in a file, by name. LayoutError where the header is malformed or leaves the file."""
+    """The tensors in a file, by name, in the order of the file.
+
+    LayoutError where the header is malformed or leaves the file, and where tensors overlap or leave gaps.
+    """
     try:
         (length,) = _LENGTH.unpack(data[: _LENGTH.size])
         begin = _LENGTH.size + length
+        if length > MAX_HEADER_BYTES or begin > len(data):
+            raise LayoutError(f"a header of {length} bytes in a file of {len(data)}: at most {MAX_HEADER_BYTES}")
         table = json.loads(bytes(data[_LENGTH.size : begin]))
-        places = {}
-        for name, entry in table.items():
-            if name == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            place = TensorPlace(entry["dtype"], tuple(entry["shape"]), begin + start, begin + end)
-            if not 0 <= start <= end <= len(data) - begin or end - start != _num_bytes(place.dtype, place.shape):
-                raise LayoutError(
-                    f"tensor {name!r} lies at [{place.start}, {place.end}) of {len(data)} bytes: impossible"
-                )
-            places[name] = place
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = [(name, _place(name, entry, begin)) for name, entry in table.items() if name != "__metadata__"]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LayoutError(f"not a safetensors file: {error}") from error
+    places = dict(sorted(found, key=lambda item: (item[1].start, item[1].end)))
+    end = begin
+    for name, place in places.items():
+        if place.start != end or not place.start <= place.end <= len(data):
+            raise LayoutError(f"tensor {name!r} lies at [{place.start}, {place.end}): it should begin at {end}")
+        end = place.end
+    if end != len(data):
+        raise LayoutError(f"the tensors end at byte {end}, the file has {len(data)}")
     return places
+
+
+def _place(name: str, entry: Mapping[str, Any], begin: int) -> TensorPlace:
+    start, end = entry["data_offsets"]
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    if any(type(value) is not int or not 0 <= value < _MAX_OFFSET for value in (start, end, *shape)):
+        raise LayoutError(f"tensor {name!r} has the shape {shape} and lies at [{start}, {end}): impossible")
+    if len(shape) > _MAX_DIMENSIONS or end - start != _num_bytes(dtype, shape):
+        raise LayoutError(f"tensor {name!r} of shape {shape} and dtype {dtype} takes {end - start} bytes: impossible")
+    return TensorPlace(dtype, shape, begin + start, begin + end)
 
 
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:

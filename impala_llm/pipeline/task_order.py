@@ -46,11 +46,24 @@ class TaskOrder:
         """The next (task_id, group_id) of this rank."""
         group_id = self._num_taken * self._world_size + self._rank
         self._num_taken += 1
+        return self.task_of(group_id), group_id
+
+    def task_of(self, group_id: int) -> int:
+        """The task of a group."""
         epoch, place = divmod(group_id, len(self._tasks))
         if epoch != self._epoch:
             self._epoch = epoch
             self._shuffled = np.random.default_rng([self._seed, epoch]).permutation(self._tasks)
-        return int(self._shuffled[place]), group_id
+        return int(self._shuffled[place])
+
+    @property
+    def num_taken(self) -> int:
+        """How many groups this rank has taken."""
+        return self._num_taken
+
+    def skip_to(self, num_taken: int) -> None:
+        """Go on after this many groups."""
+        self._num_taken = num_taken
 
     def ticket_seed(self, ticket_id: int) -> int:
         """Seed of a ticket's episode, in [0, 2^63)."""
@@ -59,16 +72,17 @@ class TaskOrder:
 
     def state_dict(self) -> dict[str, int]:
         """Position and what it refers to, as plain numbers."""
-        return {"num_taken": self._num_taken, **self._identity()}
+        return {"num_taken": self._num_taken, **self.identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on at a saved position. ValueError where it belongs to another order."""
-        for name, value in self._identity().items():
+        for name, value in self.identity().items():
             if state[name] != value:
                 raise ValueError(f"the saved task order has {name}={state[name]}, this run {value}: they must agree")
         self._num_taken = state["num_taken"]
 
-    def _identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, int]:
+        """What decides the order, position aside."""
         return {
             "num_tasks": len(self._tasks),
             "group_size": self.group_size,

@@ -22,16 +22,19 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
+from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
 
 _STATE_FORMAT = 1
+# Kinds of rows in the journal. A ticket's last row counts; what has arrived is known from the replay arena.
+_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class _State(Enum):
 
 
 _ENDED = (_State.TRAINED, _State.EVICTED, _State.REFUSED)
+_ROW_KINDS = {_State.TRAINED: _TRAINED, _State.EVICTED: _EVICTED, _State.REFUSED: _REFUSED}
+_END_STATES = {kind: state for state, kind in _ROW_KINDS.items()}
 
 
 @dataclass(slots=True)
@@ -85,6 +90,8 @@ class _Entry:
     attempts: int = 0
     episode_id: str | None = None
     unrolls: set[int] = field(default_factory=set)
+    step: int = 0
+    """Version that is made of it, once it is trained on: it counts when that version is published."""
 
 
 @dataclass(slots=True)
@@ -124,12 +131,14 @@ class TicketLedger:
         max_open: int | None = None,
         max_attempts: int = 3,
         version: int = 0,
+        journal: Journal | None = None,
     ) -> None:
         """All numbers are per rank and in trajectories.
 
         batch_size: trajectories of a learner step. max_staleness: in versions; None runs free. max_open: most tickets
         granted and not yet received; needed when running free, otherwise optional. max_attempts: failures after which
-        a ticket is refused. version: the learner's at the start. Raises ValueError naming the argument.
+        a ticket is refused. version: the learner's at the start. journal: where to note what a later process must know;
+        one that holds rows is gone on from, see `recover`. Raises ValueError naming the argument.
         """
         group_size = task_order.group_size
         if batch_size < 1 or batch_size % group_size:
@@ -163,6 +172,8 @@ class TicketLedger:
         self._charged: Counter[int] = Counter()  # by the version of the grant
         self._released: list[int] = []  # trained by the step under way: free at the next version
         self._totals: Counter[str] = Counter()
+        self._journal = journal
+        self._notes: list[tuple[int, ...]] = []
         # Resends come within seconds; what ended many batches ago needs no memory.
         self._num_remembered = max(4096, 16 * batch_size * (1 + (max_staleness or 0)))
 
@@ -196,7 +207,9 @@ class TicketLedger:
             if not actors:
                 return []
             actors.sort(key=lambda actor: len(self._open_at[actor]))
-            return self._deal_batch(actors) if self.max_staleness == 0 else self._fill_levels(actors)
+            grants = self._deal_batch(actors) if self.max_staleness == 0 else self._fill_levels(actors)
+            self._write_notes()
+            return grants
 
     def open_tickets(self, actor_id: str) -> list[Ticket]:
         """Tickets that are open at an actor, oldest first: what it must be playing or have given back."""
@@ -219,6 +232,12 @@ class TicketLedger:
             entry = self._entries.get(ticket_id)
             return None if entry is None else entry.ticket
 
+    def lookup_all(self, ticket_ids: Iterable[int]) -> list[Ticket | None]:
+        """`lookup` of several."""
+        with self._lock:
+            found = map(self._entries.get, ticket_ids)
+            return [None if entry is None else entry.ticket for entry in found]
+
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
         """What `received` would say, without effect."""
         with self._lock:
@@ -237,17 +256,35 @@ class TicketLedger:
 
         Further unrolls of that episode are accepted until the ticket ends: call `trained` after the last.
         """
+        return self.received_all([(ticket_id, episode_id, unroll_index)])[0]
+
+    def received_all(self, keys: Sequence[tuple[int, str, int]]) -> list[Verdict]:
+        """`received` for several trajectories, (ticket_id, episode_id, unroll_index), in order."""
+        verdicts = []
         with self._lock:
-            verdict = self.check(ticket_id, episode_id, unroll_index)
-            if verdict is Verdict.ACCEPTED:
-                entry = self._entries[ticket_id]
-                self._leave_queue_or_actor(entry)
-                entry.state, entry.actor_id, entry.episode_id = _State.RECEIVED, None, episode_id
-                entry.unrolls.add(unroll_index)
-                self._totals["received"] += 1
-            elif verdict is Verdict.DUPLICATE:
-                self._totals["duplicates"] += 1
-            return verdict
+            entries, open_at = self._entries, self._open_at
+            num_received = 0
+            for ticket_id, episode_id, unroll_index in keys:
+                entry = entries.get(ticket_id)
+                if entry is not None and entry.state is _State.OPEN:  # the common case, without detours
+                    open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
+                    self._num_open -= 1
+                    verdict = Verdict.ACCEPTED
+                else:
+                    verdict = self.check(ticket_id, episode_id, unroll_index)
+                    if verdict is Verdict.ACCEPTED:
+                        assert entry is not None
+                        self._leave_queue_or_actor(entry)
+                    elif verdict is Verdict.DUPLICATE:
+                        self._totals["duplicates"] += 1
+                if verdict is Verdict.ACCEPTED:
+                    assert entry is not None
+                    entry.state, entry.actor_id, entry.episode_id = _State.RECEIVED, None, episode_id
+                    entry.unrolls.add(unroll_index)
+                    num_received += 1
+                verdicts.append(verdict)
+            self._totals["received"] += num_received
+        return verdicts
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
         """The actor's attempt came to nothing. The ticket is granted again, or refused after max_attempts failures.
@@ -265,6 +302,8 @@ class TicketLedger:
                 self._refuse(entry)
             else:
                 self._grant_again(entry)
+                self._note(_LIVE, entry)
+            self._write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
         """The actor's trajectory was malformed: final. Without effect where the ticket is not open at this actor."""
@@ -272,6 +311,7 @@ class TicketLedger:
             entry = self._entries.get(ticket_id)
             if entry is not None and entry.state is _State.OPEN and entry.actor_id == actor_id:
                 self._refuse(entry)
+                self._write_notes()
 
     def actor_lost(self, actor_id: str) -> None:
         """The actor is gone: what was open at it is granted again, oldest first. That is no failure of the ticket."""
@@ -291,7 +331,9 @@ class TicketLedger:
         with self._lock:
             for entry in self._received_entries(ticket_ids, "trained on"):
                 self._released.append(entry.born_version)
+                entry.step = self._version + 1
                 self._end(entry, _State.TRAINED, charged=True)
+            self._write_notes()
             if self.max_staleness is None:
                 self._release()
 
@@ -300,6 +342,7 @@ class TicketLedger:
         with self._lock:
             for entry in self._received_entries(ticket_ids, "evicted"):
                 self._end(entry, _State.EVICTED)
+            self._write_notes()
 
     def advance(self, version: int) -> None:
         """The learner has made this version. ValueError where it is not above the current one."""
@@ -390,6 +433,92 @@ class TicketLedger:
             self._ready = deque([*interrupted, *state["ready"]])
             return [i for i, entry in self._entries.items() if entry.state is _State.RECEIVED]
 
+    # --- after a death
+
+    def recover(self, received: Sequence[tuple[int, str, int]]) -> list[bool]:
+        """Go on from the journal of a process that is gone. Once, before anything else.
+
+        received: (ticket_id, episode_id, unroll_index) of what its replay arena holds. A step counts if its version was
+        published, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
+        is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again.
+
+        Returns whether each of `received` is still wanted. Raises ValueError where the journal is of another task
+        order.
+        """
+        with self._lock:
+            rows = [] if self._journal is None else self._journal.rows().tolist()
+            last: dict[int, list[int]] = {}
+            identity = list(self._order.identity().values())
+            for row in rows:
+                if row[0] == _ORDER:
+                    if row[1:] != identity:
+                        raise ValueError(
+                            f"the journal is of the task order {row[1:]}, this run has {self._order.identity()}: "
+                            "start under another run.name"
+                        )
+                elif row[0] == _TAKEN:
+                    self._order.skip_to(row[1])
+                else:
+                    last[row[1]] = row
+            size = self._order.group_size
+            if last:
+                world_size = self._order.identity()["world_size"]
+                self._order.skip_to(max(self._order.num_taken, max(last) // size // world_size + 1))
+            arrived: dict[int, tuple[str, set[int]]] = {}
+            for ticket_id, episode_id, unroll_index in received:
+                arrived.setdefault(ticket_id, (episode_id, set()))[1].add(unroll_index)
+            for ticket_id in sorted(last):
+                group_id = ticket_id // size
+                _, _, born_version, min_version, attempts, step = last[ticket_id]
+                ticket = Ticket(
+                    *(ticket_id, self._order.task_of(group_id), group_id, self._order.ticket_seed(ticket_id)),
+                    min_version,
+                )
+                self._entries[ticket_id] = _Entry(ticket, born_version, attempts=attempts, step=step)
+                self._charged[born_version] += 1
+                self._groups.setdefault(group_id, _Group(under_way=0)).under_way += 1
+            for ticket_id, entry in list(self._entries.items()):
+                end = _END_STATES.get(last[ticket_id][0])
+                if end is not None and entry.step <= self._version:
+                    self._end(entry, end)
+                elif ticket_id in arrived:
+                    entry.state = _State.RECEIVED
+                    entry.episode_id, entry.unrolls = arrived[ticket_id]
+                else:
+                    self._ready.append(ticket_id)
+            self._charged += Counter()  # drops the zeros
+            self._totals.clear()
+            self._notes.clear()
+            if self._journal is not None:
+                self._journal.rewrite(self._account())
+            return [
+                entry is not None and entry.state is _State.RECEIVED and entry.episode_id == episode_id
+                for ticket_id, episode_id, _ in received
+                for entry in [self._entries.get(ticket_id)]
+            ]
+
+    def _note(self, kind: int, entry: _Entry) -> None:
+        if self._journal is not None:
+            self._notes.append(_row(kind, entry))
+
+    def _write_notes(self) -> None:
+        """All that a call has changed, in one piece."""
+        if self._notes:
+            assert self._journal is not None
+            if not self._journal.append(self._notes):
+                self._journal.rewrite(self._account())
+            self._notes.clear()
+
+    def _account(self) -> list[tuple[int, ...]]:
+        """All that a later process must know, in as few rows as it takes."""
+        wanted = self._groups.keys() | {e.ticket.group_id for e in self._ended.values() if e.step > self._version}
+        ended = [entry for entry in self._ended.values() if entry.ticket.group_id in wanted]
+        return [
+            (_ORDER, *self._order.identity().values()),
+            (_TAKEN, self._order.num_taken, 0, 0, 0, 0),
+            *(_row(_ROW_KINDS.get(entry.state, _LIVE), entry) for entry in [*self._entries.values(), *ended]),
+        ]
+
     # --- admission
 
     def _may_start_group(self) -> bool:
@@ -423,8 +552,9 @@ class TicketLedger:
         self._groups[group_id] = _Group(under_way=size)
         for ticket_id in range(group_id * size, (group_id + 1) * size):
             ticket = Ticket(ticket_id, task_id, group_id, self._order.ticket_seed(ticket_id), min_version)
-            self._entries[ticket_id] = _Entry(ticket, self._version)
+            entry = self._entries[ticket_id] = _Entry(ticket, self._version)
             self._ready.append(ticket_id)
+            self._note(_LIVE, entry)
         self._charged[self._version] += size
 
     def _deal_batch(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
@@ -514,6 +644,7 @@ class TicketLedger:
         """charged: the slot stays charged, since the caller has noted when it becomes free."""
         ticket_id, group_id = entry.ticket.ticket_id, entry.ticket.group_id
         entry.state, entry.actor_id = end, None
+        self._note(_ROW_KINDS[end], entry)
         self._totals[end.value] += 1
         del self._entries[ticket_id]
         self._ended[ticket_id] = entry
@@ -533,6 +664,11 @@ class TicketLedger:
         self._charged.subtract(self._released)
         self._charged += Counter()  # drops the zeros
         self._released = []
+
+
+def _row(kind: int, entry: _Entry) -> tuple[int, ...]:
+    ticket = entry.ticket
+    return kind, ticket.ticket_id, entry.born_version, ticket.min_version, entry.attempts, entry.step
 
 
 def _entry_state(entry: _Entry) -> list[Any]:

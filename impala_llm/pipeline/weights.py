@@ -1,93 +1,44 @@
 """The weight board: versions of the weights in shared memory, from the learner to all engines of its host.
 
 Invariant: what a reader holds a lease on is one whole version and stays so until the lease ends. The publisher writes
-only into slots that nobody leases, and says that a version is there after the last byte of it.
+only into slots that nobody leases, and says that a version is there after the last byte of it. So a publisher may be
+killed at any moment: the latest version stays readable, and the next publisher goes on with the same slots.
 
-    latest         JSON: the slot that holds the newest version; replaced by an atomic rename
-    slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
-    slot-<k>.json  JSON: version, number of bytes and checksum in the slot; absent while it is written
-    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
-    its holder
-
-The file of a slot keeps its size and pages from version to version: fresh pages cost several times the copy.
+Weights are copied once in and, by a reader that wants its own, once out; checksums are computed in the same passes. The
+file of a slot keeps its size and pages from version to version: fresh pages cost several times the copy. Which files
+there are: weight_slots.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import mmap
-import os
 import time
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from impala_llm.pipeline import safetensors_layout
-from impala_llm.pipeline.arena import populate
-from impala_llm.pipeline.safetensors_layout import Layout, LayoutError
+from impala_llm.pipeline import kernels, safetensors_layout
+from impala_llm.pipeline.safetensors_layout import Layout
+from impala_llm.pipeline.weight_slots import (
+    PUBLISHER_LOCK,
+    WEIGHTS_FILE,
+    Manifest,
+    Slot,
+    TensorBytes,
+    WeightsError,
+    damaged,
+    flock,
+    read_latest,
+    write_atomically,
+    write_latest,
+    write_version,
+)
 
-WEIGHTS_FILE = "model.safetensors"
-_LATEST = "latest"
+__all__ = ["WEIGHTS_FILE", "TensorBytes", "WeightLease", "WeightPublisher", "WeightReader", "WeightsError"]
+
 _RETRY_S = 0.005
-
-TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
-"""(dtype by its safetensors name, shape, uint8[number of bytes])."""
-
-
-class WeightsError(RuntimeError):
-    """A version cannot be published or read."""
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    """What a slot holds. checksum: CRC-32 of the whole weights file."""
-
-    version: int
-    num_bytes: int
-    checksum: int
-
-
-class _Slot:
-    """Paths of a slot, and the publisher's mapping of its weights file."""
-
-    def __init__(self, board: Path, index: int) -> None:
-        self.directory = board / f"slot-{index}"
-        self.weights = self.directory / WEIGHTS_FILE
-        self.manifest = board / f"slot-{index}.json"
-        self.lock = board / f"slot-{index}.lock"
-        self.map: mmap.mmap | None = None
-        self.header = b""
-
-    def read_manifest(self) -> _Manifest | None:
-        values = _read_json(self.manifest)
-        return None if values is None else _Manifest(**values)
-
-    def prepare(self, layout: Layout) -> mmap.mmap:
-        """The slot's file, mapped and resident, of the layout's size. A file of another layout is replaced."""
-        if self.map is not None and self.header == layout.header:
-            return self.map
-        self.map = None
-        self.weights.unlink(missing_ok=True)
-        handle = os.open(self.weights, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, layout.num_bytes)
-            self.map = mmap.mmap(handle, layout.num_bytes)
-        except OSError as error:
-            self.weights.unlink()
-            raise WeightsError(
-                f"cannot reserve {layout.num_bytes} bytes for {self.weights}: {error}. Free memory"
-            ) from error
-        finally:
-            os.close(handle)
-        populate(self.map, write=True)
-        self.header = layout.header
-        return self.map
 
 
 class WeightPublisher:
@@ -104,60 +55,105 @@ class WeightPublisher:
             raise ValueError(
                 f"num_slots is {num_slots}: at least 2 are needed, the latest version is never overwritten"
             )
+        for name in files or {}:
+            if Path(name).name != name or name in ("..", WEIGHTS_FILE):
+                raise ValueError(f"files has {name!r}: a plain file name other than {WEIGHTS_FILE} is expected")
         self.directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._slots = [_Slot(directory, index) for index in range(num_slots)]
+        (directory / PUBLISHER_LOCK).touch()
+        self._layout: Layout | None = None
+        self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._slots = [Slot(directory, index) for index in range(num_slots)]
         for slot in self._slots:
             slot.directory.mkdir(exist_ok=True)
             slot.lock.touch()
-        for name, content in (files or {}).items():
-            if Path(name).name != name or name == WEIGHTS_FILE:
-                raise ValueError(f"files has {name!r}: a plain file name other than {WEIGHTS_FILE} is expected")
+            for name, content in (files or {}).items():
+                write_atomically(slot.directory / name, content)
+
+    def reserve(self, tensors: Mapping[str, TensorBytes]) -> float:
+        """Make all slots resident for weights of this kind, so that no version has to wait for it.
+
+        tensors: as for `publish`; only dtypes and shapes count. Slots that are being read, or hold the latest version,
+        are left for later. Returns the seconds taken. Raises WeightsError where memory is short.
+        """
+        begin = time.monotonic()
+        layout = self._plan(tensors)
+        with self._alone(begin):
+            latest = read_latest(self.directory)
             for slot in self._slots:
-                _write_atomically(slot.directory / name, content)
+                with flock(slot.lock, fcntl.LOCK_EX) as locked:
+                    is_latest = latest is not None and slot.index == latest[0]
+                    if locked and (not is_latest or slot.has_file_of(layout.num_bytes)):
+                        slot.writable(layout.num_bytes)
+        return time.monotonic() - begin
 
     def publish(self, tensors: Mapping[str, TensorBytes], version: int, timeout_s: float = 60.0) -> float:
         """Write a version and make it the latest.
 
         tensors: name -> (dtype, shape, uint8[bytes]), contiguous. timeout_s: how long to wait while readers hold all
         other slots. Returns the seconds taken. Raises WeightsError where the version is below the latest, where no slot
-        becomes free in time, or where memory is short; ValueError where an array does not have its tensor's size.
+        becomes free in time, where another publisher is at work, or where memory is short; ValueError where an array
+        does not have its tensor's size.
         """
         begin = time.monotonic()
-        latest = _read_latest(self.directory)
-        if latest is not None and version < latest[1]:
-            raise WeightsError(f"version {version} is older than {latest[1]} on the board: versions never decrease")
-        layout = safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
+        layout = self._plan(tensors)
         for name, place in layout.places.items():
             array = tensors[name][2]
-            if array.dtype != np.uint8 or array.shape != (place.end - place.start,):
+            size = place.end - place.start
+            if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
                 raise ValueError(
-                    f"tensor {name!r} has bytes of dtype {array.dtype} and shape {array.shape}: "
-                    f"uint8 of shape ({place.end - place.start},) is expected for {place.dtype} of shape {place.shape}"
+                    f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides "
+                    f"{array.strides}: contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape "
+                    f"{place.shape}"
                 )
-        with self._writable_slot(None if latest is None else latest[0], begin + timeout_s) as slot:
-            slot.manifest.unlink(missing_ok=True)
-            target = np.frombuffer(slot.prepare(layout), np.uint8)
-            target[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-            checksum = zlib.crc32(layout.header)
-            for name, place in layout.places.items():
-                target[place.start : place.end] = tensors[name][2]
-                checksum = zlib.crc32(tensors[name][2].data, checksum)
-            manifest = {"version": version, "num_bytes": layout.num_bytes, "checksum": checksum}
-            _write_atomically(slot.manifest, json.dumps(manifest).encode())
-        pointer = {"slot": self._slots.index(slot), "version": version}
-        _write_atomically(self.directory / _LATEST, json.dumps(pointer).encode())
+        deadline = begin + timeout_s
+        with self._alone(deadline):
+            latest = read_latest(self.directory)
+            if latest is not None and version < latest[1]:
+                raise WeightsError(
+                    f"version {version} is older than {latest[1]} on {self.directory}: versions never decrease"
+                )
+            with self._writable_slot(latest, deadline) as slot:
+                slot.manifest.unlink(missing_ok=True)
+                manifest = write_version(layout, slot.writable(layout.num_bytes), tensors, version)
+                write_atomically(slot.manifest, manifest.to_json())
+            write_latest(self.directory, slot.index, version)
         return time.monotonic() - begin
 
+    def _plan(self, tensors: Mapping[str, TensorBytes]) -> Layout:
+        described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+        if self._layout is None or described != self._described:
+            self._layout = safetensors_layout.plan(described)
+            self._described = described
+        return self._layout
+
     @contextlib.contextmanager
-    def _writable_slot(self, latest_slot: int | None, deadline: float) -> Iterator[_Slot]:
+    def _alone(self, deadline: float) -> Iterator[None]:
+        """No other publisher, such as a predecessor that was stopped and woke up, writes meanwhile."""
+        while True:
+            with flock(self.directory / PUBLISHER_LOCK, fcntl.LOCK_EX) as locked:
+                if locked:
+                    yield
+                    return
+            if time.monotonic() >= deadline:
+                raise WeightsError(f"another publisher writes to {self.directory}: end it, a board has one")
+            time.sleep(_RETRY_S)
+
+    @contextlib.contextmanager
+    def _writable_slot(self, latest: tuple[int, int] | None, deadline: float) -> Iterator[Slot]:
         """The slot of the oldest version that nobody reads, locked against readers."""
-        candidates = [slot for index, slot in enumerate(self._slots) if index != latest_slot]
-        manifests = {slot: slot.read_manifest() for slot in candidates}
-        candidates.sort(key=lambda slot: -1 if (m := manifests[slot]) is None else m.version)
+        latest_slot, latest_version = (None, None) if latest is None else latest
+
+        def age(slot: Slot) -> int:
+            manifest = slot.read_manifest()
+            # One that is newer than the latest was never announced: its publisher died just before.
+            announced = manifest is not None and latest_version is not None and manifest.version <= latest_version
+            return manifest.version if manifest is not None and announced else -1
+
+        candidates = sorted((slot for slot in self._slots if slot.index != latest_slot), key=age)
         while True:
             for slot in candidates:
-                with _flock(slot.lock, fcntl.LOCK_EX) as locked:
+                with flock(slot.lock, fcntl.LOCK_EX) as locked:
                     if locked:
                         yield slot
                         return
@@ -172,61 +168,95 @@ class WeightPublisher:
 class WeightLease:
     """A version that cannot be overwritten while the lease lasts. Made by `WeightReader.lease`."""
 
-    def __init__(self, slot: _Slot, manifest: _Manifest) -> None:
+    def __init__(self, slot: Slot, manifest: Manifest) -> None:
         self.version = manifest.version
+        self.manifest = manifest
         self.path = slot.directory
         """A Hugging Face directory."""
-        self._weights = slot.weights
-        self._manifest = manifest
+        self._slot = slot
 
-    def tensors(self) -> dict[str, TensorBytes]:
-        """name -> (dtype, shape, read-only uint8 array that maps the file), in the order of the file.
+    def tensors(self, verify: bool = True) -> dict[str, TensorBytes]:
+        """name -> (dtype, shape, read-only uint8 array that maps the file), in the order of the file. No copy.
 
-        Valid until the lease ends; copy what should live longer. Raises WeightsError where size or checksum disagree.
+        Valid until the lease ends; copy what should live longer. verify: compare the checksums of all tensors, which
+        reads every byte once. Raises WeightsError where size, header or a checksum disagree.
         """
-        with self._weights.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        populate(data, write=False)
-        view = memoryview(data)
-        if len(view) != self._manifest.num_bytes or zlib.crc32(view) != self._manifest.checksum:
-            raise WeightsError(
-                f"{self._weights} is not what was published as version {self.version}: its checksum differs"
+        return self._slot.mapped(self.manifest).tensors(self.manifest, str(self._slot.weights), verify)
+
+    def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
+        """Copy all tensors, comparing their checksums in the same pass.
+
+        targets: name -> uint8[bytes of the tensor], writable and contiguous; exactly the names of the version. Raises
+        WeightsError, with the targets as they were, where a name or size disagrees; where a checksum does, the targets
+        are to be filled again before use.
+        """
+        weights = self._slot.mapped(self.manifest)
+        for name in weights.places.keys() ^ targets.keys():
+            whose = (
+                "version {} has no tensor {!r}" if name in targets else "version {} has a tensor {!r} without target"
             )
-        try:
-            places = safetensors_layout.parse(view)
-        except LayoutError as error:
-            raise WeightsError(f"{self._weights}: {error}") from error
-        file_bytes = np.frombuffer(view, np.uint8)
-        return {name: (place.dtype, place.shape, file_bytes[place.start : place.end]) for name, place in places.items()}
+            raise WeightsError(f"{self._slot.weights}: {whose.format(self.version, name)}")
+        for name, place in weights.places.items():
+            target = targets[name]
+            size = place.end - place.start
+            if target.dtype != np.uint8 or target.shape != (size,) or not target.flags.c_contiguous:
+                raise WeightsError(
+                    f"tensor {name!r} ({place.dtype} of shape {place.shape}) has {size} bytes, its target is "
+                    f"{target.dtype} of shape {target.shape} and strides {target.strides}: "
+                    f"contiguous uint8 of shape ({size},) is expected"
+                )
+            if not target.flags.writeable:
+                raise WeightsError(f"the target of tensor {name!r} is read-only")
+        for (name, place), checksum in zip(weights.places.items(), self.manifest.checksums, strict=True):
+            if kernels.stream_bytes(targets[name], weights.data[place.start : place.end]) != checksum:
+                raise damaged(str(self._slot.weights), self.version, name)
+
+    def file_bytes(self) -> np.ndarray:
+        """The whole weights file as a read-only uint8 array that maps it; tensors not verified. Valid until the lease
+        ends."""
+        return self._slot.mapped(self.manifest).data
 
 
 class WeightReader:
-    """A reader of a board; any number of them, in any process. directory: as for WeightPublisher."""
+    """A reader of a board; any number of them, in any process. For one thread.
+
+    Slots stay mapped from lease to lease. directory: as for WeightPublisher.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._slots: dict[int, Slot] = {}
 
     def latest(self) -> int | None:
         """The newest version on the board; None where nothing was published yet."""
-        latest = _read_latest(self.directory)
+        latest = read_latest(self.directory)
         return None if latest is None else latest[1]
+
+    def num_slots(self) -> int:
+        """How many slots the board has."""
+        return sum(1 for _ in self.directory.glob("slot-*/"))
 
     @contextlib.contextmanager
     def lease(self, version: int | None = None, timeout_s: float = 60.0) -> Iterator[WeightLease]:
         """Hold a version: the one asked for, by default the latest.
 
-        Raises WeightsError where the board has no such version (an old one may be overwritten: take the latest), or
-        where the latest cannot be had within `timeout_s` seconds, which takes a publisher that died at a bad moment.
+        Raises WeightsError where the board has no such version (an old one may be overwritten: take the latest), where
+        the latest cannot be had within `timeout_s` seconds, which takes a publisher that died at a bad moment, or where
+        a file of the board is malformed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            latest = _read_latest(self.directory)
+            latest = read_latest(self.directory)
             if latest is None:
                 raise WeightsError(f"{self.directory} holds no version yet: wait until the learner announces one")
             wanted = latest[1] if version is None else version
             slot = self._find(wanted, latest)
             if slot is not None:
-                with _flock(slot.lock, fcntl.LOCK_SH) as locked:
+                with contextlib.ExitStack() as stack:
+                    try:
+                        locked = stack.enter_context(flock(slot.lock, fcntl.LOCK_SH))
+                    except OSError as error:
+                        raise WeightsError(f"{slot.lock} cannot be locked: {error}") from error
                     # Only under the lock does the slot keep what it holds.
                     manifest = slot.read_manifest() if locked else None
                     if manifest is not None and manifest.version == wanted:
@@ -240,49 +270,16 @@ class WeightReader:
                 )
             time.sleep(_RETRY_S)
 
-    def _find(self, version: int, latest: tuple[int, int]) -> _Slot | None:
+    def _find(self, version: int, latest: tuple[int, int]) -> Slot | None:
         if version == latest[1]:
-            return _Slot(self.directory, latest[0])
+            return self._slot(latest[0])
         for directory in sorted(self.directory.glob("slot-*/")):
-            slot = _Slot(self.directory, int(directory.name.removeprefix("slot-")))
-            manifest = slot.read_manifest()
+            number = directory.name.removeprefix("slot-")
+            slot = self._slot(int(number)) if number.isdecimal() else None
+            manifest = None if slot is None else slot.read_manifest()
             if manifest is not None and manifest.version == version:
                 return slot
         return None
 
-
-@contextlib.contextmanager
-def _flock(path: Path, operation: int) -> Iterator[bool]:
-    """Hold a lock on a file if it can be had at once; yields whether it could. Each call is a holder of its own."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(handle, operation | fcntl.LOCK_NB)
-            locked = True
-        except BlockingIOError:
-            locked = False
-        yield locked
-    finally:
-        os.close(handle)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(content)
-    os.replace(new, path)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    if not isinstance(values, dict):
-        raise WeightsError(f"{path} holds {values!r}: it was not written by a WeightPublisher")
-    return values
-
-
-def _read_latest(directory: Path) -> tuple[int, int] | None:
-    """(slot, version) of the newest version."""
-    values = _read_json(directory / _LATEST)
-    return None if values is None else (int(values["slot"]), int(values["version"]))
+    def _slot(self, index: int) -> Slot:
+        return self._slots.setdefault(index, Slot(self.directory, index))

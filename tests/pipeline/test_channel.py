@@ -16,7 +16,10 @@ from impala_llm.pipeline import wire
 from impala_llm.pipeline.arena import RecordTooLarge
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.inbox import ReceiverError
+from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.record import record_bytes
+from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import Ticket, TicketLedger
@@ -46,14 +49,31 @@ class Pair:
         max_staleness: int | None = 1,
         batch_size: int = 4,
         heartbeat_timeout_s: float = 60.0,
-        queue_bytes: int = 1 << 20,
+        replay_bytes: int = 1 << 20,
         grant_resend_s: float = 60.0,
+        ticket_timeout_s: float = 600.0,
         endpoint: str | None = None,
+        version: int = 0,
     ) -> Receiver:
-        self.ledger = TicketLedger(TaskOrder(range(50), seed=1), batch_size, max_staleness, max_open=64, max_attempts=2)
-        endpoint = endpoint or self.run_dir.endpoint(0)
+        """A later one goes on from what an earlier one left."""
+        self.ledger = TicketLedger(
+            TaskOrder(range(50), seed=1),
+            batch_size,
+            max_staleness,
+            max_open=64,
+            max_attempts=2,
+            version=version,
+            journal=Journal(self.run_dir.journal_path()),
+        )
         receiver = Receiver(
-            endpoint, self.ledger, VOCAB_SIZE, self.run_dir, heartbeat_timeout_s, queue_bytes, grant_resend_s
+            endpoint or self.run_dir.endpoint(0),
+            self.ledger,
+            VOCAB_SIZE,
+            self.run_dir,
+            ReplayArena(self.run_dir.replay_path(), replay_bytes, max_records=64),
+            heartbeat_timeout_s,
+            grant_resend_s,
+            ticket_timeout_s,
         )
         receiver.start()
         self.receivers.append(receiver)
@@ -70,7 +90,9 @@ class Pair:
         endpoint: str | None = None,
     ) -> ActorChannel:
         endpoint = endpoint or self.run_dir.endpoint(0)
-        actor = ActorChannel(endpoint, actor_id, self.run_dir, arena_bytes, heartbeat_s, resend_s, learner_timeout_s)
+        actor = ActorChannel(
+            endpoint, actor_id, self.run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s
+        )
         actor.hello()
         actor.request(want)
         self.actors.append(actor)
@@ -92,7 +114,8 @@ def pair(run_dir: RunDirectory) -> Iterator[Pair]:
     pair = Pair(run_dir)
     yield pair
     pair.close()
-    assert [path.name for path in run_dir.path.iterdir()] == ["owner.json"]
+    kept = {run_dir.replay_path(), run_dir.journal_path()}  # until the run is over
+    assert {path.name for path in set(run_dir.path.iterdir()) - kept} == {"owner.json"}
 
 
 def drain(receiver: Receiver, count: int, *actors: ActorChannel) -> list[Trajectory]:
@@ -123,7 +146,7 @@ def test_a_trajectory_arrives_once_and_equal_and_is_acknowledged(pair: Pair) -> 
     assert actor.arena_fill == 0
     counters = receiver.counters()
     assert (counters["received"], counters["actors"], counters["open"]) == (2, 1, 2)
-    assert counters["received_bytes"] == sum(trajectory.nbytes for trajectory in sent)
+    assert counters["received_bytes"] == sum(len(record_bytes(trajectory)) for trajectory in sent)
 
 
 def test_a_whole_batch_in_one_grant_and_versions_before_their_tickets(pair: Pair) -> None:
@@ -147,7 +170,7 @@ def test_a_whole_batch_in_one_grant_and_versions_before_their_tickets(pair: Pair
 def test_a_full_arena_keeps_trajectories_back_and_loses_none(pair: Pair) -> None:
     receiver = pair.receiver(batch_size=32)
     one = make_trajectory(num_tokens=100)
-    actor = pair.actor(want=20, arena_bytes=2 * one.nbytes + 128)
+    actor = pair.actor(want=20, arena_bytes=2 * len(record_bytes(one)) + 128)
     tickets = pair.tickets(actor, 20)
     accepted = [actor.send(make_trajectory(ticket, num_tokens=100, seed=i)) for i, ticket in enumerate(tickets)]
     assert accepted[:2] == [True, True] and not any(accepted[2:])
@@ -166,8 +189,9 @@ def test_a_trajectory_larger_than_the_arena_is_refused_at_once(pair: Pair) -> No
         actor.fail(ticket.ticket_id, "again")
 
 
-def test_a_full_queue_takes_nothing_and_acknowledges_nothing(pair: Pair) -> None:
-    receiver = pair.receiver(queue_bytes=1)
+def test_a_full_replay_arena_takes_nothing_and_acknowledges_nothing(pair: Pair) -> None:
+    size = len(record_bytes(make_trajectory()))
+    receiver = pair.receiver(replay_bytes=size + 64)  # one at a time
     actor = pair.actor(want=3, resend_s=0.0)  # offers again at each heartbeat what is not acknowledged
     sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(pair.tickets(actor, 3))]
     for trajectory in sent:
@@ -177,8 +201,37 @@ def test_a_full_queue_takes_nothing_and_acknowledges_nothing(pair: Pair) -> None
     for trajectory in sent:
         [arrived] = drain(receiver, 1, actor)
         assert contents(arrived) == contents(trajectory)
+        receiver.evicted([arrived.ticket_id])
+        del arrived
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     assert receiver.drain(0.0) == []
+
+
+def test_a_trajectory_larger_than_the_replay_arena_is_refused(pair: Pair) -> None:
+    pair.receiver(replay_bytes=1 << 10)
+    actor = pair.actor()
+    [ticket, _] = pair.tickets(actor, 2)
+    actor.send(make_trajectory(ticket, num_tokens=100))
+    events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    [refused] = [event for event in events if isinstance(event, wire.Refused)]
+    assert "replay.capacity_mb" in refused.reason
+
+
+def test_what_has_arrived_stays_as_it_is_while_anybody_looks_at_it(pair: Pair) -> None:
+    receiver = pair.receiver(replay_bytes=1 << 12)
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    first = make_trajectory(ticket, seed=0)
+    actor.send(first)
+    tokens = drain(receiver, 1, actor)[0].tokens
+    receiver.evicted([ticket.ticket_id])
+    for seed in range(1, 20):  # many times the arena
+        turns_until(lambda: len(actor.held) == 1 and actor.num_unacknowledged == 0, actor)
+        [ticket] = actor.held
+        actor.send(make_trajectory(ticket, seed=seed))
+        drain(receiver, 1, actor)
+        receiver.evicted([ticket.ticket_id])
+        assert np.array_equal(tokens, first.tokens)
 
 
 def test_failed_tickets_come_again_and_then_are_given_up(pair: Pair) -> None:
@@ -205,17 +258,15 @@ def test_what_is_malformed_is_refused_and_the_learner_goes_on(pair: Pair, caplog
     ]
     for trajectory in bad:
         actor.send(trajectory)
-    # A header that is no header, with a ticket that it names beside it.
-    actor._send(
-        wire.DescriptorBatch((wire.Record(10**6, tickets[4].ticket_id, wire.Descriptor(0, 0, 8, 0), b"\xc1rubbish"),))
-    )
+    # A place at which there is no record, with a ticket that it names beside it.
+    actor._send(wire.DescriptorBatch.of([wire.Descriptor(10**6, tickets[4].ticket_id, 64, 100, 0)]))
     actor.send(good)
     events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
     [arrived] = drain(receiver, 1, actor)
     assert contents(arrived) == contents(good)
     reasons = {event.sequence: event.reason for event in events if isinstance(event, wire.Refused)}
     assert set(reasons) == {0, 1, 2, 3, 10**6}
-    for sequence, expected in [(0, "vocabulary"), (1, "task_id"), (2, "group_id"), (3, "unknown"), (10**6, "header")]:
+    for sequence, expected in [(0, "vocabulary"), (1, "task_id"), (2, "group_id"), (3, "unknown"), (10**6, "checksum")]:
         assert expected in reasons[sequence]
     counters = receiver.counters()
     assert (counters["trajectories_refused"], counters["trajectories_unwanted"], counters["refused"]) == (4, 1, 4)
@@ -257,8 +308,9 @@ def test_bytes_of_a_stranger_cost_a_counter(pair: Pair) -> None:
         [b""],
         [b"a", b"b"],
         [wire.encode(wire.Goodbye())],
-        [wire.encode(wire.Hello("actor-0", 1, 1, 1, ()))],
+        [wire.encode(wire.Hello("actor-0", 1, 1, 1, (), True))],
         [msgpack.packb([99, 1])],
+        [wire.encode(wire.Goodbye())[:-1] + b"x"],
     ):
         stranger.send_multipart(frames)
     stranger.send(wire.encode(wire.Heartbeat((), {})))
@@ -266,7 +318,7 @@ def test_bytes_of_a_stranger_cost_a_counter(pair: Pair) -> None:
     assert wire.decode(stranger.recv()) == wire.HelloWanted()
     stranger.close(0)
     context.term()
-    assert receiver.counters()["messages_malformed"] == 5
+    assert receiver.counters()["messages_malformed"] == 6
     actor = pair.actor()
     pair.tickets(actor, 2)
 
@@ -315,25 +367,53 @@ def test_a_new_process_of_the_same_name_takes_over(pair: Pair) -> None:
     old._context.term()
 
 
-def test_a_restarted_learner_asks_who_is_there_and_gets_everything_again(pair: Pair) -> None:
+def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(pair: Pair) -> None:
     first = pair.receiver(batch_size=8)
     actor = pair.actor(want=4)
     tickets = pair.tickets(actor, 4)
     sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(tickets)]
-    state = pair.ledger.state_dict()
+    actor.send(sent[0])
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)  # acknowledged, and never drained
     pair.receivers.remove(first)
     first.close()
-    for trajectory in sent[:3]:
+    for trajectory in sent[1:3]:
         actor.send(trajectory)
     second = pair.receiver(batch_size=8)
-    # As from a checkpoint; whatever the new receiver was asked before then was asked of an unknown actor.
-    assert pair.ledger.load_state_dict(state) == []
     arrived = drain(second, 3, actor)
     assert [contents(t) for t in arrived] == [contents(t) for t in sent[:3]]
     actor.send(sent[3])
     assert contents(drain(second, 1, actor)[0]) == contents(sent[3])
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
-    assert second.counters()["received"] == 4
+    assert second.counters()["recovered"] == 1
+    assert second.counters()["received"] == 3
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_step_counts_once_its_version_is_published(pair: Pair, published: bool) -> None:
+    first = pair.receiver(batch_size=2)
+    actor = pair.actor(want=2)
+    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(pair.tickets(actor, 2))]
+    for trajectory in sent:
+        actor.send(trajectory)
+    drain(first, 2, actor)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    first.trained([t.ticket_id for t in sent])  # and the learner dies before it announces version 1
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver(batch_size=2, version=int(published))
+    found = second.drain(0.0)
+    assert [contents(t) for t in found] == ([] if published else [contents(t) for t in sent])
+
+
+def test_a_ticket_that_takes_too_long_is_taken_away(pair: Pair) -> None:
+    receiver = pair.receiver(ticket_timeout_s=0.2)
+    slow, other = pair.actor("slow", want=1), pair.actor("other", want=0)
+    [ticket] = pair.tickets(slow, 1)
+    slow.request(0)
+    other.request(2)
+    events = turns_until(lambda: not slow.held and ticket in other.held, slow, other)
+    assert wire.Revoked((ticket.ticket_id,)) in events
+    assert receiver.counters()["tickets_expired"] >= 1
 
 
 def test_a_grant_that_got_lost_is_sent_again(pair: Pair) -> None:
@@ -349,12 +429,15 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     actor = pair.actor(want=1, resend_s=0.0)
     [ticket] = pair.tickets(actor, 1)
     actor.send(make_trajectory(ticket))
-    records = [in_flight.record for in_flight in actor._in_flight.values()]
     for _ in range(5):
-        actor._offer(records)
+        actor._offer([0])
+    row = actor._in_flight[0].row
     assert len(drain(receiver, 1, actor)) == 1
-    actor._send(wire.DescriptorBatch(tuple(records)))  # after the acknowledgement: its space may be in use again
-    turns_until(counter(receiver, "duplicates"), actor)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    receiver.evicted([ticket.ticket_id])
+    actor._send(wire.DescriptorBatch(row))  # after the acknowledgement: its space may be in use again
+    events: list[object] = []
+    turns_until(lambda: bool(events.extend(actor.poll(0.01)) or wire.Ack((0,)) in events))
     assert receiver.drain(0.0) == []
     assert receiver.counters()["trajectories_refused"] == 0
 
@@ -409,15 +492,19 @@ def test_tcp_on_loopback_when_asked_and_nothing_beyond(pair: Pair) -> None:
     [ticket, _] = pair.tickets(actor, 2)
     actor.send(make_trajectory(ticket))
     drain(receiver, 1, actor)
+    arena = ReplayArena(pair.run_dir.path / "other.replay", 1 << 12, 8)
     for endpoint in ("tcp://0.0.0.0:1", "tcp://*:1", "inproc://x", "udp://127.0.0.1:1"):
-        with pytest.raises(ValueError, match="endpoint is"):
-            Receiver(endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir)
+        with pytest.raises(ValueError, match="without keys|endpoint"):
+            Receiver(endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir, arena).start()
+    arena.path.unlink()
 
 
 def test_an_endpoint_in_use_is_an_error_of_start(pair: Pair) -> None:
     taken = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    arena = ReplayArena(pair.run_dir.path / "other.replay", 1 << 12, 8)
     with pytest.raises(zmq.ZMQError):
-        Receiver(taken.endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir).start()
+        Receiver(taken.endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir, arena).start()
+    arena.path.unlink()
 
 
 def test_asyncio_wakes_for_every_message_while_others_send(pair: Pair) -> None:

@@ -144,3 +144,22 @@ def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path
     with Run(tmp_path / "usage", "experiment=toy") as run:
         assert run.start("tools/launch_actors.sh").wait(30) == 2
         assert "usage" in run.log.read_text()
+
+
+@pytest.mark.system
+def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "actor.num_actors=2", ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(5)
+        [learner] = [
+            p for p in run.processes(str(ROOT / "impala_llm/learner.py")) if "torch.distributed.run" not in p.cmdline()
+        ]
+        learner.kill()
+        run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
+        run.wait_for_updates(5)
+        steps = column(run.rows(), "step")
+        assert steps == sorted(set(steps)), "no version is made twice"
+        assert sum(column(run.rows(), "pipeline/refused")) == 0
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()

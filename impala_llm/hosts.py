@@ -1,0 +1,133 @@
+"""How hosts find and trust each other: TCP endpoints, and the names of key files. Strings and paths only, no sockets.
+
+Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+LEARNER_SECRET = "learner.secret.json"
+LEARNER_PUBLIC = "learner.public.json"
+SECRET_SUFFIX = ".secret.json"
+PUBLIC_SUFFIX = ".public.json"
+AUTHORISED = "authorised"
+"""Folder, beside the learner's keys, of the public keys that the learner lets in."""
+
+_MAX_PORT = 65535
+_TCP = re.compile(r"tcp://(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\*|[A-Za-z0-9][A-Za-z0-9._-]*)):(?P<port>[0-9]{1,5}|\*)")
+_WILDCARDS = ("*", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class TcpEndpoint:
+    """A TCP endpoint as ZeroMQ writes it.
+
+    host: name, IPv4 address, IPv6 address without its brackets, or * for all addresses. port: 1 to 65535; None (written
+    *): any free one.
+    """
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, endpoint: str) -> TcpEndpoint:
+        """ValueError, which says what is expected, where it is none."""
+        match = _TCP.fullmatch(endpoint)
+        if match is None:
+            raise ValueError(
+                f"{endpoint!r} is not a TCP endpoint: write tcp://ADDRESS:PORT, such as tcp://0.0.0.0:7400"
+            )
+        host = match["ipv6"] or match["host"]
+        try:
+            if match["ipv6"]:
+                ipaddress.IPv6Address(host)
+            elif re.fullmatch(r"[0-9.]+", host):
+                ipaddress.IPv4Address(host)
+        except ValueError as error:
+            raise ValueError(f"{endpoint!r} has a malformed address: {error}") from None
+        if match["port"] == "*":
+            return cls(host, None)
+        return cls(host, _check_port(endpoint, int(match["port"])))
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is an IPv6 address."""
+        return ":" in self.host
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of a host."""
+        return self.host in _WILDCARDS
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it cannot be reached from other hosts: 127.0.0.0/8, ::1 and localhost. Looks up no name."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if self.is_ipv6 else self.host
+        return f"tcp://{host}:{'*' if self.port is None else self.port}"
+
+
+def rank_endpoint(endpoint: str, offset: int) -> str:
+    """The endpoint `offset` ports above: learner rank r listens at offset r, the weight server at offset num_ranks.
+
+    ValueError where the endpoint is malformed or has no port, or the ports end before.
+    """
+    first = TcpEndpoint.parse(endpoint)
+    if first.port is None:
+        raise ValueError(f"{endpoint!r} leaves the port open: give a number, so that others can find it")
+    return str(replace(first, port=_check_port(endpoint, first.port, offset)))
+
+
+def check_bind(endpoint: str, has_keys: bool) -> None:
+    """ValueError where a learner must not listen at an endpoint: other hosts could reach it, and it has no keys."""
+    if _is_ipc(endpoint):
+        return
+    if not TcpEndpoint.parse(endpoint).is_loopback and not has_keys:
+        raise ValueError(
+            f"{endpoint!r} can be reached from other hosts and is not opened without keys: run `impala-llm keys --dir "
+            f"KEYS`, copy KEYS/{LEARNER_PUBLIC} and KEYS/actor{SECRET_SUFFIX} to the hosts of the actors and set "
+            "pipeline.keys=KEYS, or listen on 127.0.0.1"
+        )
+
+
+def check_connect(endpoint: str, has_keys: bool) -> None:
+    """ValueError where an actor must not talk to an endpoint: it is on another host, and there are no keys."""
+    if _is_ipc(endpoint):
+        return
+    target = TcpEndpoint.parse(endpoint)
+    if target.is_wildcard or target.port is None:
+        raise ValueError(f"{endpoint!r} is no address to connect to: give the name or address of the learner's host")
+    if not target.is_loopback and not has_keys:
+        raise ValueError(
+            f"{endpoint!r} is on another host, to which nothing is sent without keys: copy {LEARNER_PUBLIC} and this "
+            f"host's actor{SECRET_SUFFIX}, made by `impala-llm keys` on the learner's host, into a folder here and set "
+            "pipeline.keys to it"
+        )
+
+
+def actor_secrets(folder: Path) -> list[Path]:
+    """Files with secret keys of actors in a folder, sorted by name."""
+    return sorted(path for path in folder.glob(f"*{SECRET_SUFFIX}") if path.name != LEARNER_SECRET)
+
+
+def _is_ipc(endpoint: str) -> bool:
+    # A path and nothing else: names in the abstract namespace (ipc://@...) are open to every user of the host.
+    if endpoint.startswith("ipc://") and not endpoint.startswith("ipc:///"):
+        raise ValueError(f"{endpoint!r} is not a path: write ipc:///absolute/path")
+    return endpoint.startswith("ipc://")
+
+
+def _check_port(endpoint: str, port: int, offset: int = 0) -> int:
+    if not 1 <= port + offset <= _MAX_PORT:
+        above = f" with {offset} more above it" if offset else ""
+        raise ValueError(f"{endpoint!r} has port {port}{above}: ports reach from 1 to {_MAX_PORT}")
+    return port + offset

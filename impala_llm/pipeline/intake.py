@@ -1,0 +1,269 @@
+"""Intake: from records that actors offer to trajectories in the replay arena. The receiver's thread owns it.
+
+Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged) or
+refused, or known already and acknowledged again. While the arena is full it stays queued; so does, for a moment, one
+whose version the learner has published and not announced yet.
+
+Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. Whatever
+a record or descriptor says, nothing raises out of here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from impala_llm.pipeline import kernels
+from impala_llm.pipeline.arena import ArenaError, ArenaReader
+from impala_llm.pipeline.clock import ActiveClock
+from impala_llm.pipeline.inbox import Inbox
+from impala_llm.pipeline.record import (
+    GROUP_ID,
+    HEADER_WORDS,
+    MAGIC,
+    MAX_TOKENS,
+    TASK_ID,
+    TICKET_ID,
+    UNROLL_INDEX,
+    Header,
+    RecordError,
+    Text,
+    decode_record,
+)
+from impala_llm.pipeline.replay_arena import ReplayArena
+from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
+from impala_llm.trajectory import TrajectoryError
+
+_SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
+"""Places in a row: `wire.Descriptor`."""
+_PREMATURE_S = 5.0
+"""How long a trajectory of a version above the current one may wait for `announce`, which follows `publish`."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Records that were offered together. rows: int64[n, 5], a `wire.Descriptor` each. frames: one each, where records
+    come as frames. not_after: until when it may wait for its version, once it has been seen to need that."""
+
+    rows: np.ndarray
+    frames: list[bytes]
+    not_after: float | None = None
+
+    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
+        """The first `count` records, and the others."""
+        return (
+            _Chunk(self.rows[:count], self.frames[:count], self.not_after),
+            _Chunk(self.rows[count:], self.frames[count:], self.not_after),
+        )
+
+    def only(self, places: list[int]) -> _Chunk:
+        """The records at these places."""
+        return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [], self.not_after)
+
+
+@dataclass(slots=True)
+class Offers:
+    """What an actor process has offered and was not answered yet. reader: of its arena; None where its records come as
+    frames."""
+
+    reader: ArenaReader | None
+    queue: deque[_Chunk] = field(default_factory=deque)
+    # Sequences that were seen: all below, and these.
+    _seen_below: int = 0
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
+        """Queue what is new. Returns the sequences of what was settled before: to be acknowledged again.
+
+        rows: int64[n, 5], a `wire.Descriptor` each. frames: a record each, or none at all.
+        """
+        sequences = rows[:, 0]
+        if not self._seen and sequences[0] == self._seen_below and (np.diff(sequences) == 1).all():
+            self._seen_below += len(rows)
+            self.queue.append(_Chunk(rows, frames))
+            return []
+        waiting = {sequence for chunk in self.queue for sequence in chunk.rows[:, 0].tolist()}
+        settled, new = [], []
+        for place, sequence in enumerate(sequences.tolist()):
+            if sequence >= self._seen_below and sequence not in self._seen:
+                self._seen.add(sequence)
+                new.append(place)
+            elif sequence not in waiting:
+                settled.append(sequence)
+        while self._seen_below in self._seen:
+            self._seen.remove(self._seen_below)
+            self._seen_below += 1
+        if new:
+            self.queue.append(_Chunk(rows, frames).only(new))
+        return settled
+
+
+@dataclass(slots=True)
+class Settled:
+    """Sequences to acknowledge, and (sequence, reason) to refuse."""
+
+    acks: list[int] = field(default_factory=list)
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Intake:
+    """vocab_size: token ids must lie below."""
+
+    def __init__(
+        self, arena: ReplayArena, ledger: TicketLedger, inbox: Inbox, vocab_size: int, clock: ActiveClock
+    ) -> None:
+        self._arena, self._ledger, self._inbox = arena, ledger, inbox
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self.totals: Counter[str] = Counter()
+        """received_bytes, trajectories_refused, trajectories_unwanted."""
+
+    def take(self, offers: Offers, actor_id: str) -> Settled:
+        """Settle what an actor has offered first, as far as there is room for it."""
+        settled = Settled()
+        chunk = self._possible(offers, offers.queue.popleft(), actor_id, settled)
+        sizes = chunk.rows[:, _NUM_WORDS].tolist()
+        starts = self._arena.reserve(sizes)
+        if len(starts) < len(sizes):
+            chunk, rest = chunk.split(len(starts))
+            offers.queue.appendleft(rest)
+        if not starts:
+            return settled
+        try:
+            verdicts = self._copy(offers, chunk, starts)
+        except ArenaError as error:
+            for row, start in zip(chunk.rows.tolist(), starts, strict=True):
+                self._arena.cancel(start, row[_NUM_WORDS])
+                self._refuse(row, actor_id, str(error), settled)
+            return settled
+        if put_back := self._judge(chunk, starts, verdicts.tolist(), actor_id, settled):
+            offers.queue.appendleft(chunk.only(put_back))
+        return settled
+
+    def _possible(self, offers: Offers, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
+        """The chunk without what cannot even be looked at, which is refused."""
+        sizes = chunk.rows[:, _NUM_WORDS]
+        largest = self._arena.capacity // 8
+        if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
+            return chunk
+        good = []
+        for place, row in enumerate(chunk.rows.tolist()):
+            size = row[_NUM_WORDS]
+            if size < HEADER_WORDS:
+                reason = f"a record of {8 * size} bytes is shorter than its header"
+            elif size > largest:
+                reason = (
+                    f"a record of {8 * size} bytes does not fit into the replay arena of {8 * largest}: "
+                    "raise replay.capacity_mb"
+                )
+            elif chunk.frames and len(chunk.frames[place]) != 8 * size:
+                reason = f"a record of {8 * size} bytes came as a frame of {len(chunk.frames[place])}"
+            else:
+                good.append(place)
+                continue
+            self._refuse(row, actor_id, reason, settled)
+        return chunk.only(good)
+
+    def _copy(self, offers: Offers, chunk: _Chunk, starts: list[int]) -> np.ndarray:
+        """int64[n, 3]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
+        places = chunk.rows[:, 2:].copy()
+        verdicts = np.empty((len(places), 3), np.int64)
+        where = np.array(starts, np.int64)
+        rules = (MAGIC, MAX_TOKENS, self._vocab_size)
+        if offers.reader is not None:
+            offers.reader.check_size()
+            kernels.take_records(offers.reader.words, places, self._arena.words, where, *rules, verdicts)
+            return verdicts
+        places[:, 0] = 0
+        for i, frame in enumerate(chunk.frames):
+            words = np.frombuffer(frame, np.uint64)
+            part = slice(i, i + 1)
+            kernels.take_records(words, places[part], self._arena.words, where[part], *rules, verdicts[part])
+        return verdicts
+
+    def _judge(
+        self, chunk: _Chunk, starts: list[int], verdicts: list[list[int]], actor_id: str, settled: Settled
+    ) -> list[int]:
+        """Keep or refuse each record that was copied. Returns the places of those that must wait for their version."""
+        arena, ledger = self._arena, self._ledger
+        version = ledger.version
+        rows = chunk.rows.tolist()
+        tickets = ledger.lookup_all([row[_TICKET] for row in rows])
+        candidates: list[tuple[list[int], int, Header, Text]] = []
+        keys = []
+        put_back = []
+        for place, (row, start, (outcome, oldest, newest), ticket) in enumerate(
+            zip(rows, starts, verdicts, tickets, strict=True)
+        ):
+            try:
+                if outcome != kernels.COPIED:
+                    raise RecordError(self._explain(row, start, outcome))
+                if newest > version and self._may_wait(chunk):
+                    arena.cancel(start, row[_NUM_WORDS])
+                    put_back.append(place)
+                    continue
+                header, text = arena.metadata(start)
+                _check(row[_TICKET], header, ticket, oldest, newest, version)
+            except RecordError as error:
+                arena.cancel(start, row[_NUM_WORDS])
+                self._refuse(row, actor_id, str(error), settled)
+                continue
+            candidates.append((row, start, header, text))
+            keys.append((header[TICKET_ID], text[0], header[UNROLL_INDEX]))
+        kept = []
+        for (row, start, header, text), answer in zip(candidates, ledger.received_all(keys), strict=True):
+            if answer is Verdict.ACCEPTED:
+                settled.acks.append(row[_SEQUENCE])
+                kept.append((start, row[_NUM_WORDS], row[_CHECKSUM], header, text))
+                continue
+            arena.cancel(start, row[_NUM_WORDS])
+            if answer is Verdict.DUPLICATE:
+                settled.acks.append(row[_SEQUENCE])
+                continue
+            what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
+            self.totals["trajectories_unwanted"] += 1
+            settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
+        if kept:
+            self.totals["received_bytes"] += 8 * sum(entry[1] for entry in kept)
+            self._inbox.put(arena.commit(kept))
+        return put_back
+
+    def _may_wait(self, chunk: _Chunk) -> bool:
+        if chunk.not_after is None:
+            chunk.not_after = self._clock.now + _PREMATURE_S
+        return self._clock.now < chunk.not_after
+
+    def _explain(self, row: list[int], start: int, outcome: int) -> str:
+        """Why a copied record is not valid: the slow rules say which of them it breaks."""
+        if outcome == kernels.TORN:
+            return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
+        try:
+            decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
+        except (RecordError, TrajectoryError) as error:
+            return str(error)
+        return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
+
+    def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
+        self.totals["trajectories_refused"] += 1
+        self._ledger.refused(row[_TICKET], actor_id)
+        settled.refusals.append((row[_SEQUENCE], reason))
+
+
+def _check(ticket_id: int, header: Header, ticket: Ticket | None, oldest: int, newest: int, version: int) -> None:
+    """Raise RecordError unless the record is what its descriptor and its ticket say. A ticket that has ended says
+    nothing: the ledger answers for it."""
+    if header[TICKET_ID] != ticket_id:
+        raise RecordError(f"ticket_id is {header[TICKET_ID]}, and {ticket_id} in its descriptor")
+    if ticket is None:
+        return
+    if header[TASK_ID] != ticket.task_id or header[GROUP_ID] != ticket.group_id:
+        raise RecordError(
+            f"task_id and group_id are {header[TASK_ID]} and {header[GROUP_ID]}, ticket {ticket.ticket_id} is for "
+            f"{ticket.task_id} and {ticket.group_id}"
+        )
+    if newest > version:
+        raise RecordError(f"versions reaches {newest}, the learner has {version}")
+    if oldest < ticket.min_version:
+        raise RecordError(f"versions goes down to {oldest}, ticket {ticket.ticket_id} demands {ticket.min_version}")

@@ -1,0 +1,91 @@
+"""Journal: what became of each ticket, in shared memory that outlives the learner rank.
+
+Invariant: an append is there as a whole or not at all, also when its process is killed in the middle: rows are written
+first, and their number last. Rows are int64[6]; what they mean is the ledger's business.
+
+File: a page with the header, then the rows. When it is full, it is replaced by a shorter account of the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from impala_llm.pipeline.arena import ArenaError, map_new_file
+
+ROW_WIDTH = 6
+_MAGIC = b"ILLMJRNL"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sQ")
+_HEADER_BYTES = 4096
+_LENGTH_AT = 64
+_MIN_ROWS = 1 << 14
+
+
+class Journal:
+    """For one thread at a time. path: taken over where it exists, else made. Raises ArenaError where there is no room,
+    or where the file is no journal of this format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            self._adopt()
+        else:
+            self._make(path, _MIN_ROWS)
+
+    def __len__(self) -> int:
+        return int(self._length[0])
+
+    def rows(self) -> np.ndarray:
+        """int64[n, 6]: a copy of all rows, oldest first."""
+        return self._rows[: len(self)].copy()
+
+    def append(self, rows: Sequence[tuple[int, ...]]) -> bool:
+        """Add rows, all or none. False where they do not fit: `rewrite` then."""
+        begin = len(self)
+        end = begin + len(rows)
+        if end > len(self._rows):
+            return False
+        self._rows[begin:end] = rows
+        self._length[0] = end
+        return True
+
+    def rewrite(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Hold these rows and no others, with room for as many again."""
+        new = self.path.with_name(self.path.name + ".new")
+        self._make(new, max(_MIN_ROWS, 2 * len(rows)))
+        self.append(rows)
+        os.replace(new, self.path)
+
+    def _make(self, path: Path, num_rows: int) -> None:
+        num_bytes = _HEADER_BYTES + 8 * ROW_WIDTH * num_rows
+        mapping = map_new_file(path, num_bytes, "Free memory")
+        mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
+        self._attach(mapping)
+
+    def _adopt(self) -> None:
+        handle = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(handle).st_size
+            if size < _HEADER_BYTES:
+                raise ArenaError(f"{self.path} has {size} bytes: it is no journal")
+            mapping = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        if mapping[: _HEADER.size] not in (_HEADER.pack(_MAGIC, _FORMAT), bytes(_HEADER.size)):
+            raise ArenaError(f"{self.path} is no journal of format {_FORMAT}: start under another run.name")
+        # Zeros: its maker died before it was done, and the journal is empty.
+        mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
+        self._attach(mapping)
+        if not 0 <= len(self) <= len(self._rows):
+            raise ArenaError(f"{self.path} says that it has {len(self)} rows, and has room for {len(self._rows)}")
+
+    def _attach(self, mapping: mmap.mmap) -> None:
+        self._length = np.frombuffer(mapping, np.int64, 1, _LENGTH_AT)
+        count = (len(mapping) - _HEADER_BYTES) // (8 * ROW_WIDTH)
+        self._rows = np.frombuffer(mapping, np.int64, count * ROW_WIDTH, _HEADER_BYTES).reshape(-1, ROW_WIDTH)

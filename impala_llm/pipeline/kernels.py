@@ -1,0 +1,254 @@
+"""Compiled loops over bytes: copying with a checksum, and the checks of a trajectory's arrays.
+
+Everything here releases the GIL, so that the learner's thread computes meanwhile, and touches only the arrays it is
+given. Invariant: no input makes a loop read or write outside of its arrays; what lies in shared memory is not trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring words get unlike keys
+_MAX_LOGPROB = np.float32(1e-4).view(np.int32)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+_NONE = np.uint32(0xFFFFFFFF)
+
+
+def _compiled(function: _Function) -> _Function:
+    """Compile at the first call, and keep the result on disk where some folder can be written to."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
+        return numba.njit(nogil=True)(function)
+
+
+@_compiled
+def checksum(words: np.ndarray, first: int = 0) -> int:
+    """Sum over i of (words[i] XOR (first + i)·k), modulo 2^64. words: uint64[n]. first: as for `copy_checksum`.
+
+    Each flipped bit changes it, and so do words that moved; meant for accidents, not for adversaries. At memory speed,
+    where a CRC is ten times slower.
+    """
+    total = np.uint64(0)
+    key = np.uint64(first) * _STEP
+    for i in range(words.size):
+        total += words[i] ^ (key + np.uint64(i) * _STEP)
+    return total
+
+
+@_compiled
+def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
+    """Copy uint64[n] to uint64[n] in one pass. Returns the checksum of what was copied.
+
+    first: place of source[0] in a larger whole, whose checksum is the sum of those of its pieces, modulo 2^64.
+    """
+    total = np.uint64(0)
+    key = np.uint64(first) * _STEP
+    for i in range(source.size):
+        word = source[i]
+        target[i] = word
+        total += word ^ (key + np.uint64(i) * _STEP)
+    return total
+
+
+@_compiled
+def check_arrays(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    versions: np.ndarray,
+    rewards: np.ndarray,
+    turns: np.ndarray,
+    mask: np.ndarray,
+    vocab_size: int,
+) -> tuple[bool, int, int]:
+    """Whether a trajectory's arrays are valid, by the rules of `Trajectory`, and its oldest and newest version.
+
+    tokens: uint32[T]; logprobs, rewards: the bits of float32[T] as int32; versions: int32[T]; turns: int32[2·K];
+    mask: uint8[T]. T >= 1. All conditions are written on integers, without branches: so they become vector code.
+    """
+    bad = np.int32(0)
+    num_actions = np.int32(0)
+    largest = np.uint32(0)
+    newest = np.int32(-1)
+    oldest = _NONE
+    for i in range(tokens.size):
+        action = np.int32(mask[i])
+        other = action - np.int32(1)  # all bits where no action is, none where one is
+        version = versions[i]
+        largest = max(largest, tokens[i])
+        bad |= (action & np.int32(-2)) | ((version >> np.int32(31)) ^ other) | np.int32(version < np.int32(-1))
+        size = logprobs[i] & _MAGNITUDE
+        bad |= np.int32(size >= _INFINITY) | np.int32(logprobs[i] > _MAX_LOGPROB) | (size & other)
+        size = rewards[i] & _MAGNITUDE
+        bad |= np.int32(size >= _INFINITY) | (size & other)
+        num_actions += action
+        newest = max(newest, version)
+        oldest = min(oldest, np.uint32(version))  # -1 becomes the largest number
+    if bad != 0 or num_actions == 0 or mask[0] != 0 or largest >= vocab_size:
+        return False, 0, 0
+    num_covered = 0
+    last_end = 0
+    for k in range(0, turns.size, 2):
+        start, end = turns[k], turns[k + 1]
+        if start < last_end or end <= start or end > tokens.size:
+            return False, 0, 0
+        inside = np.int32(0)
+        for i in range(start, end):
+            inside += np.int32(mask[i])
+        if inside != end - start:
+            return False, 0, 0
+        num_covered += inside
+        last_end = end
+    return num_covered == num_actions, np.int64(oldest), np.int64(newest)
+
+
+@_compiled
+def write_record(ring: np.ndarray, start: int, header: np.ndarray, block: np.ndarray) -> int:
+    """Lay a record's two parts, uint64[h] and uint64[n], end to end at ring[start:]. Returns its checksum, as int64."""
+    middle = start + header.size
+    end = middle + block.size
+    total = copy_checksum(ring[start:middle], header)
+    return np.int64(total + copy_checksum(ring[middle:end], block, header.size))
+
+
+COPIED, TORN, INVALID = 1, 2, 3
+"""What `take_records` says of a record. Torn: it lies outside of the source, or its checksum disagrees. Invalid: it is
+whole, but breaks a rule."""
+
+
+@_compiled
+def take_records(
+    source: np.ndarray,
+    places: np.ndarray,
+    target: np.ndarray,
+    starts: np.ndarray,
+    magic: int,
+    max_tokens: int,
+    vocab_size: int,
+    verdicts: np.ndarray,
+) -> None:
+    """Copy records and check the copies, which nobody else can change any more.
+
+    source, target: uint64. places: int64[n, 3], where each lies in the source: start and length in words, and its
+    checksum. starts: int64[n], where each goes; there is room. verdicts: int64[n, 3], set to one of COPIED, TORN and
+    INVALID, the oldest and the newest version. Layout and rules: record.py.
+    """
+    for n in range(places.shape[0]):
+        start, size = places[n, 0], places[n, 1]
+        verdicts[n, 0] = TORN
+        if start < 0 or size < 10 or size > source.size or start > source.size - size:
+            continue
+        record = target[starts[n] : starts[n] + size]
+        if np.int64(copy_checksum(record, source[start : start + size])) != places[n, 2]:
+            continue
+        verdicts[n, 0] = INVALID
+        num_tokens, num_turns, text_bytes = np.int64(record[1]), np.int64(record[2]), np.int64(record[3])
+        if record[0] != np.uint64(magic) or record[9] > np.uint64(3):
+            continue
+        if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens and 1 <= text_bytes <= 8 * size):
+            continue
+        block_start = 10 + (text_bytes + 7) // 8
+        if size != block_start + (17 * num_tokens + 8 * num_turns + 7) // 8:
+            continue
+        score = record[8:9].view(np.float64)[0]
+        if np.int64(record[4]) < 0 or np.int64(record[7]) < 0 or not (0.0 <= score <= 1.0):
+            continue
+        fields = record[block_start:].view(np.int32)
+        end = 4 * num_tokens + 2 * num_turns
+        ok, oldest, newest = check_arrays(
+            fields[:num_tokens].view(np.uint32),
+            fields[num_tokens : 2 * num_tokens],
+            fields[2 * num_tokens : 3 * num_tokens],
+            fields[3 * num_tokens : 4 * num_tokens],
+            fields[4 * num_tokens : end],
+            fields[end:].view(np.uint8)[:num_tokens],
+            vocab_size,
+        )
+        if ok:
+            verdicts[n, 0], verdicts[n, 1], verdicts[n, 2] = COPIED, oldest, newest
+
+
+@intrinsic
+def _stream(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] = value by a store that leaves the caches alone: the old content is not fetched first."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        store = builder.store(arguments[2], builder.gep(data, [arguments[1]]), align=8)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(array, index, value), generate
+
+
+@intrinsic
+def _fence(typing: Any) -> Any:
+    """Streamed stores are seen by others before whatever is stored after this."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_compiled
+def _tail_word(data: np.ndarray) -> int:
+    """The last, incomplete word of uint8[n], filled up with zeros; 0 where there is none."""
+    word = np.uint64(0)
+    begin = data.size // 8 * 8
+    for i in range(begin, data.size):
+        word |= np.uint64(data[i]) << np.uint64(8 * (i - begin))
+    return word
+
+
+@_compiled
+def bytes_checksum(data: np.ndarray) -> int:
+    """The `checksum` of uint8[n], read as words with the lowest byte first, the last one filled up with zeros."""
+    num_words = data.size // 8
+    words = data[: num_words * 8].view(np.uint64)
+    total = np.uint64(0)
+    key = np.uint64(0)
+    for i in range(num_words):
+        total += words[i] ^ key
+        key += _STEP
+    if data.size % 8:
+        total += _tail_word(data) ^ key
+    return total
+
+
+@_compiled
+def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
+    """Copy uint8[n] to uint8[n] past the caches, in one pass. Returns the `bytes_checksum` of what was copied.
+
+    For data that is larger than the caches or will be read by another core. Fastest where the target lies at a multiple
+    of 8.
+    """
+    if target.size != source.size:
+        raise ValueError("target and source differ in size")
+    num_words = source.size // 8
+    words = source[: num_words * 8].view(np.uint64)
+    places = target[: num_words * 8].view(np.uint64)
+    total = np.uint64(0)
+    key = np.uint64(0)
+    for i in range(num_words):
+        word = words[i]
+        _stream(places, i, word)
+        total += word ^ key
+        key += _STEP
+    if source.size % 8:
+        total += _tail_word(source) ^ key
+        for i in range(num_words * 8, source.size):
+            target[i] = source[i]
+    _fence()
+    return total

@@ -1,0 +1,258 @@
+"""Brings the learner's weights to another host, once for all of its engines. The other end: weight_server.py.
+
+Invariant: what a relay publishes on its host's board is a version of the learner's board, whole and with its checksums
+compared, and versions only grow. A relay, a server or a cable may fail at any moment: what was received of a version
+stays, and the fetching goes on at the first chunk that is missing. A version that the learner has overwritten meanwhile
+is dropped for the newest one.
+
+    loop:  newest?  ->  contents of it  ->  chunks, `window` of them asked for at a time  ->  verify, publish locally
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from impala_llm.pipeline.complaints import Complaints
+from impala_llm.pipeline.relay_download import ChunkPlace, Download
+from impala_llm.pipeline.relay_wire import (
+    MAX_CHUNK_BYTES,
+    Chunk,
+    ChunkRequest,
+    Contents,
+    Gone,
+    Latest,
+    LatestRequest,
+    ManifestRequest,
+    RelayWireError,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+from impala_llm.pipeline.weight_slots import WeightsError
+from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.1
+_JOIN_S = 10.0
+
+
+@dataclass
+class RelayStats:
+    """Counters since the start.
+
+    versions: published here. dropped: begun, and overwritten by the learner meanwhile. reconnects: for want of an
+    answer. malformed: messages that were no answer. damaged: chunks, or whole versions, with a wrong checksum.
+    """
+
+    versions: int = 0
+    bytes_received: int = 0
+    dropped: int = 0
+    reconnects: int = 0
+    malformed: int = 0
+    damaged: int = 0
+
+
+class WeightRelay:
+    """Fetches versions to the board in `directory`, in a thread of its own from `start` to `close`, or by `turn`.
+
+    directory: of this host's board. make_socket: gives a DEALER connected to the learner's weight server; called at
+    first and whenever an answer is overdue, in the thread that works. num_slots: of the board, as for WeightPublisher.
+    chunk_bytes: asked for at a time. window: chunks asked for and not yet answered. answer_s: how long to wait for any
+    answer before the connection is made anew. poll_s: pause between two questions for the newest version.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        make_socket: Callable[[], zmq.Socket[bytes]],
+        num_slots: int = 3,
+        chunk_bytes: int = 4 << 20,
+        window: int = 4,
+        answer_s: float = 10.0,
+        poll_s: float = 0.5,
+    ) -> None:
+        if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES or window < 1:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes} and window {window}: 1 to {MAX_CHUNK_BYTES}, and 1 at least, is right"
+            )
+        self.stats = RelayStats()
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_socket = make_socket
+        self._num_slots = num_slots
+        self._chunk_bytes = chunk_bytes
+        self._window = window
+        self._answer_s = answer_s
+        self._poll_s = poll_s
+        self._socket: zmq.Socket[bytes] | None = None
+        self._next_request = 0
+        self._reader = WeightReader(directory)
+        self._publisher: WeightPublisher | None = None
+        self._files: dict[str, bytes] = {}
+        self._complaints = Complaints()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin to fetch in the background."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close the connection. What was received of a version stays for the next relay."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        else:
+            self._disconnect()
+
+    def turn(self, timeout_s: float = 600.0) -> int | None:
+        """Ask for the newest version, and fetch and publish it where this host does not have it yet.
+
+        Returns the version that was published. None where there is none newer, or it could not be fetched: because of
+        the server's silence, because the version was overwritten, or for want of time; call again. Raises WeightsError
+        where the local board cannot be written.
+        """
+        deadline = time.monotonic() + timeout_s
+        latest = self._ask(LatestRequest(self._number()), deadline)
+        if not isinstance(latest, Latest):
+            return None
+        here = self._reader.latest()
+        if here is not None and latest.version < here:
+            self._complaints.log(
+                "the learner's weights are older than this host's",
+                f"{latest.version} there, {here} here: the learner restarted from an older checkpoint; "
+                "restart this host's actors and relay too",
+            )
+        if latest.version < 0 or (here is not None and latest.version <= here):
+            return None
+        contents = self._ask(ManifestRequest(self._number(), latest.version), deadline)
+        if not isinstance(contents, Contents) or contents.version != latest.version:
+            self.stats.dropped += isinstance(contents, Gone)
+            return None
+        with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
+            if not self._fetch(download, deadline):
+                return None
+            try:
+                tensors, files = download.tensors(), download.files()
+            except WeightsError as error:
+                self.stats.damaged += 1
+                self._complaints.log("weights arrived damaged, they are fetched again", str(error))
+                download.forget()
+                return None
+            if self._publisher is None or files != self._files:
+                self._publisher = WeightPublisher(self._directory, self._num_slots, files)
+                self._files = files
+            self._publisher.publish(tensors, contents.version)
+            download.forget()
+        self.stats.versions += 1
+        return contents.version
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    self.turn()
+                except (WeightsError, OSError) as error:
+                    self._complaints.log("the relay cannot write weights", str(error))
+                self._stop.wait(self._poll_s)
+        except zmq.ContextTerminated:
+            _log.info("the weight relay ends with its context")
+        finally:
+            self._disconnect()
+
+    def _fetch(self, download: Download, deadline: float) -> bool:
+        """Receive all chunks that are missing; False where the version is gone, or time is up."""
+        waiting = download.missing()[::-1]
+        asked: dict[int, ChunkPlace] = {}
+        version = download.contents.version
+        while waiting or asked:
+            while waiting and len(asked) < self._window:
+                chunk = waiting.pop()
+                number = self._number()
+                request = ChunkRequest(number, version, chunk.name, chunk.offset, chunk.length)
+                if not self._send(request):
+                    waiting.append(chunk)
+                    break
+                asked[number] = chunk
+            received = self._receive(deadline)
+            if received is None:
+                if self._stop.is_set() or time.monotonic() >= deadline:
+                    return False
+                self._reconnect()
+                waiting.extend(reversed(asked.values()))
+                asked.clear()
+                continue
+            reply, data = received
+            if reply.request not in asked:
+                continue  # answer to a question from before
+            if isinstance(reply, Gone):
+                self.stats.dropped += 1
+                return False
+            chunk = asked.pop(reply.request)
+            if isinstance(reply, Chunk) and download.put(chunk, data, reply.checksum):
+                self.stats.bytes_received += len(data)
+                continue
+            self.stats.damaged += 1
+            self._complaints.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
+            waiting.append(chunk)
+        return True
+
+    def _ask(self, request: Request, deadline: float) -> Reply | None:
+        """Send a request and wait for its answer; None where there is none in time."""
+        if self._send(request):
+            until = min(deadline, time.monotonic() + self._answer_s)
+            while (received := self._receive(until)) is not None:
+                if received[0].request == request.request:
+                    return received[0]
+        if not self._stop.is_set():
+            self._reconnect()
+        return None
+
+    def _send(self, request: Request) -> bool:
+        if self._socket is None:
+            self._socket = self._make_socket()
+        try:
+            self._socket.send(encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            return False  # not connected, and the queue is full
+        return True
+
+    def _receive(self, deadline: float) -> tuple[Reply, bytes] | None:
+        """The next answer and its data. None after `answer_s` without one, at the deadline, and when told to stop."""
+        until = min(deadline, time.monotonic() + self._answer_s)
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            if self._socket is None or not self._socket.poll(int(1000 * min(left, _POLL_S)) + 1):
+                continue
+            frames = self._socket.recv_multipart()
+            try:
+                reply = decode_reply(frames[0])
+                if len(frames) != (2 if isinstance(reply, Chunk) else 1):
+                    raise RelayWireError(f"{type(reply).__name__} in {len(frames)} frames")
+                return reply, frames[-1]
+            except RelayWireError as error:
+                self.stats.malformed += 1
+                self._complaints.log("malformed answer of the weight server", str(error))
+        return None
+
+    def _number(self) -> int:
+        self._next_request += 1
+        return self._next_request
+
+    def _reconnect(self) -> None:
+        self.stats.reconnects += 1
+        self._complaints.log("the weight server does not answer", "connecting anew")
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None

@@ -1,0 +1,309 @@
+"""Replay arena: where a learner rank keeps the trajectories that it has acknowledged, in memory that outlives it.
+
+Life of a record: reserved → copied into and checked → committed → ended (its ticket has ended) → its space is used
+again, once nothing views it any more.
+
+Invariants. What is committed is whole: the index names a record only after its last byte, so a process that is killed
+at any moment leaves whole records behind, and the next one finds them with `recovered`. Space is used again only after
+the record has ended and the last array that views it is gone: a trajectory in anybody's hands never changes.
+
+File: a page with the header; the index, int64[max_records, 8]; then the records (record.py), at multiples of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from impala_llm.pipeline import kernels
+from impala_llm.pipeline.arena import ArenaError, map_new_file, populate
+from impala_llm.pipeline.record import (
+    TICKET_ID,
+    Header,
+    RecordError,
+    Text,
+    block_of,
+    metadata,
+    unpack_metadata,
+)
+from impala_llm.trajectory import ARRAY_FIELDS, Trajectory, block_views
+
+_log = logging.getLogger(__name__)
+_MAGIC = b"ILLMKEEP"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sQQQ")  # magic, format, max_records, capacity in bytes
+_HEADER_BYTES = 4096
+_UNIT = 8
+_FREE, _COMMITTED, _ENDED = 0, 1, 2
+_STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
+_ROW_WORDS = 8
+
+
+class _Stored:
+    """A committed record: its fields by name, as `Trajectory.deferred` asks for them, and the right to its space, which
+    goes back when the last reference is gone."""
+
+    __slots__ = ("_arena", "_dropped", "_header", "_size", "_start", "_text", "row")
+
+    def __init__(self, arena: ReplayArena, row: int, start: int, size: int, header: Header, text: Text) -> None:
+        self._arena = arena
+        self._dropped = arena.dropped
+        self.row = row
+        self._start = start
+        self._size = size
+        self._header = header
+        self._text = text
+
+    def __call__(self, name: str) -> object:
+        if name == "ticket_id":
+            return self._header[TICKET_ID]
+        if name not in ARRAY_FIELDS and name != "block":
+            return metadata(self._header, self._text)[name]
+        words = self._arena.view(self._start, self._size)
+        words.keeper = self
+        block = block_of(words.view(np.ndarray), self._header)
+        return block if name == "block" else block_views(block, self._header[1], self._header[2])[name]
+
+    def __del__(self) -> None:
+        # From whichever thread: only this, the arena's owner does the rest.
+        self._dropped.append((self._start, self._size, self.row))
+
+
+class _KeptWords(np.ndarray):
+    """A view of the arena that keeps its record. Arrays made from it have it as their base, since its own base is a
+    mapping and no array."""
+
+    keeper: _Stored
+
+
+class ReplayArena:
+    """For one thread, but for `end`, which any thread may call, and the trajectories, which may die in any thread.
+
+    path: made anew, or taken over from a process that is gone. capacity: bytes for records, rounded down to a multiple
+    of 64. max_records: at once. Raises ArenaError where there is no room, or where the file there has another size.
+    """
+
+    def __init__(self, path: Path, capacity: int, max_records: int) -> None:
+        self.path = path
+        self._num_words = capacity // 8 // _UNIT * _UNIT
+        index_bytes = -(-8 * _ROW_WORDS * max_records // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._begin = _HEADER_BYTES + index_bytes
+        header = _HEADER.pack(_MAGIC, _FORMAT, max_records, 8 * self._num_words)
+        found = _open_existing(path, self._begin + 8 * self._num_words, header)
+        if found is None:
+            advice = "Lower replay.capacity_mb or free memory"
+            self._map = map_new_file(path, self._begin + 8 * self._num_words, advice)
+            self._map[: _HEADER.size] = header
+        else:
+            self._map = found
+        self.words = np.frombuffer(self._map, np.uint64, self._num_words, self._begin)
+        self._bytes = memoryview(self._map)
+        self._index = np.frombuffer(self._map, np.int64, _ROW_WORDS * max_records, _HEADER_BYTES).reshape(
+            -1, _ROW_WORDS
+        )
+        self.dropped: deque[tuple[int, int, int]] = deque()
+        """(start, size, row) of records of which nothing is left but their bytes."""
+        self._by_ticket: dict[int, tuple[_Stored, ...]] = {}
+        self._free = _FreeSpace()
+        self._serial = 0
+        self._used = 0
+        self._recovered = self._recover()
+        self._free_rows = np.flatnonzero(self._index[:, _STATE] == _FREE)[::-1].tolist()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for records."""
+        return 8 * self._num_words
+
+    @property
+    def used(self) -> int:
+        """Bytes that records take up."""
+        return 8 * self._used
+
+    def recovered(self) -> list[Trajectory]:
+        """Once: what an earlier process had committed and not ended, in the order in which it was committed."""
+        recovered, self._recovered = self._recovered, []
+        return recovered
+
+    def reserve(self, sizes: Sequence[int]) -> list[int]:
+        """Room for records of these sizes, in words: where each goes, for as many of the first ones as there is room.
+
+        Each of them must be committed or cancelled.
+        """
+        self._reclaim()
+        starts: list[int] = []
+        for size in sizes[: len(self._free_rows)]:
+            start = self._free.take(-(-size // _UNIT) * _UNIT)
+            if start is None:
+                break
+            starts.append(start)
+        return starts
+
+    def cancel(self, start: int, size: int) -> None:
+        """Give back what was reserved."""
+        self._free.give(start, start + -(-size // _UNIT) * _UNIT)
+
+    def metadata(self, start: int) -> tuple[Header, Text]:
+        """See `record.unpack_metadata`."""
+        return unpack_metadata(self._bytes, self._begin + 8 * start)
+
+    def record(self, start: int, size: int) -> memoryview:
+        """A record's bytes, valid until it is cancelled."""
+        begin = self._begin + 8 * start
+        return self._bytes[begin : begin + 8 * size]
+
+    def commit(self, records: Sequence[tuple[int, int, int, Header, Text]]) -> list[Trajectory]:
+        """Records, (start, size in words, checksum, header, text), are whole, valid and wanted: keep them."""
+        rows = self._free_rows[-len(records) :]
+        del self._free_rows[-len(records) :]
+        entries = []
+        trajectories = []
+        serial = self._serial
+        for row, (start, size, checksum, header, text) in zip(rows, records, strict=True):
+            serial += 1
+            entries.append((start, size, checksum, serial))
+            trajectories.append(self._keep(row, start, size, header, text))
+        self._serial = serial
+        self._index[rows, _START : _SERIAL + 1] = entries
+        self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
+        return trajectories
+
+    def end(self, ticket_ids: Iterable[int]) -> None:
+        """These tickets have ended: a later process need not find their records."""
+        ended = [stored for ticket_id in ticket_ids for stored in self._by_ticket.pop(ticket_id, ())]
+        self._index[[stored.row for stored in ended], _STATE] = _ENDED
+
+    def view(self, start: int, size: int) -> _KeptWords:
+        """uint64[size] at `start`."""
+        return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
+
+    def _keep(self, row: int, start: int, size: int, header: Header, text: Text) -> Trajectory:
+        self._used += -(-size // _UNIT) * _UNIT
+        stored = _Stored(self, row, start, size, header, text)
+        ticket_id = header[TICKET_ID]
+        self._by_ticket[ticket_id] = (*self._by_ticket.get(ticket_id, ()), stored)
+        return Trajectory.deferred(stored)
+
+    def _reclaim(self) -> None:
+        rows = []
+        begin = end = 0
+        while self.dropped:
+            start, size, row = self.dropped.popleft()
+            rows.append(row)
+            # Most come in the order in which they lie: put together before they are given back.
+            if start != end:
+                self._give(begin, end)
+                begin = start
+            end = start + -(-size // _UNIT) * _UNIT
+        if rows:
+            self._give(begin, end)
+            self._index[rows, _STATE] = _FREE
+            self._free_rows += rows
+
+    def _give(self, start: int, end: int) -> None:
+        self._used -= end - start
+        self._free.give(start, end)
+
+    def _recover(self) -> list[Trajectory]:
+        """Rebuild what lives in this process's memory from the index."""
+        found = []
+        end = 0
+        committed = np.flatnonzero(self._index[:, _STATE] == _COMMITTED)
+        for row in committed[np.argsort(self._index[committed, _START])].tolist():
+            _, start, size, checksum, serial = self._index[row, : _SERIAL + 1].tolist()
+            try:
+                if start < end or size < 1 or start + size > self._num_words:
+                    raise RecordError(f"it lies at [{start}, {start + size}) of {self._num_words} words")
+                if kernels.checksum(self.words[start : start + size]) != checksum % (1 << 64):
+                    raise RecordError("its checksum differs")
+                header, text = self.metadata(start)
+            except RecordError as error:
+                _log.warning("a record of %s is damaged and left out: %s", self.path, error)
+                self._index[row, _STATE] = _FREE
+                continue
+            self._free.give(end, start)
+            end = start + -(-size // _UNIT) * _UNIT
+            found.append((serial, self._keep(row, start, size, header, text)))
+            self._serial = max(self._serial, serial)
+        self._free.give(end, self._num_words)
+        self._index[self._index[:, _STATE] == _ENDED, _STATE] = _FREE
+        return [trajectory for _, trajectory in sorted(found, key=lambda item: item[0])]
+
+
+class _FreeSpace:
+    """Extents [start, end) of free space. Invariant: no two of them touch.
+
+    Records are taken from the front of one extent until it is used up; the next one is then the largest. What ends in
+    the order in which it came thus makes a ring, and what ends in another order is put together where it touches.
+    """
+
+    def __init__(self) -> None:
+        self._front = self._back = 0
+        self._by_start: dict[int, int] = {}
+        self._by_end: dict[int, int] = {}
+
+    def take(self, size: int) -> int | None:
+        """Start of a piece of this size; None where no extent is large enough."""
+        if self._back - self._front < size:
+            if not self._by_start:
+                return None
+            start = max(self._by_start, key=lambda begin: self._by_start[begin] - begin)
+            end = self._by_start[start]
+            if end - start < size:
+                return None
+            del self._by_start[start], self._by_end[end]
+            front, back = self._front, self._back
+            self._front, self._back = start, end
+            self.give(front, back)
+        start = self._front
+        self._front += size
+        return start
+
+    def give(self, start: int, end: int) -> None:
+        """[start, end) is free."""
+        if start == end:
+            return
+        if end in self._by_start:
+            last = self._by_start.pop(end)
+            del self._by_end[last]
+            end = last
+        if start in self._by_end:
+            first = self._by_end.pop(start)
+            del self._by_start[first]
+            start = first
+        if start == self._back and self._front < self._back:
+            self._back = end
+        elif end == self._front and self._front < self._back:
+            self._front = start
+        else:
+            self._by_start[start] = end
+            self._by_end[end] = start
+
+
+def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | None:
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        size = os.fstat(handle).st_size
+        if size == num_bytes:
+            mapping = mmap.mmap(handle, num_bytes)
+            if mapping[: len(header)] == header:
+                populate(mapping, write=True)
+                return mapping
+            if not any(mapping[: len(header)]):
+                return None  # its maker died before it was done
+    finally:
+        os.close(handle)
+    raise ArenaError(
+        f"{path} was made with other sizes: keep replay.capacity and replay.capacity_mb as they were, or start under "
+        "another run.name"
+    )

@@ -1,0 +1,185 @@
+"""Serves the learner's weight board to the relays of other hosts. The other end: relay.py.
+
+Invariant: what is sent of a version is whole and never changes: every chunk is read under a lease. A relay that
+misbehaves, or asks for what is no longer there, costs an answer or a log line, never the server.
+
+A version that a relay has begun to fetch is held for it, so that a learner faster than the network does not take it
+away each time; as many versions as the board has slots beyond two, which the publisher needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from impala_llm.pipeline import kernels
+from impala_llm.pipeline.complaints import Complaints
+from impala_llm.pipeline.relay_wire import (
+    Chunk,
+    ChunkRequest,
+    Contents,
+    Gone,
+    Latest,
+    LatestRequest,
+    ManifestRequest,
+    RelayWireError,
+    Reply,
+    decode_request,
+    encode,
+)
+from impala_llm.pipeline.weight_slots import WEIGHTS_FILE, WeightsError
+from impala_llm.pipeline.weights import WeightLease, WeightReader
+
+_log = logging.getLogger(__name__)
+_POLL_MS = 100
+_JOIN_S = 10.0
+
+
+@dataclass
+class ServerStats:
+    """Counters since the start. requests: that were answered. malformed: messages that were no request. unsent:
+    answers that could not be sent because their relay does not read, or is gone."""
+
+    requests: int = 0
+    bytes_sent: int = 0
+    malformed: int = 0
+    unsent: int = 0
+
+
+@dataclass
+class _Held:
+    lease: WeightLease
+    stack: ExitStack
+    last_used: float
+    ends: float
+
+
+class WeightServer:
+    """Answers relays in a thread of its own, from `start` to `close`.
+
+    directory: of the board. socket: a ROUTER, bound, with `relay_wire.MAX_FRAME_BYTES` as message limit and a short
+    queue (each message that waits may be a chunk); it belongs to the server from now on. hold_s: a version is held at
+    most so long for the relays that fetch it, and idle_s after their last request.
+    """
+
+    def __init__(self, directory: Path, socket: zmq.Socket[bytes], hold_s: float = 120.0, idle_s: float = 10.0) -> None:
+        self.stats = ServerStats()
+        self._reader = WeightReader(directory)
+        self._socket = socket
+        self._hold_s = hold_s
+        self._idle_s = idle_s
+        self._held: dict[int, _Held] = {}
+        self._complaints = Complaints()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, free what is held and close the socket."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        else:
+            self._socket.close(linger=0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._socket.poll(_POLL_MS):
+                    self._answer(self._socket.recv_multipart())
+                self._free_what_is_idle()
+        except zmq.ContextTerminated:
+            _log.info("the weight server ends with its context")
+        finally:
+            for held in self._held.values():
+                held.stack.close()
+            self._held.clear()
+            self._socket.close(linger=0)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise RelayWireError(f"{len(frames)} frames: 2 are expected")
+            reply, data = self._reply(decode_request(frames[1]))
+        except RelayWireError as error:
+            self.stats.malformed += 1
+            self._complaints.log("malformed request for weights", f"from {frames[0][:32]!r}: {error}")
+            return
+        except (WeightsError, OSError) as error:
+            self._complaints.log("weights cannot be served", str(error))
+            return
+        try:
+            self._socket.send_multipart([frames[0], encode(reply), *data], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            self.stats.unsent += 1
+            self._complaints.log("a relay does not take its answer", f"{frames[0][:32]!r}: {error}")
+            return
+        self.stats.requests += 1
+        self.stats.bytes_sent += sum(len(part) for part in data)
+
+    def _reply(self, request: LatestRequest | ManifestRequest | ChunkRequest) -> tuple[Reply, list[bytes]]:
+        if isinstance(request, LatestRequest):
+            latest = self._reader.latest()
+            return Latest(request.request, -1 if latest is None else latest), []
+        with ExitStack() as stack:
+            held = self._held.get(request.version)
+            if held is None:
+                try:
+                    lease = stack.enter_context(self._reader.lease(request.version, timeout_s=0))
+                except WeightsError:
+                    return Gone(request.request, request.version), []
+            else:
+                lease = held.lease
+                held.last_used = time.monotonic()
+            if isinstance(request, ChunkRequest):
+                data = _read(lease, request)
+                return Chunk(request.request, kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
+            contents = _contents(lease, request.request)
+            if held is None and len(self._held) < self._reader.num_slots() - 2:
+                now = time.monotonic()
+                self._held[request.version] = _Held(lease, stack.pop_all(), now, now + self._hold_s)
+            return contents, []
+
+    def _free_what_is_idle(self) -> None:
+        now = time.monotonic()
+        for version, held in list(self._held.items()):
+            if now >= held.ends or now - held.last_used >= self._idle_s:
+                self._held.pop(version).stack.close()
+
+
+def _contents(lease: WeightLease, request: int) -> Contents:
+    files = []
+    for path in sorted(lease.path.iterdir()):
+        if path.name != WEIGHTS_FILE and path.suffix != ".new" and path.is_file():
+            content = path.read_bytes()
+            files.append((path.name, len(content), kernels.bytes_checksum(np.frombuffer(content, np.uint8))))
+    manifest = lease.manifest
+    return Contents(
+        request, manifest.version, manifest.num_bytes, manifest.header_checksum, manifest.checksums, tuple(files)
+    )
+
+
+def _read(lease: WeightLease, request: ChunkRequest) -> bytes:
+    end = request.offset + request.length
+    if request.name == WEIGHTS_FILE:
+        data = lease.file_bytes()[request.offset : end].tobytes()
+    else:
+        path = lease.path / request.name
+        if not path.is_file():
+            raise RelayWireError(f"version {request.version} has no file {request.name!r}")
+        with path.open("rb") as file:
+            file.seek(request.offset)
+            data = file.read(request.length)
+    if len(data) != request.length:
+        raise RelayWireError(f"{request.name} ends before byte {end}")
+    return data

@@ -1,0 +1,279 @@
+"""The files of a weight board, as publisher, readers and relay share them: pointer, manifests, locks, mapped weights.
+
+Invariant: nothing that a file says is believed before it was checked: a manifest that is no manifest, or weights that
+are shorter than it says, give a WeightsError that names the file.
+
+    latest         JSON: the slot that holds the newest version; replaced by an atomic rename
+    slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
+    slot-<k>.json  the manifest of the slot, JSON; absent while the slot is written
+    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
+    its holder
+    publisher.lock flock: exclusive while a publisher writes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from impala_llm.pipeline import kernels, safetensors_layout
+from impala_llm.pipeline.arena import populate
+from impala_llm.pipeline.safetensors_layout import Layout, LayoutError, TensorPlace
+
+WEIGHTS_FILE = "model.safetensors"
+PUBLISHER_LOCK = "publisher.lock"
+_LATEST = "latest"
+_UINT64 = 2**64
+
+TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
+"""(dtype by its safetensors name, shape, uint8[number of bytes])."""
+
+
+class WeightsError(RuntimeError):
+    """A version cannot be published or read."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a slot holds.
+
+    version: of the weights. num_bytes: of the weights file. header_checksum: of what comes before the first tensor.
+    checksums: of the tensors, in the order of the file. All are `kernels.bytes_checksum`.
+    """
+
+    version: int
+    num_bytes: int
+    header_checksum: int
+    checksums: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sums = (self.header_checksum, *self.checksums)
+        if any(type(value) is not int or value < 0 for value in (self.version, self.num_bytes, *sums)):
+            raise ValueError(f"version {self.version!r}, {self.num_bytes!r} bytes: integers >= 0 are expected")
+        if max(sums) >= _UINT64:
+            raise ValueError(f"checksum {max(sums)} has more than 64 bits")
+
+    def to_json(self) -> bytes:
+        """The content of a manifest file."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Manifest:
+        """From what came out of JSON or a message. ValueError where a field is missing or none of its kind."""
+        try:
+            return cls(**{**values, "checksums": tuple(values["checksums"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a manifest of weights: {error}") from error
+
+
+@dataclass(frozen=True)
+class MappedWeights:
+    """A weights file in memory. data: uint8[bytes of the file]. places: of its tensors, in the order of the file."""
+
+    data: np.ndarray
+    header: bytes
+    places: dict[str, TensorPlace]
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Whether the header in the file, which may have been rewritten, is the one parsed and the manifest's."""
+        header = self.data[: len(self.header)]
+        return (
+            len(self.places) == len(manifest.checksums)
+            and kernels.bytes_checksum(header) == manifest.header_checksum
+            and header.tobytes() == self.header
+        )
+
+    def tensors(self, manifest: Manifest, source: str, verify: bool) -> dict[str, TensorBytes]:
+        """Views of all tensors. verify: compare checksums; WeightsError, naming the source, where one differs."""
+        tensors: dict[str, TensorBytes] = {}
+        for (name, place), checksum in zip(self.places.items(), manifest.checksums, strict=True):
+            data = self.data[place.start : place.end]
+            if verify and kernels.bytes_checksum(data) != checksum:
+                raise damaged(source, manifest.version, name)
+            tensors[name] = (place.dtype, place.shape, data)
+        return tensors
+
+
+def damaged(source: str, version: int, tensor: str) -> WeightsError:
+    """The error for a tensor whose checksum is not the one it was published with."""
+    return WeightsError(
+        f"{source} is not what was published as version {version}: the checksum of tensor {tensor!r} differs"
+    )
+
+
+class Slot:
+    """One slot of a board. Keeps its mappings of the weights file for as long as the file stays the same one."""
+
+    def __init__(self, board: Path, index: int) -> None:
+        self.index = index
+        self.directory = board / f"slot-{index}"
+        self.weights = self.directory / WEIGHTS_FILE
+        self.manifest = board / f"slot-{index}.json"
+        self.lock = board / f"slot-{index}.lock"
+        self._writable: np.ndarray | None = None
+        self._writable_file: tuple[int, int, int] | None = None
+        self._mapped: MappedWeights | None = None
+        self._mapped_file: tuple[int, int, int] | None = None
+
+    def read_manifest(self) -> Manifest | None:
+        """What the slot holds now; None while it is written. WeightsError where the file is malformed."""
+        values = _read_json(self.manifest)
+        try:
+            return None if values is None else Manifest.from_values(values)
+        except ValueError as error:
+            raise WeightsError(f"{self.manifest}: {error}") from error
+
+    def has_file_of(self, num_bytes: int) -> bool:
+        """Whether the slot has a weights file of this size, that can be written again in place."""
+        try:
+            found = self.weights.lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+
+    def writable(self, num_bytes: int) -> np.ndarray:
+        """The weights file as uint8[num_bytes], resident; one of another size is replaced. For a publisher with the
+        exclusive lock. WeightsError where memory is short."""
+        is_new = not self.has_file_of(num_bytes)
+        if is_new:
+            self._writable = None
+            self.manifest.unlink(missing_ok=True)
+            self.weights.unlink(missing_ok=True)
+        handle = os.open(self.weights, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            found = _identity(os.fstat(handle))
+            if self._writable is None or found != self._writable_file:
+                os.posix_fallocate(handle, 0, num_bytes)
+                mapping = mmap.mmap(handle, num_bytes)
+                populate(mapping, write=True)
+                self._writable = np.frombuffer(mapping, np.uint8)
+                self._writable_file = _identity(os.fstat(handle))
+        except OSError as error:
+            if is_new:
+                self.weights.unlink()
+            raise WeightsError(
+                f"cannot reserve {num_bytes} bytes for {self.weights}: {error}. Free memory in /dev/shm"
+            ) from error
+        finally:
+            os.close(handle)
+        return self._writable
+
+    def mapped(self, manifest: Manifest) -> MappedWeights:
+        """The weights file, mapped read-only. For a reader with the shared lock. WeightsError where it is not what the
+        manifest says; the tensors' checksums are the caller's to compare."""
+        try:
+            handle = os.open(self.weights, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise WeightsError(f"{self.weights} cannot be opened: {error}") from error
+        try:
+            found = os.fstat(handle)
+            # A page that is mapped beyond the end of a file would kill this process when it is touched.
+            if not stat.S_ISREG(found.st_mode) or found.st_size != manifest.num_bytes or not found.st_size:
+                raise WeightsError(
+                    f"{self.weights} has {found.st_size} bytes, version {manifest.version} has {manifest.num_bytes}: "
+                    "somebody else wrote to it; have the learner publish again"
+                )
+            file = _identity(found)
+            if file != self._mapped_file:
+                self._mapped = self._mapped_file = None
+                mapping = mmap.mmap(handle, found.st_size, prot=mmap.PROT_READ)
+                populate(mapping, write=False)
+                self._mapped = MappedWeights(np.frombuffer(mapping, np.uint8), b"", {})
+                self._mapped_file = file
+        finally:
+            os.close(handle)
+        assert self._mapped is not None
+        if not self._mapped.is_of(manifest):
+            self._mapped = parse_weights(self._mapped.data, manifest, str(self.weights))
+        return self._mapped
+
+
+def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWeights:
+    """Find the tensors in uint8[bytes of a weights file]. WeightsError, naming the source, where the header is not that
+    of the manifest."""
+    try:
+        places = safetensors_layout.parse(data.data)
+    except LayoutError as error:
+        raise WeightsError(f"{source}: {error}") from error
+    begin = min((place.start for place in places.values()), default=data.size)
+    weights = MappedWeights(data, data[:begin].tobytes(), places)
+    if not weights.is_of(manifest):
+        raise WeightsError(
+            f"{source} holds {len(places)} tensors, version {manifest.version} has {len(manifest.checksums)}, "
+            "or the checksum of the header differs"
+        )
+    return weights
+
+
+def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorBytes], version: int) -> Manifest:
+    """Fill uint8[layout.num_bytes] with a version, in one pass over the tensors."""
+    header = np.frombuffer(layout.header, np.uint8)
+    sums = [kernels.stream_bytes(target[: header.size], header)]
+    for name, place in layout.places.items():
+        sums.append(kernels.stream_bytes(target[place.start : place.end], tensors[name][2]))
+    return Manifest(version, layout.num_bytes, sums[0], tuple(sums[1:]))
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size
+
+
+@contextlib.contextmanager
+def flock(path: Path, operation: int) -> Iterator[bool]:
+    """Hold a lock on a file if it can be had at once; yields whether it could. Each call is a holder of its own."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(handle, operation | fcntl.LOCK_NB)
+            locked = True
+        except BlockingIOError:
+            locked = False
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file: whoever opens it sees the old content or the new."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    os.replace(new, path)
+
+
+def write_latest(board: Path, slot: int, version: int) -> None:
+    """Make the version in a slot the latest one."""
+    write_atomically(board / _LATEST, json.dumps({"slot": slot, "version": version}).encode())
+
+
+def read_latest(board: Path) -> tuple[int, int] | None:
+    """(slot, version) of the newest version; None before the first. WeightsError where the file is malformed."""
+    path = board / _LATEST
+    values = _read_json(path)
+    if values is None:
+        return None
+    slot, version = values.get("slot"), values.get("version")
+    if type(slot) is not int or type(version) is not int or slot < 0 or version < 0:
+        raise WeightsError(f"{path} names version {version!r} in slot {slot!r}: integers >= 0 are expected")
+    return slot, version
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightsError(f"{path} holds {str(values)[:40]!r}: it was not written by a WeightPublisher")
+    return values

@@ -1,0 +1,68 @@
+"""Endpoints: which are malformed, which can be reached from other hosts, and which ports the ranks get."""
+
+import pytest
+
+from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, rank_endpoint
+
+HERE = ["tcp://127.0.0.1:7400", "tcp://127.9.8.7:1", "tcp://[::1]:7400", "tcp://localhost:7400", "tcp://LOCALHOST:1"]
+WILDCARDS = ["tcp://*:7400", "tcp://0.0.0.0:7400", "tcp://[::]:7400"]
+ELSEWHERE = ["tcp://10.0.0.1:7400", "tcp://[fd00::2]:7400", "tcp://[fe80::1%eth0]:7400", "tcp://learner-7.example:7400"]
+LOOKS_LIKE_HERE = ["tcp://localhost.example:7400", "tcp://lo:7400", "tcp://128.0.0.1:7400", "tcp://127.0.0.1.example:1"]
+MALFORMED = [
+    "127.0.0.1:7400", "tcp://127.0.0.1", "tcp://:7400", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.1:7400",
+    "tcp://256.0.0.1:7400", "tcp://::1:7400", "tcp://[127.0.0.1]:7400", "tcp://127.0.0.1:7400 ", "tcp://127.0.0.1:٧",
+    "tcp://127.0.0.1:0;10.0.0.1:7400", "tcp://user@127.0.0.1:7400", "udp://127.0.0.1:7400", "inproc://x", "ipc://@x",
+    "ipc://*", "ipc://relative", "ws://127.0.0.1:7400", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", [*HERE, "tcp://127.0.0.1:*", "ipc:///dev/shm/run/learner-0.sock"])
+def test_this_host_needs_no_keys(endpoint: str) -> None:
+    for has_keys in (False, True):
+        check_bind(endpoint, has_keys)
+        if not endpoint.endswith("*"):
+            check_connect(endpoint, has_keys)
+
+
+@pytest.mark.parametrize("endpoint", [*WILDCARDS, *ELSEWHERE, *LOOKS_LIKE_HERE])
+def test_others_are_served_with_keys_only(endpoint: str) -> None:
+    check_bind(endpoint, has_keys=True)
+    with pytest.raises(ValueError, match=r"without keys.*impala-llm keys.*learner\.public\.json.*pipeline\.keys="):
+        check_bind(endpoint, has_keys=False)
+
+
+@pytest.mark.parametrize("endpoint", [*ELSEWHERE, *LOOKS_LIKE_HERE])
+def test_nothing_is_sent_to_others_without_keys(endpoint: str) -> None:
+    check_connect(endpoint, has_keys=True)
+    with pytest.raises(ValueError, match=r"without keys.*learner\.public\.json.*impala-llm keys.*pipeline\.keys"):
+        check_connect(endpoint, has_keys=False)
+
+
+@pytest.mark.parametrize("endpoint", [*WILDCARDS, "tcp://127.0.0.1:*"])
+def test_nobody_connects_to_all_addresses(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="no address to connect to"):
+        check_connect(endpoint, has_keys=True)
+
+
+@pytest.mark.parametrize("endpoint", MALFORMED)
+def test_what_is_malformed_is_refused_with_keys_too(endpoint: str) -> None:
+    for check in (check_bind, check_connect):
+        with pytest.raises(ValueError):
+            check(endpoint, has_keys=True)
+
+
+@pytest.mark.parametrize("endpoint", [*HERE[:4], *WILDCARDS, *ELSEWHERE, "tcp://127.0.0.1:*"])
+def test_an_endpoint_is_written_as_it_was_read(endpoint: str) -> None:
+    assert str(TcpEndpoint.parse(endpoint)) == endpoint
+
+
+def test_ranks_listen_one_above_the_other() -> None:
+    assert rank_endpoint("tcp://0.0.0.0:7400", 0) == "tcp://0.0.0.0:7400"
+    assert rank_endpoint("tcp://[::1]:7400", 3) == "tcp://[::1]:7403"
+    assert rank_endpoint("tcp://learner:65534", 1) == "tcp://learner:65535"
+
+
+@pytest.mark.parametrize(("endpoint", "offset"), [("tcp://learner:65534", 2), ("tcp://learner:*", 0), ("learner:1", 0)])
+def test_ranks_without_a_port_are_refused(endpoint: str, offset: int) -> None:
+    with pytest.raises(ValueError, match=endpoint.replace("*", r"\*")):
+        rank_endpoint(endpoint, offset)
