@@ -10,11 +10,14 @@ Left out on purpose: nothing here decides what to play, in which order, or how s
 """
 
 import asyncio
+import platform
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import psutil
 from transformers import AutoTokenizer
@@ -23,14 +26,19 @@ from impala_llm.config import Config, ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.torch_engine import EngineStats
 from impala_llm.envs import make_suite
+from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
+from impala_llm.pipeline.channels import ActorChannels
+from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
 from impala_llm.pipeline.wire import Grant, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+
+RELAY_POLL_S = 0.05
 
 
 class Actor:
@@ -39,21 +47,14 @@ class Actor:
     def __init__(self, config: Config, index: int) -> None:
         policy = resolve_policy(config)
         self.config = config
-        self.actor_id = f"actor-{index}"
+        self.actor_id = actor_name(config, index)
         self.suite = make_suite(config.env)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(policy), self.suite.system_prompt)
         self.limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
         self.engine = make_engine(config, policy, version=-1)  # the learner announces the first version
         run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
         self.weights = WeightReader(run_dir.weights_path)
-        self.channel = ActorChannel(
-            run_dir.endpoint(index % config.learner.num_ranks),
-            self.actor_id,
-            run_dir,
-            arena_bytes=config.pipeline.arena_mb << 20,
-            heartbeat_s=config.pipeline.heartbeat_s,
-            learner_timeout_s=config.pipeline.learner_timeout_s,
-        )
+        self.channel = ActorChannels([self.connect(run_dir, rank) for rank in range(config.learner.num_ranks)])
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.loading: asyncio.Task[None] | None = None
@@ -62,6 +63,21 @@ class Actor:
         self.announced = -1
         self.stopping = False
         self.failure: BaseException | None = None
+
+    def connect(self, run_dir: RunDirectory, rank: int) -> ActorChannel:
+        """To a learner rank on this host, or on the one that `pipeline.connect` names."""
+        pipeline = self.config.pipeline
+        remote = pipeline.connect and rank_endpoint(pipeline.connect, rank)
+        return ActorChannel(
+            remote or run_dir.endpoint(rank),
+            self.actor_id,
+            None if remote else run_dir,
+            arena_bytes=pipeline.arena_mb << 20,
+            keys=load_actor_keys(Path(pipeline.keys).expanduser()) if remote and pipeline.keys else None,
+            heartbeat_s=pipeline.heartbeat_s,
+            learner_timeout_s=pipeline.learner_timeout_s,
+            arena_name=f"{self.actor_id}.rank-{rank}",
+        )
 
     async def run(self) -> None:
         """Until the learner says stop, or is silent for too long. A defect of our own code is raised."""
@@ -142,9 +158,12 @@ class Actor:
             self.loading.add_done_callback(self.loaded)
 
     async def load_newest(self) -> None:
+        # On another host than the learner's, an announcement is faster than the relay.
+        while (latest := self.weights.latest()) is None or latest <= self.engine.version:
+            await asyncio.sleep(RELAY_POLL_S)
         with self.weights.lease() as lease:
             started = time.monotonic()
-            await self.engine.load_weights(lease.path, lease.version)
+            self.engine.load_shared(lease, lease.version)
             self.load_seconds = time.monotonic() - started
 
     def loaded(self, task: asyncio.Task[None]) -> None:
@@ -155,6 +174,14 @@ class Actor:
         if self.failure is None:
             self.start_loading()  # what was announced meanwhile
             self.start_episodes()  # what waited for this version
+
+
+def actor_name(config: Config, index: int) -> str:
+    """Unique among all actors of a run: hosts count theirs from 0."""
+    if config.pipeline.connect is None:
+        return f"actor-{index}"
+    host = re.sub(r"[^A-Za-z0-9-]", "-", platform.node()).strip("-")[:32]
+    return f"{host or 'host'}-actor-{index}"
 
 
 class Reporter:

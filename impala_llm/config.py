@@ -364,9 +364,7 @@ def problems(config: Config) -> list[str]:
     if found:
         return found  # what follows compares values that must be sane first
 
-    algorithm, learner, actor, replay, engine = (
-        config.algorithm, config.learner, config.actor, config.replay, config.engine,
-    )  # fmt: skip
+    algorithm, learner, replay, engine = config.algorithm, config.learner, config.replay, config.engine
     share = learner.batch_size // learner.num_ranks
     if engine.top_p != 1.0 or engine.top_k != -1:
         key, value = ("engine.top_p", engine.top_p) if engine.top_p != 1.0 else ("engine.top_k", engine.top_k)
@@ -405,12 +403,6 @@ def problems(config: Config) -> list[str]:
             f"learner.token_budget={learner.token_budget} cannot hold an episode of "
             f"engine.max_length={engine.max_length} "
             f"tokens: raise it to at least {engine.max_length}"
-        )
-    if actor.num_actors < learner.num_ranks:
-        found.append(
-            f"actor.num_actors={actor.num_actors} is fewer than learner.num_ranks={learner.num_ranks}: "
-            f"each rank is fed "
-            f"by its own actors; set actor.num_actors to at least {learner.num_ranks}"
         )
     if replay.samples_per_insert > replay.max_replays:
         found.append(
@@ -462,6 +454,11 @@ def _host_problems(config: Config) -> list[str]:
                 check(endpoint, has_keys=pipeline.keys is not None)
             except ValueError as error:
                 found.append(f"pipeline.{key}={endpoint}: {error}")
+    if pipeline.bind is not None and pipeline.weight_slots < 3:
+        found.append(
+            f"pipeline.weight_slots={pipeline.weight_slots} is too few with pipeline.bind: set it to 3 or more, as other "
+            "hosts fetch one version while the next is written"
+        )
     if pipeline.keys is None:
         return found
     folder = Path(pipeline.keys).expanduser()

@@ -22,6 +22,9 @@ from pathlib import Path
 import psutil
 
 from impala_llm.config import PACKAGE, Config, ConfigError, load, threads_per_process, to_yaml
+from impala_llm.hosts import rank_endpoint
+from impala_llm.pipeline.keys import load_actor_keys
+from impala_llm.pipeline.remote import relay_weights
 from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.weights import WeightReader
 
@@ -169,11 +172,13 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     """Actors alone, until the learner says stop to all of them.
 
+    On another host than the learner's (`pipeline.connect`) it also brings the weights there, once for all actors.
+
     Returns 0 then, 1 if one was lost for good or found its learner gone, 130 after Ctrl-C, 143 after SIGTERM.
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides)
-    with _stop_signal() as stop_signal:
+    with _stop_signal() as stop_signal, _away_from_learner(config):
         try:
             for actor in actors:
                 actor.start()
@@ -189,6 +194,19 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     for actor in failed:
         _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}); its last words:{actor.last_words()}")
     return 1 if failed else 0
+
+
+@contextmanager
+def _away_from_learner(config: Config) -> Iterator[None]:
+    """On another host: a run directory with a board of its own, filled by a relay, while entered."""
+    pipeline = config.pipeline
+    if pipeline.connect is None:
+        yield
+        return
+    keys = load_actor_keys(Path(pipeline.keys).expanduser()) if pipeline.keys else None
+    served_at = rank_endpoint(pipeline.connect, config.learner.num_ranks)
+    with RunDirectory.create(config.run.name) as run_dir, relay_weights(run_dir.weights_path, served_at, keys):
+        yield
 
 
 def end(children: Sequence[Child], polite: bool) -> None:

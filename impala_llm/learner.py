@@ -40,8 +40,9 @@ from impala_llm.observability.metrics import MetricLog, StageTimer
 from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.keys import load_learner_keys
+from impala_llm.pipeline.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.remote import serve_weights
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
@@ -71,8 +72,13 @@ def learn(config: Config, ranks: Ranks) -> None:
         publisher = None
         if ranks.is_main:
             publisher = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
-            publisher.publish(dict(model.policy_tensors()), version)
+            tensors = dict(model.policy_tensors())
+            publisher.reserve(tensors)
+            publisher.publish(tensors, version)
         ranks.barrier()
+        if ranks.is_main and config.pipeline.bind is not None:
+            served_at = rank_endpoint(config.pipeline.bind, ranks.world_size)
+            stack.enter_context(serve_weights(run_dir.weights_path, served_at, learner_keys(config)))
         receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size, version)
         stack.callback(receiver.close)
         stack.callback(receiver.shutdown)
@@ -222,10 +228,15 @@ def start_receiver(
         heartbeat_timeout_s=pipeline.actor_timeout_s,
         ticket_timeout_s=pipeline.ticket_timeout_s,
         bind=None if pipeline.bind is None else rank_endpoint(pipeline.bind, ranks.rank),
-        keys=None if pipeline.keys is None else load_learner_keys(Path(pipeline.keys).expanduser()),
+        keys=learner_keys(config),
     )
     receiver.start()
     return receiver
+
+
+def learner_keys(config: Config) -> LearnerKeys | None:
+    folder = config.pipeline.keys
+    return None if folder is None else load_learner_keys(Path(folder).expanduser())
 
 
 class Meters:

@@ -42,7 +42,6 @@ def test_overrides_and_groups_take_effect():
         (["algorithm=group_relative", "algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
         (["algorithm.group_size=7"], ["algorithm.group_size=7", "64", "multiple of 7"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),
-        (["learner.num_ranks=2"], ["actor.num_actors=1", "at least 2"]),
         (["learner.token_budget=100"], ["learner.token_budget=100", "at least 2048"]),
         (["engine.max_new_tokens=4096"], ["engine.max_new_tokens=4096", "lower"]),
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),

@@ -221,7 +221,7 @@ class Crew:
             member.ask("prepare", share)
         for member in self._producers:
             member.result()
-        before = self._usage()
+        own_before, servers_before = self._usage()
         self._consumer.ask("receive", share * len(self._producers))
         start_at = time.monotonic() + 0.005
         for member in self._producers:
@@ -229,7 +229,9 @@ class Crew:
         spans = [member.result() for member in self._producers]
         end = max(self._consumer.result(), *(end for _, end in spans))
         seconds = end - min(start for start, _ in spans)
-        return Burst(share * len(self._producers), seconds, self._usage() - before)
+        own, servers = self._usage()
+        served = sum(used - servers_before.get(thread, 0.0) for thread, used in servers.items())
+        return Burst(share * len(self._producers), seconds, own - own_before + served)
 
     def latencies(self, count: int) -> list[float]:
         """Seconds from before a send until the trajectory is in the consumer's hands, one at a time."""
@@ -241,21 +243,29 @@ class Crew:
         sent, caught = producer.result(), self._consumer.result()
         return [arrival - start for start, arrival in zip(sent, caught, strict=True)]
 
-    def close(self) -> None:
-        """End all processes: asked first, then killed."""
+    def dismiss(self) -> None:
+        """Let the producers end by themselves: before `close`, where several crews are to be closed."""
         for member in self._producers:
             member.dismiss()
+
+    def close(self) -> None:
+        """End all processes: asked first, then killed."""
+        self.dismiss()
         for member in self._producers:
             member.end()
         self._consumer.dismiss()
         self._consumer.end()
         self.contender.close()
 
-    def _usage(self) -> float:
+    def _usage(self) -> tuple[float, dict[str, float]]:
+        """CPU seconds until now: of the members together, and of each thread of the servers."""
         for member in self._members:
             member.ask("usage")
         own = sum(member.result() for member in self._members)
-        return own + sum(cpu_seconds(pid) for pid in self.contender.server_pids())
+        servers: dict[str, float] = {}
+        for pid in self.contender.server_pids():
+            servers |= cpu_seconds(pid)
+        return own, servers
 
 
 class _Member:
@@ -379,11 +389,11 @@ def _catch(contender: Contender, count: int, bell: Connection) -> list[float]:
     return arrivals
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process until now, in seconds; 0 for one that has ended."""
-    total = 0
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """User and system time of each thread of a process until now, in seconds, by thread id."""
+    seconds: dict[str, float] = {}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
+                seconds[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds

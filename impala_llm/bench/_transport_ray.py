@@ -254,13 +254,11 @@ class TransferQueue(_OnRay):
     def connect_consumer(self, batch: Batch) -> None:
         self._batch = batch
         self._start()
-        self._partition_exists = False
 
     def connect_producer(self, index: int, records: list[Record]) -> None:
-        import ray
-
+        ray = self._connect()
         self._records = itertools.cycle(records)
-        self._connect()
+        self._row_bytes = max(record.nbytes + len(record.metadata) for record in records)
         deadline = time.monotonic() + _START_S
         while True:
             try:
@@ -298,7 +296,7 @@ class TransferQueue(_OnRay):
 
         for _ in range(count // self.chunk):
             records = list(itertools.islice(self._records, self.chunk))
-            rows = np.stack([np.frombuffer(r.payload + r.metadata, np.uint8) for r in records])
+            rows = np.stack([np.frombuffer((r.payload + r.metadata).ljust(self._row_bytes), np.uint8) for r in records])
             data = TensorDict({"trajectory": self._torch.from_numpy(rows)}, batch_size=len(records))
             self._client.put(data, partition_id="train")
 

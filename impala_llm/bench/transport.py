@@ -212,6 +212,8 @@ def _compete(contenders: Sequence[type[Contender]], load: Load, rounds: int, wit
         for contender in contenders:
             result = results[contender.name]
             _guarded(result, lambda c=contender, r=result: crews.__setitem__(r.contender, _start(c, load, stack)))
+        # First of all when it ends: the producers of all crews then end at the same time.
+        stack.callback(lambda: [crew.dismiss() for crew in crews.values()])
         for name, crew in crews.items():
             result = results[name]
             _guarded(result, lambda c=crew, r=result: turns.__setitem__(r.contender, _prepare(c, r, record_bytes)))

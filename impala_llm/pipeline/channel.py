@@ -85,7 +85,8 @@ class ActorChannel:
     pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats, which need `poll` to be called.
     resend_s: a trajectory not acknowledged for so long is offered again. learner_timeout_s: silence of the learner, its
     start included, after which `poll` raises LearnerLost; only time in which this actor polled counts, a gap between
-    two polls as at most a heartbeat. Raises ValueError for an endpoint on another host without keys.
+    two polls as at most a heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks
+    has one for each. Raises ValueError for an endpoint on another host without keys.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ActorChannel:
         heartbeat_s: float = 1.0,
         resend_s: float = 5.0,
         learner_timeout_s: float = 120.0,
+        arena_name: str | None = None,
     ) -> None:
         self.actor_id = check_name("actor_id", actor_id)
         self._heartbeat_s = heartbeat_s
@@ -112,7 +114,8 @@ class ActorChannel:
             self._context.term()
             raise
         self._is_shared = run_dir is not None
-        path = None if run_dir is None else run_dir.arena_path(actor_id)
+        self._arena_name = arena_name or actor_id
+        path = None if run_dir is None else run_dir.arena_path(self._arena_name)
         self._arena = ArenaWriter(path, arena_bytes, self._incarnation)
         self._clock = ActiveClock(heartbeat_s)
         self._learner_heard = 0.0
@@ -132,7 +135,8 @@ class ActorChannel:
         """Introduce this actor. Once, before anything else; it is repeated by itself when the learner asks."""
         process = ProcessIdentity.mine()
         held = tuple(self._held)
-        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, self._is_shared))
+        arena = self._arena_name if self._is_shared else ""
+        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, arena))
 
     def request(self, want: int) -> None:
         """Say how many tickets this actor wants to have under way: a level, not an increment.
@@ -199,7 +203,7 @@ class ActorChannel:
             remaining = deadline - time.monotonic()
             if events or remaining <= 0:
                 return events
-            await self._readable(min(remaining, self._heartbeat_s))
+            await self.readable(remaining)
 
     @property
     def held(self) -> list[Ticket]:
@@ -358,7 +362,7 @@ class ActorChannel:
         except zmq.Again:
             # The queue of a learner that does not read is full. All that matters is offered again.
             _log.debug("no room to send %s", type(message).__name__)
-        # Sending may swallow the signal that a message has arrived: see _readable.
+        # Sending may swallow the signal that a message has arrived: see `readable`.
         if self._waiter is not None and not self._waiter.done() and self._has_input():
             self._waiter.set_result(None)
 
@@ -369,8 +373,8 @@ class ActorChannel:
         assert isinstance(events, int)
         return bool(events & zmq.POLLIN)
 
-    async def _readable(self, timeout_s: float) -> None:
-        """Until a message can be read or the time is over.
+    async def readable(self, timeout_s: float) -> None:
+        """Until a message can be read, something waits to be sent, or the time is over, a heartbeat's at most.
 
         ZeroMQ's descriptor is edge-triggered and stands for commands, not messages: it tells nothing once ZMQ_EVENTS
         was looked at or anything was sent. So the events are looked at before waiting, and again after each `_send`.
@@ -385,9 +389,9 @@ class ActorChannel:
                 waiter.set_result(None)
 
         loop.add_reader(descriptor, wake)
-        timer = loop.call_later(timeout_s, wake)
+        timer = loop.call_later(min(timeout_s, self._heartbeat_s), wake)
         try:
-            if not self._has_input():
+            if not self._has_input() and not self._unsent:
                 await waiter
         finally:
             timer.cancel()

@@ -20,17 +20,23 @@ from impala_llm.pipeline.arena import ArenaError, ArenaReader
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.record import (
+    FACTS,
     GROUP_ID,
     HEADER_WORDS,
     MAGIC,
+    MAX_STATS,
+    MAX_TEXT_BYTES,
     MAX_TOKENS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    OUTCOME,
     TASK_ID,
     TICKET_ID,
     UNROLL_INDEX,
-    Header,
+    Facts,
     RecordError,
-    Text,
     decode_record,
+    episode_id_of,
 )
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
@@ -124,21 +130,20 @@ class Intake:
         """Settle what an actor has offered first, as far as there is room for it."""
         settled = Settled()
         chunk = self._possible(offers, offers.queue.popleft(), actor_id, settled)
-        sizes = chunk.rows[:, _NUM_WORDS].tolist()
-        starts = self._arena.reserve(sizes)
-        if len(starts) < len(sizes):
+        starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
+        if len(starts) < len(chunk.rows):
             chunk, rest = chunk.split(len(starts))
             offers.queue.appendleft(rest)
-        if not starts:
+        if not len(starts):
             return settled
         try:
-            verdicts = self._copy(offers, chunk, starts)
+            facts = self._copy(offers, chunk, starts)
         except ArenaError as error:
-            for row, start in zip(chunk.rows.tolist(), starts, strict=True):
+            for row, start in zip(chunk.rows.tolist(), starts.tolist(), strict=True):
                 self._arena.cancel(start, row[_NUM_WORDS])
                 self._refuse(row, actor_id, str(error), settled)
             return settled
-        if put_back := self._judge(chunk, starts, verdicts.tolist(), actor_id, settled):
+        if put_back := self._judge(chunk, starts.tolist(), facts.tolist(), actor_id, settled):
             offers.queue.appendleft(chunk.only(put_back))
         return settled
 
@@ -166,59 +171,57 @@ class Intake:
             self._refuse(row, actor_id, reason, settled)
         return chunk.only(good)
 
-    def _copy(self, offers: Offers, chunk: _Chunk, starts: list[int]) -> np.ndarray:
-        """int64[n, 3]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
+    def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
+        """int64[n, FACTS]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
         places = chunk.rows[:, 2:].copy()
-        verdicts = np.empty((len(places), 3), np.int64)
-        where = np.array(starts, np.int64)
-        rules = (MAGIC, MAX_TOKENS, self._vocab_size)
+        facts = np.zeros((len(places), FACTS), np.int64)
+        rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size)
         if offers.reader is not None:
             offers.reader.check_size()
-            kernels.take_records(offers.reader.words, places, self._arena.words, where, *rules, verdicts)
-            return verdicts
+            kernels.take_records(offers.reader.words, places, self._arena.words, starts, *rules, facts)
+            return facts
         places[:, 0] = 0
         for i, frame in enumerate(chunk.frames):
             words = np.frombuffer(frame, np.uint64)
             part = slice(i, i + 1)
-            kernels.take_records(words, places[part], self._arena.words, where[part], *rules, verdicts[part])
-        return verdicts
+            kernels.take_records(words, places[part], self._arena.words, starts[part], *rules, facts[part])
+        return facts
 
     def _judge(
-        self, chunk: _Chunk, starts: list[int], verdicts: list[list[int]], actor_id: str, settled: Settled
+        self, chunk: _Chunk, starts: list[int], all_facts: list[list[int]], actor_id: str, settled: Settled
     ) -> list[int]:
         """Keep or refuse each record that was copied. Returns the places of those that must wait for their version."""
         arena, ledger = self._arena, self._ledger
         version = ledger.version
         rows = chunk.rows.tolist()
         tickets = ledger.lookup_all([row[_TICKET] for row in rows])
-        candidates: list[tuple[list[int], int, Header, Text]] = []
+        candidates: list[int] = []
         keys = []
         put_back = []
-        for place, (row, start, (outcome, oldest, newest), ticket) in enumerate(
-            zip(rows, starts, verdicts, tickets, strict=True)
-        ):
+        for place, (row, start, facts, ticket) in enumerate(zip(rows, starts, all_facts, tickets, strict=True)):
             try:
-                if outcome != kernels.COPIED:
-                    raise RecordError(self._explain(row, start, outcome))
-                if newest > version and self._may_wait(chunk):
+                if facts[OUTCOME] != kernels.COPIED:
+                    raise RecordError(self._explain(row, start, facts[OUTCOME]))
+                if facts[NEWEST_VERSION] > version and self._may_wait(chunk):
                     arena.cancel(start, row[_NUM_WORDS])
                     put_back.append(place)
                     continue
-                header, text = arena.metadata(start)
-                _check(row[_TICKET], header, ticket, oldest, newest, version)
+                _check(row[_TICKET], facts, ticket, version)
             except RecordError as error:
                 arena.cancel(start, row[_NUM_WORDS])
                 self._refuse(row, actor_id, str(error), settled)
                 continue
-            candidates.append((row, start, header, text))
-            keys.append((header[TICKET_ID], text[0], header[UNROLL_INDEX]))
+            candidates.append(place)
+            episode_id = episode_id_of(arena.record(start, row[_NUM_WORDS]), facts)
+            keys.append((facts[TICKET_ID], episode_id, facts[UNROLL_INDEX]))
         kept = []
-        for (row, start, header, text), answer in zip(candidates, ledger.received_all(keys), strict=True):
+        for place, answer in zip(candidates, ledger.received_all(keys), strict=True):
+            row = rows[place]
             if answer is Verdict.ACCEPTED:
                 settled.acks.append(row[_SEQUENCE])
-                kept.append((start, row[_NUM_WORDS], row[_CHECKSUM], header, text))
+                kept.append(place)
                 continue
-            arena.cancel(start, row[_NUM_WORDS])
+            arena.cancel(starts[place], row[_NUM_WORDS])
             if answer is Verdict.DUPLICATE:
                 settled.acks.append(row[_SEQUENCE])
                 continue
@@ -226,8 +229,11 @@ class Intake:
             self.totals["trajectories_unwanted"] += 1
             settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
         if kept:
-            self.totals["received_bytes"] += 8 * sum(entry[1] for entry in kept)
-            self._inbox.put(arena.commit(kept))
+            sizes = [rows[place][_NUM_WORDS] for place in kept]
+            checksums = [rows[place][_CHECKSUM] for place in kept]
+            self.totals["received_bytes"] += 8 * sum(sizes)
+            new = arena.commit([starts[i] for i in kept], sizes, checksums, [all_facts[i] for i in kept])
+            self._inbox.put(new)
         return put_back
 
     def _may_wait(self, chunk: _Chunk) -> bool:
@@ -251,19 +257,21 @@ class Intake:
         settled.refusals.append((row[_SEQUENCE], reason))
 
 
-def _check(ticket_id: int, header: Header, ticket: Ticket | None, oldest: int, newest: int, version: int) -> None:
+def _check(ticket_id: int, facts: Facts, ticket: Ticket | None, version: int) -> None:
     """Raise RecordError unless the record is what its descriptor and its ticket say. A ticket that has ended says
     nothing: the ledger answers for it."""
-    if header[TICKET_ID] != ticket_id:
-        raise RecordError(f"ticket_id is {header[TICKET_ID]}, and {ticket_id} in its descriptor")
+    if facts[TICKET_ID] != ticket_id:
+        raise RecordError(f"ticket_id is {facts[TICKET_ID]}, and {ticket_id} in its descriptor")
     if ticket is None:
         return
-    if header[TASK_ID] != ticket.task_id or header[GROUP_ID] != ticket.group_id:
+    if facts[TASK_ID] != ticket.task_id or facts[GROUP_ID] != ticket.group_id:
         raise RecordError(
-            f"task_id and group_id are {header[TASK_ID]} and {header[GROUP_ID]}, ticket {ticket.ticket_id} is for "
+            f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
             f"{ticket.task_id} and {ticket.group_id}"
         )
-    if newest > version:
-        raise RecordError(f"versions reaches {newest}, the learner has {version}")
-    if oldest < ticket.min_version:
-        raise RecordError(f"versions goes down to {oldest}, ticket {ticket.ticket_id} demands {ticket.min_version}")
+    if facts[NEWEST_VERSION] > version:
+        raise RecordError(f"versions reaches {facts[NEWEST_VERSION]}, the learner has {version}")
+    if facts[OLDEST_VERSION] < ticket.min_version:
+        raise RecordError(
+            f"versions goes down to {facts[OLDEST_VERSION]}, ticket {ticket.ticket_id} demands {ticket.min_version}"
+        )

@@ -33,7 +33,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists():
+        if path.exists() and path.stat().st_size:  # a maker that died before it had room leaves nothing
             self._adopt()
         else:
             self._make(path, _MIN_ROWS)

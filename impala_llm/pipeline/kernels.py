@@ -127,6 +127,67 @@ whole, but breaks a rule."""
 
 
 @_compiled
+def is_utf8(text: np.ndarray) -> bool:
+    """Whether uint8[n] is UTF-8 by RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF."""
+    i = 0
+    while i < text.size:
+        first = np.int64(text[i])
+        if first < 0x80:
+            i += 1
+            continue
+        if 0xC2 <= first <= 0xDF:
+            more, low, high = 1, 0x80, 0xBF
+        elif 0xE0 <= first <= 0xEF:
+            more = 2
+            low = 0xA0 if first == 0xE0 else 0x80
+            high = 0x9F if first == 0xED else 0xBF
+        elif 0xF0 <= first <= 0xF4:
+            more = 3
+            low = 0x90 if first == 0xF0 else 0x80
+            high = 0x8F if first == 0xF4 else 0xBF
+        else:
+            return False
+        if i + more >= text.size:
+            return False
+        for k in range(1, more + 1):
+            byte = np.int64(text[i + k])
+            if byte < low or byte > high:
+                return False
+            low, high = 0x80, 0xBF
+        i += more + 1
+    return True
+
+
+@_compiled
+def _check_names(names: np.ndarray, num_stats: int) -> bool:
+    """Whether uint8[n] holds this many different names with a zero byte between two."""
+    if num_stats == 0:
+        return names.size == 0
+    starts = np.empty(num_stats + 1, np.int64)
+    starts[0] = 0
+    count = 1
+    for i in range(names.size):
+        if names[i] == 0:
+            if count == num_stats:
+                return False
+            starts[count] = i + 1
+            count += 1
+    if count != num_stats:
+        return False
+    starts[count] = names.size + 1
+    for k in range(num_stats):
+        for other in range(k):
+            length = starts[k + 1] - starts[k]
+            if length == starts[other + 1] - starts[other]:
+                same = True
+                for i in range(length - 1):
+                    same = same and names[starts[k] + i] == names[starts[other] + i]
+                if same:
+                    return False
+    return True
+
+
+@_compiled
 def take_records(
     source: np.ndarray,
     places: np.ndarray,
@@ -134,34 +195,58 @@ def take_records(
     starts: np.ndarray,
     magic: int,
     max_tokens: int,
+    max_stats: int,
+    max_text: int,
     vocab_size: int,
-    verdicts: np.ndarray,
+    facts: np.ndarray,
 ) -> None:
     """Copy records and check the copies, which nobody else can change any more.
 
     source, target: uint64. places: int64[n, 3], where each lies in the source: start and length in words, and its
-    checksum. starts: int64[n], where each goes; there is room. verdicts: int64[n, 3], set to one of COPIED, TORN and
-    INVALID, the oldest and the newest version. Layout and rules: record.py.
+    checksum. starts: int64[n], where each goes; there is room. facts: int64[n, record.FACTS], set; the first of a row
+    is one of COPIED, TORN and INVALID, and the others are meant where it is COPIED. Layout and rules: record.py.
     """
     for n in range(places.shape[0]):
         start, size = places[n, 0], places[n, 1]
-        verdicts[n, 0] = TORN
-        if start < 0 or size < 10 or size > source.size or start > source.size - size:
+        facts[n, 0] = TORN
+        if start < 0 or size < 11 or size > source.size or start > source.size - size:
             continue
         record = target[starts[n] : starts[n] + size]
         if np.int64(copy_checksum(record, source[start : start + size])) != places[n, 2]:
             continue
-        verdicts[n, 0] = INVALID
-        num_tokens, num_turns, text_bytes = np.int64(record[1]), np.int64(record[2]), np.int64(record[3])
-        if record[0] != np.uint64(magic) or record[9] > np.uint64(3):
+        facts[n, 0] = INVALID
+        for i in range(1, 11):
+            facts[n, 2 + i] = np.int64(record[i])
+        num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+        if record[0] != np.uint64(magic) or record[10] > np.uint64(3):
             continue
-        if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens and 1 <= text_bytes <= 8 * size):
+        if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
             continue
-        block_start = 10 + (text_bytes + 7) // 8
+        num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
+        num_names = np.int64(record[4] >> np.uint64(32))
+        if num_stats > max_stats or num_names > max_text:
+            continue
+        num_episode = np.int64(record[3] & np.uint64(0xFFFF))
+        num_text = num_episode + num_names
+        for shift in range(16, 64, 16):
+            num_text += np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+        block_start = 11 + num_stats + (num_text + 7) // 8
         if size != block_start + (17 * num_tokens + 8 * num_turns + 7) // 8:
             continue
-        score = record[8:9].view(np.float64)[0]
-        if np.int64(record[4]) < 0 or np.int64(record[7]) < 0 or not (0.0 <= score <= 1.0):
+        score = record[9:10].view(np.float64)[0]
+        if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
+            continue
+        text = record[11 + num_stats : block_start].view(np.uint8)
+        if not _check_names(text[num_text - num_names : num_text], num_stats):
+            continue
+        # Each on its own: a letter may not begin in one text and end in the next.
+        begin = 0
+        good = True
+        for shift in range(0, 64, 16):
+            end = begin + np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+            good = good and is_utf8(text[begin:end])
+            begin = end
+        if not good or not is_utf8(text[begin:num_text]):
             continue
         fields = record[block_start:].view(np.int32)
         end = 4 * num_tokens + 2 * num_turns
@@ -175,7 +260,7 @@ def take_records(
             vocab_size,
         )
         if ok:
-            verdicts[n, 0], verdicts[n, 1], verdicts[n, 2] = COPIED, oldest, newest
+            facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, oldest, newest
 
 
 @intrinsic

@@ -347,7 +347,7 @@ class Receiver:
             reader = process = None
             if hello.arena:
                 try:
-                    reader = ArenaReader(self._run_dir.arena_path(hello.actor_id), hello.incarnation)
+                    reader = ArenaReader(self._run_dir.arena_path(hello.arena), hello.incarnation)
                 except ArenaError as error:
                     self._complaints.log("an actor was turned away", str(error))
                     self._send(address, Shutdown(f"the learner cannot use the arena: {error}"[:_MAX_REASON]))

@@ -1,9 +1,12 @@
 """Record: a trajectory as bytes, the same in an actor's arena, in a replay arena and on the wire to another host.
 
-    80 bytes         header: magic and format, T, K, bytes of text, ticket_id, group_id, task_id, unroll_index, score,
-                     flags (1: bootstrap, 2: success); little endian, 8 bytes each
-    text             msgpack: [episode_id, env, actor_id, signature, stats], zeros up to a multiple of 8 bytes
-    block            the arrays, as `Trajectory.block` holds them
+    88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
+                  each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
+                  unroll_index; score; flags (1: bootstrap, 2: success)
+    float64 each  values of the stats
+    texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
+                  two; then zeros up to a multiple of 8 bytes
+    block         the arrays, as `Trajectory.block` holds them
 
 Invariant: `decode_record` returns a valid trajectory or raises RecordError, whatever the bytes. `kernels.take_records`
 applies the same rules at memory speed; what it turns away goes through `decode_record` for the reason.
@@ -12,25 +15,33 @@ applies the same rules at memory speed; what it turns away goes through `decode_
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, block_words
 
 MAX_TOKENS = 1 << 24
-MAX_TEXT_BYTES = 64 << 10
-MAGIC = 0x0001_6C6C_6D69_0001  # "imll", then the format's number
-HEADER_WORDS = 10
-MAX_HEADER_WORDS = HEADER_WORDS + MAX_TEXT_BYTES // 8
-_HEADER = struct.Struct("<QqqqqqqqdQ")
+MAX_TEXT_BYTES = (1 << 16) - 1
+"""Of each text, and of all names of stats together."""
+MAX_STATS = 256
+MAGIC = 0x0002_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
+HEADER_WORDS = 11
+_HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
+_WORDS = struct.Struct(f"<{HEADER_WORDS}q")
+_SCORE = struct.Struct("<d")
+_BITS = struct.Struct("<q")
 _BOOTSTRAP, _SUCCESS = 1, 2
-_NUMBERS = (int, float)
 
-# Places in a header, in words of 8 bytes.
-NUM_TOKENS, NUM_TURNS, TEXT_BYTES, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(1, HEADER_WORDS)
+# What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word.
+OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
+NUM_TOKENS, NUM_TURNS, TEXTS, STATS, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(3, 13)
+FACTS = 13
+
+Facts = Sequence[int]
+"""A row of FACTS integers."""
 
 
 class RecordError(ValueError):
@@ -39,8 +50,8 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedTrajectory:
-    """A record in two parts: header and text as bytes, a multiple of 8; block: uint64[n]. num_words: of 8 bytes, of
-    both together."""
+    """A record in two parts: what comes before the block, as bytes, a multiple of 8; block: uint64[n]. num_words: of 8
+    bytes, of both together."""
 
     header: bytes
     block: np.ndarray
@@ -51,17 +62,34 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     """The record of a trajectory, without copying its arrays. RecordError where its metadata is too large."""
     t = trajectory
     try:
-        text = msgpack.packb((t.episode_id, t.env, t.actor_id, t.signature, t.stats))
+        names = "\0".join(t.stats)
+        texts = t.episode_id.encode(), t.env.encode(), t.actor_id.encode(), t.signature.encode(), names.encode()
+        lengths = [len(text) for text in texts]
+        text = b"".join(texts)
         header = _HEADER.pack(
-            *(MAGIC, len(t.tokens), len(t.turns), len(text), t.ticket_id, t.group_id, t.task_id, t.unroll_index),
-            *(t.score, t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS),
+            *(MAGIC, len(t.tokens), len(t.turns), *lengths[:4], len(t.stats), lengths[4]),
+            *(
+                t.ticket_id,
+                t.group_id,
+                t.task_id,
+                t.unroll_index,
+                t.score,
+                t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS,
+            ),
         )
+        if t.stats:
+            header += struct.pack(f"<{len(t.stats)}d", *t.stats.values())
     except (ValueError, TypeError, OverflowError, struct.error) as error:
-        raise RecordError(f"the metadata of episode {t.episode_id!r} cannot be encoded: {error}") from error
-    if len(text) > MAX_TEXT_BYTES:
+        if max(map(len, (t.episode_id, t.env, t.actor_id, t.signature))) > MAX_TEXT_BYTES:
+            raise RecordError(
+                f"a text of episode {t.episode_id!r:.80} is too long: at most {MAX_TEXT_BYTES} bytes are allowed, "
+                "shorten episode_id, env, actor_id or signature"
+            ) from error
+        raise RecordError(f"the metadata of episode {t.episode_id!r:.80} cannot be encoded: {error}") from error
+    if t.stats and (len(t.stats) > MAX_STATS or lengths[4] > MAX_TEXT_BYTES or names.count("\0") != len(t.stats) - 1):
         raise RecordError(
-            f"the metadata of episode {t.episode_id!r} has {len(text)} bytes: at most {MAX_TEXT_BYTES} are allowed, "
-            "shorten signature or stats"
+            f"stats of episode {t.episode_id!r:.80} has {len(t.stats)} names of {lengths[4]} bytes in all: at most "
+            f"{MAX_STATS} of {MAX_TEXT_BYTES} are allowed, without zero bytes"
         )
     if len(t.tokens) > MAX_TOKENS:
         raise RecordError(f"episode {t.episode_id!r} has {len(t.tokens)} tokens: at most {MAX_TOKENS} are allowed")
@@ -75,94 +103,92 @@ def record_bytes(trajectory: Trajectory) -> bytes:
     return encoded.header + encoded.block.tobytes()
 
 
-Header = tuple[Any, ...]
-"""Its values, at the places named above."""
-Text = tuple[str, str, str, str, dict[str, float]]
-"""episode_id, env, actor_id, signature, stats."""
+def facts_of(record: memoryview) -> Facts:
+    """The header of a record, unchecked. RecordError where it is shorter, or begins with another magic."""
+    if record.nbytes < _WORDS.size or record.nbytes % 8:
+        raise RecordError(f"a record of {record.nbytes} bytes: a multiple of 8, {_WORDS.size} at least, is expected")
+    magic, *words = _WORDS.unpack_from(record)
+    if magic != MAGIC:
+        raise RecordError(
+            f"a record begins with {magic:#x}, this program writes {MAGIC:#x}: run the same release on both sides"
+        )
+    return [0, 0, 0, *words]
 
 
-def decode_text(text: bytes | memoryview) -> Text:
-    """RecordError where it is malformed; the rules for values are those of `Trajectory`."""
-    try:
-        values = msgpack.unpackb(text)
-        episode_id, env, actor_id, signature, stats = values
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise RecordError(f"the text of a record is not a msgpack array of 5: {error}") from error
-    if not (type(episode_id) is type(env) is type(actor_id) is type(signature) is str and type(stats) is dict):
-        raise RecordError(f"a text of a record is {_shown(values)}: four texts and a map are expected")
-    if not episode_id:
-        raise RecordError("episode_id is empty: it names the episode for ever")
-    for key, value in stats.items():
-        if type(key) is not str or type(value) not in _NUMBERS:
-            raise RecordError(f"stats[{_shown(key)}] is {_shown(value)}: names map to numbers")
-    return episode_id, env, actor_id, signature, stats
+def episode_id_of(record: memoryview, facts: Facts) -> str:
+    """record: whose texts were checked."""
+    start = 8 * HEADER_WORDS + 8 * (facts[STATS] & 0xFFFFFFFF)
+    return str(record[start : start + (facts[TEXTS] & 0xFFFF)], "utf-8")
 
 
-def metadata(header: Header, text: Text) -> dict[str, Any]:
-    """METADATA_FIELDS by name."""
+def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
+    """METADATA_FIELDS by name. RecordError where a text is no UTF-8, or stats have not a name each."""
+    num_stats = facts[STATS] & 0xFFFFFFFF
+    start = 8 * HEADER_WORDS
+    values = struct.unpack_from(f"<{num_stats}d", record, start)
+    start += 8 * num_stats
+    texts = []
+    for length in _text_lengths(facts):
+        try:
+            texts.append(str(record[start : start + length], "utf-8"))
+        except UnicodeDecodeError as error:
+            raise RecordError(f"a text of a record is no UTF-8: {error}") from error
+        start += length
+    names = texts[4].split("\0") if num_stats else []
+    if len(names) != num_stats or len(set(names)) != num_stats or (texts[4] and not num_stats):
+        raise RecordError(f"stats has {num_stats} values and the names {names!r:.80}: one each, all different")
     return {
-        "bootstrap": bool(header[FLAGS] & _BOOTSTRAP),
-        "episode_id": text[0],
-        "unroll_index": header[UNROLL_INDEX],
-        "group_id": header[GROUP_ID],
-        "task_id": header[TASK_ID],
-        "env": text[1],
-        "actor_id": text[2],
-        "ticket_id": header[TICKET_ID],
-        "signature": text[3],
-        "score": header[SCORE],
-        "success": bool(header[FLAGS] & _SUCCESS),
-        "stats": text[4],
+        "bootstrap": bool(facts[FLAGS] & _BOOTSTRAP),
+        "episode_id": texts[0],
+        "unroll_index": facts[UNROLL_INDEX],
+        "group_id": facts[GROUP_ID],
+        "task_id": facts[TASK_ID],
+        "env": texts[1],
+        "actor_id": texts[2],
+        "ticket_id": facts[TICKET_ID],
+        "signature": texts[3],
+        "score": _SCORE.unpack(_BITS.pack(facts[SCORE]))[0],
+        "success": bool(facts[FLAGS] & _SUCCESS),
+        "stats": dict(zip(names, values, strict=True)),
     }
 
 
-def block_of(words: np.ndarray, header: Header) -> np.ndarray:
-    """The block in a record, as a view. words: uint64[n], the whole record."""
-    return words[HEADER_WORDS + -(-header[TEXT_BYTES] // 8) :]
-
-
-def unpack_metadata(data: memoryview, start: int) -> tuple[Header, Text]:
-    """Header, unchecked, and text of the record that begins at byte `start`. RecordError for a malformed text."""
-    header = _HEADER.unpack_from(data, start)
-    start += _HEADER.size
-    return header, decode_text(data[start : start + header[TEXT_BYTES]])
+def block_start(facts: Facts) -> int:
+    """Where the block begins in a record, in words."""
+    num_text = sum(_text_lengths(facts))
+    return HEADER_WORDS + (facts[STATS] & 0xFFFFFFFF) + -(-num_text // 8)
 
 
 def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
     """The trajectory in a record, with every rule checked. RecordError says what is wrong."""
     view = memoryview(record).cast("B")
-    if view.nbytes < _HEADER.size or view.nbytes % 8:
-        raise RecordError(f"a record of {view.nbytes} bytes: a multiple of 8, {_HEADER.size} at least, is expected")
-    header = _HEADER.unpack_from(view)
-    if header[0] != MAGIC:
-        raise RecordError(
-            f"a record begins with {header[0]:#x}, this program writes {MAGIC:#x}: run the same release on both sides"
-        )
-    num_tokens, num_turns, text_bytes = header[NUM_TOKENS], header[NUM_TURNS], header[TEXT_BYTES]
-    for name, value, low, high in (
-        ("the number of tokens", num_tokens, 1, MAX_TOKENS),
-        ("the number of turns", num_turns, 1, MAX_TOKENS),
-        ("the length of the text", text_bytes, 1, MAX_TEXT_BYTES),
-        ("ticket_id", header[TICKET_ID], 0, 2**63 - 1),
+    facts = facts_of(view)
+    for name, place, low, high in (
+        ("the number of tokens", NUM_TOKENS, 1, MAX_TOKENS),
+        ("the number of turns", NUM_TURNS, 1, MAX_TOKENS),
+        ("ticket_id", TICKET_ID, 0, 2**63 - 1),
+        ("flags", FLAGS, 0, _BOOTSTRAP | _SUCCESS),
     ):
-        if not low <= value <= high:
-            raise RecordError(f"{name} is {value}: it must lie in [{low}, {high}]")
-    block_start = _HEADER.size + -(-text_bytes // 8) * 8
-    if view.nbytes != block_start + 8 * block_words(num_tokens, num_turns):
+        if not low <= facts[place] <= high:
+            raise RecordError(f"{name} is {facts[place]}: it must lie in [{low}, {high}]")
+    if facts[STATS] & 0xFFFFFFFF > MAX_STATS or not 0 <= facts[STATS] >> 32 <= MAX_TEXT_BYTES:
+        raise RecordError(f"stats is said to have more than {MAX_STATS} values or {MAX_TEXT_BYTES} bytes of names")
+    num_tokens, num_turns = facts[NUM_TOKENS], facts[NUM_TURNS]
+    start = block_start(facts)
+    if view.nbytes != 8 * (start + block_words(num_tokens, num_turns)):
         raise RecordError(f"a record has {view.nbytes} bytes: its header says something else")
-    if header[FLAGS] > _BOOTSTRAP | _SUCCESS:
-        raise RecordError(f"flags is {header[FLAGS]}: at most {_BOOTSTRAP | _SUCCESS} is expected")
-    text = decode_text(view[_HEADER.size : _HEADER.size + text_bytes])
-    arrays: dict[str, Any] = block_views(np.frombuffer(view[block_start:], np.uint64), num_tokens, num_turns)
+    metadata = metadata_of(view, facts)
+    arrays: dict[str, Any] = block_views(np.frombuffer(view[8 * start :], np.uint64), num_tokens, num_turns)
     # numpy takes any byte for a bool; 2 would be True and yet unequal to it.
     if arrays["action_mask"].view(np.uint8).max() > 1:
         raise RecordError("action_mask holds a byte that is neither 0 nor 1")
     try:
-        return Trajectory(**arrays, **metadata(header, text))
+        return Trajectory(**arrays, **metadata)
     except TrajectoryError as error:
         raise RecordError(str(error)) from error
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _text_lengths(facts: Facts) -> tuple[int, ...]:
+    """Bytes of the five texts."""
+    packed = facts[TEXTS]
+    return (*(packed >> shift & 0xFFFF for shift in (0, 16, 32, 48)), facts[STATS] >> 32 & 0xFFFFFFFF)

@@ -25,13 +25,15 @@ import numpy as np
 from impala_llm.pipeline import kernels
 from impala_llm.pipeline.arena import ArenaError, map_new_file, populate
 from impala_llm.pipeline.record import (
+    NUM_TOKENS,
+    NUM_TURNS,
     TICKET_ID,
-    Header,
+    Facts,
     RecordError,
-    Text,
-    block_of,
-    metadata,
-    unpack_metadata,
+    block_start,
+    decode_record,
+    facts_of,
+    metadata_of,
 )
 from impala_llm.trajectory import ARRAY_FIELDS, Trajectory, block_views
 
@@ -50,30 +52,29 @@ class _Stored:
     """A committed record: its fields by name, as `Trajectory.deferred` asks for them, and the right to its space, which
     goes back when the last reference is gone."""
 
-    __slots__ = ("_arena", "_dropped", "_header", "_size", "_start", "_text", "row")
+    __slots__ = ("_arena", "_facts", "_size", "_start", "row")
 
-    def __init__(self, arena: ReplayArena, row: int, start: int, size: int, header: Header, text: Text) -> None:
+    def __init__(self, arena: ReplayArena, row: int, start: int, size: int, facts: Facts) -> None:
         self._arena = arena
-        self._dropped = arena.dropped
         self.row = row
         self._start = start
         self._size = size
-        self._header = header
-        self._text = text
+        self._facts = facts
 
     def __call__(self, name: str) -> object:
+        facts = self._facts
         if name == "ticket_id":
-            return self._header[TICKET_ID]
+            return facts[TICKET_ID]
         if name not in ARRAY_FIELDS and name != "block":
-            return metadata(self._header, self._text)[name]
+            return metadata_of(self._arena.record(self._start, self._size), facts)[name]
         words = self._arena.view(self._start, self._size)
         words.keeper = self
-        block = block_of(words.view(np.ndarray), self._header)
-        return block if name == "block" else block_views(block, self._header[1], self._header[2])[name]
+        block = words.view(np.ndarray)[block_start(facts) :]
+        return block if name == "block" else block_views(block, facts[NUM_TOKENS], facts[NUM_TURNS])[name]
 
     def __del__(self) -> None:
         # From whichever thread: only this, the arena's owner does the rest.
-        self._dropped.append((self._start, self._size, self.row))
+        self._arena.dropped.append((self._start, self._size, self.row))
 
 
 class _KeptWords(np.ndarray):
@@ -110,7 +111,7 @@ class ReplayArena:
         )
         self.dropped: deque[tuple[int, int, int]] = deque()
         """(start, size, row) of records of which nothing is left but their bytes."""
-        self._by_ticket: dict[int, tuple[_Stored, ...]] = {}
+        self._by_ticket: dict[int, list[_Stored]] = {}
         self._free = _FreeSpace()
         self._serial = 0
         self._used = 0
@@ -132,45 +133,47 @@ class ReplayArena:
         recovered, self._recovered = self._recovered, []
         return recovered
 
-    def reserve(self, sizes: Sequence[int]) -> list[int]:
-        """Room for records of these sizes, in words: where each goes, for as many of the first ones as there is room.
+    def reserve(self, sizes: np.ndarray) -> np.ndarray:
+        """Room for records of these sizes, int64[n] in words: where each goes, int64[m], for as many of the first ones
+        as there is room.
 
         Each of them must be committed or cancelled.
         """
         self._reclaim()
-        starts: list[int] = []
-        for size in sizes[: len(self._free_rows)]:
-            start = self._free.take(-(-size // _UNIT) * _UNIT)
+        sizes = _rounded(sizes[: len(self._free_rows)])
+        starts = np.cumsum(sizes) - sizes
+        total = int(sizes.sum())
+        if (start := self._free.take(total)) is not None:
+            return starts + start
+        # Not in one piece: one by one.
+        found = []
+        for size in sizes.tolist():
+            start = self._free.take(size)
             if start is None:
                 break
-            starts.append(start)
-        return starts
+            found.append(start)
+        return np.array(found, np.int64)
 
     def cancel(self, start: int, size: int) -> None:
         """Give back what was reserved."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
-    def metadata(self, start: int) -> tuple[Header, Text]:
-        """See `record.unpack_metadata`."""
-        return unpack_metadata(self._bytes, self._begin + 8 * start)
-
     def record(self, start: int, size: int) -> memoryview:
-        """A record's bytes, valid until it is cancelled."""
+        """A record's bytes, valid until its space is given back."""
         begin = self._begin + 8 * start
         return self._bytes[begin : begin + 8 * size]
 
-    def commit(self, records: Sequence[tuple[int, int, int, Header, Text]]) -> list[Trajectory]:
-        """Records, (start, size in words, checksum, header, text), are whole, valid and wanted: keep them."""
-        rows = self._free_rows[-len(records) :]
-        del self._free_rows[-len(records) :]
-        entries = []
-        trajectories = []
-        serial = self._serial
-        for row, (start, size, checksum, header, text) in zip(rows, records, strict=True):
-            serial += 1
-            entries.append((start, size, checksum, serial))
-            trajectories.append(self._keep(row, start, size, header, text))
-        self._serial = serial
+    def commit(
+        self, starts: Sequence[int], sizes: Sequence[int], checksums: Sequence[int], facts: Sequence[Facts]
+    ) -> list[Trajectory]:
+        """These records, of which `facts` are known, are whole, valid and wanted: keep them. sizes: in words."""
+        count = len(starts)
+        rows = [self._free_rows.pop() for _ in range(count)]
+        entries = np.empty((count, 4), np.int64)
+        entries[:, 0], entries[:, 1], entries[:, 2] = starts, sizes, checksums
+        entries[:, 3] = np.arange(self._serial, self._serial + count)
+        self._serial += count
+        trajectories = list(map(self._keep, rows, starts, sizes, facts))
         self._index[rows, _START : _SERIAL + 1] = entries
         self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
         return trajectories
@@ -184,11 +187,14 @@ class ReplayArena:
         """uint64[size] at `start`."""
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
 
-    def _keep(self, row: int, start: int, size: int, header: Header, text: Text) -> Trajectory:
+    def _keep(self, row: int, start: int, size: int, facts: Facts) -> Trajectory:
         self._used += -(-size // _UNIT) * _UNIT
-        stored = _Stored(self, row, start, size, header, text)
-        ticket_id = header[TICKET_ID]
-        self._by_ticket[ticket_id] = (*self._by_ticket.get(ticket_id, ()), stored)
+        stored = _Stored(self, row, start, size, facts)
+        of_ticket = self._by_ticket.get(facts[TICKET_ID])
+        if of_ticket is None:
+            self._by_ticket[facts[TICKET_ID]] = [stored]
+        else:
+            of_ticket.append(stored)
         return Trajectory.deferred(stored)
 
     def _reclaim(self) -> None:
@@ -219,22 +225,28 @@ class ReplayArena:
         for row in committed[np.argsort(self._index[committed, _START])].tolist():
             _, start, size, checksum, serial = self._index[row, : _SERIAL + 1].tolist()
             try:
-                if start < end or size < 1 or start + size > self._num_words:
+                if start < end or start % _UNIT or size < 1 or start + size > self._num_words:
                     raise RecordError(f"it lies at [{start}, {start + size}) of {self._num_words} words")
                 if kernels.checksum(self.words[start : start + size]) != checksum % (1 << 64):
                     raise RecordError("its checksum differs")
-                header, text = self.metadata(start)
+                record = self.record(start, size)
+                decode_record(record)
+                facts = facts_of(record)
             except RecordError as error:
-                _log.warning("a record of %s is damaged and left out: %s", self.path, error)
+                _log.warning("a record of %s is damaged and left out: %s", self.path, str(error))
                 self._index[row, _STATE] = _FREE
                 continue
             self._free.give(end, start)
             end = start + -(-size // _UNIT) * _UNIT
-            found.append((serial, self._keep(row, start, size, header, text)))
-            self._serial = max(self._serial, serial)
+            found.append((serial, self._keep(row, start, size, facts)))
+            self._serial = max(self._serial, serial + 1)
         self._free.give(end, self._num_words)
         self._index[self._index[:, _STATE] == _ENDED, _STATE] = _FREE
         return [trajectory for _, trajectory in sorted(found, key=lambda item: item[0])]
+
+
+def _rounded(sizes: np.ndarray) -> np.ndarray:
+    return (sizes + (_UNIT - 1)) // _UNIT * _UNIT
 
 
 class _FreeSpace:
@@ -301,6 +313,8 @@ def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | Non
                 return mapping
             if not any(mapping[: len(header)]):
                 return None  # its maker died before it was done
+        if size == 0:
+            return None  # and so here, before it had room
     finally:
         os.close(handle)
     raise ArenaError(

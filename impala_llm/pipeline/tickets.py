@@ -642,14 +642,17 @@ class TicketLedger:
 
     def _end(self, entry: _Entry, end: _State, charged: bool = False) -> None:
         """charged: the slot stays charged, since the caller has noted when it becomes free."""
-        ticket_id, group_id = entry.ticket.ticket_id, entry.ticket.group_id
+        ticket = entry.ticket
+        ticket_id, group_id = ticket.ticket_id, ticket.group_id
         entry.state, entry.actor_id = end, None
-        self._note(_ROW_KINDS[end], entry)
+        if self._journal is not None:
+            self._notes.append(_row(_ROW_KINDS[end], entry))
         self._totals[end.value] += 1
         del self._entries[ticket_id]
-        self._ended[ticket_id] = entry
-        if len(self._ended) > self._num_remembered:
-            self._ended.popitem(last=False)
+        ended = self._ended
+        ended[ticket_id] = entry
+        if len(ended) > self._num_remembered:
+            ended.popitem(last=False)
         group = self._groups[group_id]
         group.under_way -= 1
         if end is _State.REFUSED:
@@ -657,7 +660,8 @@ class TicketLedger:
         elif not charged:
             self._charged[entry.born_version] -= 1
         if group.under_way == 0:
-            self._charged[entry.born_version] -= group.num_lost
+            if group.num_lost:
+                self._charged[entry.born_version] -= group.num_lost
             del self._groups[group_id]
 
     def _release(self) -> None:

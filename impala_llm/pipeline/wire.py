@@ -71,19 +71,20 @@ class Descriptor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Hello:
     """incarnation: random number of this actor process, also in its arena. held: as in Heartbeat. pid, start_time:
-    as in `rundir.ProcessIdentity`, so that a learner on the same host sees at once that the process died. arena:
-    whether records lie in an arena that the learner can open; else they follow their descriptors as frames."""
+    as in `rundir.ProcessIdentity`, so that a learner on the same host sees at once that the process died. arena: name
+    of the arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames."""
 
     actor_id: str
     incarnation: int
     pid: int
     start_time: int
     held: tuple[int, ...]
-    arena: bool
+    arena: str
 
     def __post_init__(self) -> None:
-        _check_actor_id(self.actor_id)
-        _check_type("arena", self.arena, bool)
+        _check_name("actor_id", self.actor_id)
+        if self.arena != "":
+            _check_name("arena", self.arena)
         _check_int("incarnation", self.incarnation, 0)
         _check_int("pid", self.pid, 1)
         _check_int("start_time", self.start_time, 0)
@@ -340,11 +341,11 @@ def _check_text(name: str, value: object) -> None:
         raise WireError(f"{name} is {_shown(value)}: a text of at most {_MAX_TEXT} characters is expected")
 
 
-def _check_actor_id(value: object) -> None:
-    _check_text("actor_id", value)
+def _check_name(what: str, value: object) -> None:
+    _check_text(what, value)
     assert isinstance(value, str)
     try:
-        check_name("actor_id", value)
+        check_name(what, value)
     except ValueError as error:
         raise WireError(str(error)) from error
 

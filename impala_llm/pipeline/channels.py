@@ -1,0 +1,128 @@
+"""An actor's channels to all learner ranks, as one: fair shares for the ranks, and no free place while any has work.
+
+Invariant: a trajectory, a failure and an acknowledgement go by the channel by which their ticket came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from impala_llm.pipeline.channel import ActorChannel, Event
+from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.wire import Grant, Revoked, WeightsAnnounced
+from impala_llm.trajectory import Trajectory
+
+
+class ActorChannels:
+    """The methods of `ActorChannel`, over several of them, rank by rank."""
+
+    def __init__(self, channels: Sequence[ActorChannel]) -> None:
+        self._channels = list(channels)
+        self._came_by: dict[int, ActorChannel] = {}
+        self._want = 0
+        self._levels = [0] * len(self._channels)
+        self._version: int | None = None
+
+    def hello(self) -> None:
+        for channel in self._channels:
+            channel.hello()
+
+    def request(self, want: int) -> None:
+        """As `ActorChannel.request`, for all ranks together."""
+        self._want = want
+        self._share_out(at_once=True)
+
+    def send(self, trajectory: Trajectory) -> bool:
+        """See `ActorChannel.send`. ValueError where its ticket was not granted to this actor."""
+        return self._channel_of(trajectory.ticket_id).send(trajectory)
+
+    def fail(self, ticket_id: int, reason: str) -> None:
+        """See `ActorChannel.fail`."""
+        self._channel_of(ticket_id).fail(ticket_id, reason)
+
+    def report(self, stats: dict[str, float]) -> None:
+        """Figures for the learner's metrics. To the first rank: ranks add theirs up."""
+        self._channels[0].report(stats)
+
+    async def poll_async(self, timeout_s: float) -> list[Event]:
+        """See `ActorChannel.poll_async`. A version is reported once, by the rank that announces it first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events = [event for channel in self._channels for event in self._taken(channel)]
+            self._share_out()
+            remaining = deadline - time.monotonic()
+            if events or remaining <= 0:
+                return events
+            await self._any_readable(remaining)
+
+    @property
+    def held(self) -> list[Ticket]:
+        """See `ActorChannel.held`."""
+        return [ticket for channel in self._channels for ticket in channel.held]
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """See `ActorChannel.num_unacknowledged`."""
+        return sum(channel.num_unacknowledged for channel in self._channels)
+
+    @property
+    def arena_fill(self) -> float:
+        """Of the fullest arena, in [0, 1]."""
+        return max(channel.arena_fill for channel in self._channels)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def _channel_of(self, ticket_id: int) -> ActorChannel:
+        channel = self._came_by.get(ticket_id)
+        if channel is None:
+            raise ValueError(f"ticket {ticket_id} was not granted to this actor")
+        return channel
+
+    def _taken(self, channel: ActorChannel) -> list[Event]:
+        """What a rank said, as far as the actor must hear it."""
+        events: list[Event] = []
+        for event in channel.poll():
+            match event:
+                case Grant(tickets):
+                    self._came_by |= {ticket.ticket_id: channel for ticket in tickets}
+                case WeightsAnnounced(version):
+                    if self._version is not None and version <= self._version:
+                        continue
+                    self._version = version
+                case Revoked():
+                    pass
+            events.append(event)
+        if len(self._came_by) > 2 * len(self.held) + 1024:
+            held = {ticket.ticket_id for ticket in self.held}
+            self._came_by = {ticket_id: c for ticket_id, c in self._came_by.items() if ticket_id in held}
+        return events
+
+    def _share_out(self, at_once: bool = False) -> None:
+        """Offer each rank what it has already and an equal part of the free places.
+
+        A rank that has no more tickets to grant leaves its part free, and the next time all have a part of that.
+        """
+        held = [len(channel.held) for channel in self._channels]
+        free = max(0, self._want - sum(held))
+        part = -(-free // len(self._channels))
+        for place, channel in enumerate(self._channels):
+            level = held[place] + part if self._want else 0
+            if level != self._levels[place] or at_once:
+                self._levels[place] = level
+                channel.request(level)
+
+    async def _any_readable(self, timeout_s: float) -> None:
+        if len(self._channels) == 1:
+            await self._channels[0].readable(timeout_s)
+            return
+        waiting = [asyncio.ensure_future(channel.readable(timeout_s)) for channel in self._channels]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)

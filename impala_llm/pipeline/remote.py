@@ -1,0 +1,56 @@
+"""What crosses to other hosts besides trajectories: weights, over an encrypted connection.
+
+Invariant: sockets, gatekeeper and context of an end are gone when its context manager is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from impala_llm.pipeline import sockets
+from impala_llm.pipeline.gatekeeper import Gatekeeper
+from impala_llm.pipeline.keys import ActorKeys, LearnerKeys
+from impala_llm.pipeline.relay import WeightRelay
+from impala_llm.pipeline.relay_wire import MAX_FRAME_BYTES
+from impala_llm.pipeline.weight_server import WeightServer
+
+_QUEUE = 64
+"""Messages that wait for a peer; a chunk of weights is some megabytes."""
+
+
+@contextlib.contextmanager
+def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Iterator[WeightServer]:
+    """Serve a learner's board at a tcp endpoint while entered. Errors as of `sockets.router`."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gatekeeper = Gatekeeper(context, keys) if keys is not None else None
+    try:
+        socket = sockets.router(context, endpoint, MAX_FRAME_BYTES, gatekeeper, _QUEUE)
+        server = WeightServer(board, socket)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        if gatekeeper is not None:
+            gatekeeper.close()
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def relay_weights(board: Path, endpoint: str, keys: ActorKeys | None) -> Iterator[WeightRelay]:
+    """Bring the weights that are served at an endpoint to this host's board while entered."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    identity = f"relay#{secrets.randbits(63):016x}".encode()
+    relay = WeightRelay(board, lambda: sockets.dealer(context, endpoint, identity, MAX_FRAME_BYTES, keys, _QUEUE))
+    relay.start()
+    try:
+        yield relay
+    finally:
+        relay.close()
+        context.destroy(linger=0)
