@@ -2,6 +2,7 @@
 #   docker build --target cpu -t impala_llm:cpu .     learner and actors on the embedded engine, no GPU needed
 #   docker build --target gpu -t impala_llm:gpu .     the same with SGLang and CUDA
 # Processes of one host meet in /dev/shm, which Docker keeps at 64 MB: run with --shm-size=8g (or --ipc=host).
+# Compiled loops are kept in NUMBA_CACHE_DIR, since the user of a container may not write into the package.
 
 # SGLang's own image carries the CUDA toolkit that its kernels are compiled with at run time.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.21
@@ -13,6 +14,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
 COPY impala_llm impala_llm
 RUN pip install --no-cache-dir -c constraints.txt .
+ENV NUMBA_CACHE_DIR=/tmp/numba
 WORKDIR /workspace
 ENTRYPOINT ["impala-llm"]
 
@@ -25,5 +27,6 @@ COPY impala_llm impala_llm
 RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/image.txt \
  && pip install --no-cache-dir -c /tmp/image.txt . \
  && rm /tmp/image.txt
+ENV NUMBA_CACHE_DIR=/tmp/numba
 WORKDIR /workspace
 ENTRYPOINT ["impala-llm"]

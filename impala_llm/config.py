@@ -456,8 +456,8 @@ def _host_problems(config: Config) -> list[str]:
                 found.append(f"pipeline.{key}={endpoint}: {error}")
     if pipeline.bind is not None and pipeline.weight_slots < 3:
         found.append(
-            f"pipeline.weight_slots={pipeline.weight_slots} is too few with pipeline.bind: set it to 3 or more, as other "
-            "hosts fetch one version while the next is written"
+            f"pipeline.weight_slots={pipeline.weight_slots} is too few with pipeline.bind: set it to 3 or more, as "
+            "other hosts fetch one version while the next is written"
         )
     if pipeline.keys is None:
         return found

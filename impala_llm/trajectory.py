@@ -8,6 +8,7 @@ Invariant: a `Trajectory` that exists is valid. Construction checks every field,
 at the door of the learner with `validate_vocabulary`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,13 @@ class Trajectory:
         value = self._load(name)
         _set(self, name, value)
         return value
+
+    def __copy__(self) -> "Trajectory":
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Trajectory":
+        arrays = {name: getattr(self, name).copy() for name in ARRAY_FIELDS}
+        return dataclasses.replace(self, **arrays, stats=dict(self.stats))
 
     def __post_init__(self) -> None:
         for name, dtype in ARRAY_FIELDS.items():

@@ -33,6 +33,8 @@ _PR_SET_PDEATHSIG = 1
 class _Peer(Contender):
     """Producers send the records in turn."""
 
+    may_be_killed = True
+
     _records: Iterator[Record]
     _batch: Batch
 

@@ -128,6 +128,7 @@ class _OnRay(Contender):
 
     module = "ray"
     needs_cluster = True
+    may_be_killed = True  # Ray ends the actors of a process that is gone
 
     def server_pids(self) -> list[int]:
         return [self.load.cluster_pid, *(process.pid for process in _descendants(self.load.cluster_pid))]

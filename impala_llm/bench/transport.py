@@ -77,11 +77,11 @@ CONTENDERS: tuple[type[Contender], ...] = (
 )
 OURS = OurPipeline.name
 _NOT_IN_RATIOS = (OURS, FasterFifoPacked.name, "memcpy")
-_BURST_S = 0.25
+_BURST_S = 0.2
 _WARM_S = 0.08
 _WARM_TRIES = 8
 _MIN_BURST = 16
-_LATENCIES = 60
+_LATENCIES = 50
 """Samples of a round."""
 _RAY_ROUNDS = 3
 _READY_S = 60.0

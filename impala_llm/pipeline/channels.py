@@ -16,13 +16,19 @@ from impala_llm.trajectory import Trajectory
 
 
 class ActorChannels:
-    """The methods of `ActorChannel`, over several of them, rank by rank."""
+    """The methods of `ActorChannel`, over several of them, rank by rank.
 
-    def __init__(self, channels: Sequence[ActorChannel]) -> None:
+    share_every_s: how often places that a rank did not fill go to others.
+    """
+
+    def __init__(self, channels: Sequence[ActorChannel], share_every_s: float = 1.0) -> None:
         self._channels = list(channels)
         self._came_by: dict[int, ActorChannel] = {}
         self._want = 0
         self._levels = [0] * len(self._channels)
+        self._peaks = [0] * len(self._channels)
+        self._share_every_s = share_every_s
+        self._next_share = 0.0
         self._version: int | None = None
 
     def hello(self) -> None:
@@ -32,7 +38,10 @@ class ActorChannels:
     def request(self, want: int) -> None:
         """As `ActorChannel.request`, for all ranks together."""
         self._want = want
-        self._share_out(at_once=True)
+        self._levels = [-(-want // len(self._channels))] * len(self._channels)
+        for channel, level in zip(self._channels, self._levels, strict=True):
+            channel.request(level)
+        self._next_share = time.monotonic() + self._share_every_s
 
     def send(self, trajectory: Trajectory) -> bool:
         """See `ActorChannel.send`. ValueError where its ticket was not granted to this actor."""
@@ -101,19 +110,24 @@ class ActorChannels:
             self._came_by = {ticket_id: c for ticket_id, c in self._came_by.items() if ticket_id in held}
         return events
 
-    def _share_out(self, at_once: bool = False) -> None:
-        """Offer each rank what it has already and an equal part of the free places.
-
-        A rank that has no more tickets to grant leaves its part free, and the next time all have a part of that.
-        """
-        held = [len(channel.held) for channel in self._channels]
-        free = max(0, self._want - sum(held))
-        part = -(-free // len(self._channels))
+    def _share_out(self) -> None:
+        """Each rank is offered an equal share of the places, and what others did not fill of theirs, for want of
+        tickets, in the last while."""
+        self._peaks = [max(peak, len(c.held)) for peak, c in zip(self._peaks, self._channels, strict=True)]
+        now = time.monotonic()
+        if now < self._next_share:
+            return
+        self._next_share = now + self._share_every_s
+        share = -(-self._want // len(self._channels))
+        spare = sum(max(0, share - peak) for peak in self._peaks)
+        num_full = sum(peak >= share for peak in self._peaks)
         for place, channel in enumerate(self._channels):
-            level = held[place] + part if self._want else 0
-            if level != self._levels[place] or at_once:
+            is_full = self._peaks[place] >= share
+            level = share + (spare // num_full if is_full else 0)
+            if level != self._levels[place]:
                 self._levels[place] = level
                 channel.request(level)
+            self._peaks[place] = len(channel.held)
 
     async def _any_readable(self, timeout_s: float) -> None:
         if len(self._channels) == 1:

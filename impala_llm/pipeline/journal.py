@@ -51,7 +51,8 @@ class Journal:
         end = begin + len(rows)
         if end > len(self._rows):
             return False
-        self._rows[begin:end] = rows
+        if rows:
+            self._rows[begin:end] = rows
         self._length[0] = end
         return True
 
@@ -82,8 +83,9 @@ class Journal:
         # Zeros: its maker died before it was done, and the journal is empty.
         mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
         self._attach(mapping)
-        if not 0 <= len(self) <= len(self._rows):
-            raise ArenaError(f"{self.path} says that it has {len(self)} rows, and has room for {len(self._rows)}")
+        length = int(self._length[0])
+        if not 0 <= length <= len(self._rows):
+            raise ArenaError(f"{self.path} says that it has {length} rows, and has room for {len(self._rows)}")
 
     def _attach(self, mapping: mmap.mmap) -> None:
         self._length = np.frombuffer(mapping, np.int64, 1, _LENGTH_AT)

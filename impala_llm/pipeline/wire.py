@@ -153,7 +153,7 @@ class Heartbeat:
         for name, value in self.stats.items():
             _check_text("a name in stats", name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise WireError(f"stats[{name!r}] is {value!r}: a number is expected")
+                raise WireError(f"stats[{_shown(name)}] is {_shown(value)}: a number is expected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def decode(frame: bytes) -> Message:
         raise WireError(f"a frame of {len(frame)} bytes has the wrong checksum: it was changed on its way")
     values = _unpack_versioned(body)
     if not values or type(values[0]) is not int or values[0] not in _TYPES:
-        raise WireError(f"code {values[0]!r} is none of {list(_TYPES)}" if values else "a message has no code")
+        raise WireError(f"code {_shown(values[0])} is none of {list(_TYPES)}" if values else "a message has no code")
     kind, values = _TYPES[values[0]], values[1:]
     num_fields = len(dataclasses.fields(kind))
     if len(values) != num_fields:
@@ -314,7 +314,7 @@ def _unpack_versioned(frame: bytes) -> list[Any]:
         raise WireError(f"{what} is a {type(values).__name__}: a non-empty array is expected")
     if values[0] != SCHEMA_VERSION or type(values[0]) is not int:
         raise WireError(
-            f"{what} has schema version {values[0]!r}, this program speaks {SCHEMA_VERSION}: "
+            f"{what} has schema version {_shown(values[0])}, this program speaks {SCHEMA_VERSION}: "
             "run the same release on both sides"
         )
     return values[1:]
@@ -363,5 +363,8 @@ def _check_items(name: str, value: object, kind: type) -> None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= 80 else text[:77] + "..."

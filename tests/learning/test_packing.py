@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from impala_llm.learning.packing import pack
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 from tests.learning.builders import make_batch, make_trajectory
 
 
@@ -82,6 +83,6 @@ def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
     trajectory = make_trajectory(4, [(1, 4)])
     with pytest.raises(ValueError, match="action_mask is True at place 0"):
         type(trajectory)(
-            **{name: getattr(trajectory, name) for name in type(trajectory).__slots__}
+            **{name: getattr(trajectory, name) for name in (*ARRAY_FIELDS, *METADATA_FIELDS)}
             | {"action_mask": np.ones(4, bool), "turns": np.array([[0, 4]], np.int32)}
         )

@@ -44,7 +44,8 @@ class World:
                     arena_name=f"actor-0.rank-{rank}",
                 )
                 for rank in range(NUM_RANKS)
-            ]
+            ],
+            share_every_s=0.1,
         )
         self.actor.hello()
         return self.actor

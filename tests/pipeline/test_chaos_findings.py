@@ -1,0 +1,102 @@
+"""What the chaos test, and reading for it, has found: each as few lines as it takes."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impala_llm.pipeline.intake import Offers
+from impala_llm.pipeline.journal import Journal
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.replay_arena import ReplayArena
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.sockets import dealer
+from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.tickets import TicketLedger
+from impala_llm.pipeline.wire import (
+    MAX_MESSAGE_BYTES,
+    Ack,
+    Descriptor,
+    DescriptorBatch,
+    Grant,
+    Hello,
+    Refused,
+    TicketRequest,
+    decode,
+    encode,
+)
+from tests.pipeline.support import VOCAB_SIZE
+
+
+def rows(*sequences: int) -> np.ndarray:
+    return np.array([[sequence, sequence, 0, 10, 0] for sequence in sequences], np.int64)
+
+
+def make_ledger(path: Path, version: int) -> TicketLedger:
+    order = TaskOrder(range(9), seed=1)
+    return TicketLedger(order, batch_size=2, max_staleness=2, version=version, journal=Journal(path))
+
+
+def test_a_ticket_of_a_lost_step_that_was_evicted_then_stays_evicted(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    first = make_ledger(path, version=0)
+    first.request("actor", 1)
+    [(_, [ticket])] = first.grantable()
+    first.received(ticket.ticket_id, "episode")
+    first.trained([ticket.ticket_id])  # and killed before version 1 was published
+    second = make_ledger(path, version=0)
+    assert second.recover([(ticket.ticket_id, "episode", 0)]) == [True]
+    second.evicted([ticket.ticket_id])  # and killed again, before version 1 was published
+    third = make_ledger(path, version=0)
+    third.recover([])
+    assert third.lookup(ticket.ticket_id) is None  # it has ended: not to be granted again
+
+
+def test_what_was_seen_of_an_actor_takes_no_memory_after_the_learner_was_started_again() -> None:
+    offers = Offers(reader=None)
+    # A new process of the learner meets an actor whose first 100 records were answered by the last one.
+    for sequence in range(100, 5100):
+        offers.add(rows(sequence), [])
+        offers.queue.clear()
+    assert len(offers._seen) < 100
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
+        yield run
+
+
+def test_a_refused_record_that_is_offered_again_is_not_acknowledged(run_dir: RunDirectory) -> None:
+    receiver = Receiver(
+        run_dir.endpoint(),
+        make_ledger(run_dir.journal_path(), version=0),
+        VOCAB_SIZE,
+        run_dir,
+        ReplayArena(run_dir.replay_path(), 1 << 20, max_records=8),
+    )
+    receiver.start()
+    socket = dealer(receiver._context, receiver.endpoint, b"actor#0000000000000001", MAX_MESSAGE_BYTES)
+
+    def answer(*kinds: type) -> object:
+        while socket.poll(5000):
+            message = decode(socket.recv())
+            if isinstance(message, kinds):
+                return message
+        raise AssertionError(f"no {kinds}")
+
+    try:
+        socket.send(encode(Hello("actor", 1, 1, 0, (), "")))
+        socket.send(encode(TicketRequest(1)))
+        grant = answer(Grant)
+        assert isinstance(grant, Grant)
+        offer = encode(DescriptorBatch.of([Descriptor(0, grant.tickets[0].ticket_id, 0, 100, 0)]))
+        socket.send_multipart([offer, bytes(800)])
+        assert isinstance(answer(Ack, Refused), Refused)
+        socket.send_multipart([offer, bytes(800)])  # the answer was lost on its way
+        assert isinstance(answer(Ack, Refused), Refused)
+    finally:
+        socket.close(linger=0)
+        receiver.close()
