@@ -136,7 +136,8 @@ class ActorChannel:
         process = ProcessIdentity.mine()
         held = tuple(self._held)
         arena = self._arena_name if self._is_shared else ""
-        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, arena))
+        first = min(self._in_flight, default=self._next_sequence)
+        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, arena, first))
 
     def request(self, want: int) -> None:
         """Say how many tickets this actor wants to have under way: a level, not an increment.

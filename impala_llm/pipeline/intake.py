@@ -71,14 +71,22 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Offers:
-    """What an actor process has offered and was not answered yet. reader: of its arena; None where its records come as
-    frames."""
+    """What an actor process has offered and was not answered yet.
+
+    reader: of its arena; None where its records come as frames. first_sequence: all below were answered before.
+    refused: reasons of the refusals, by sequence.
+    """
 
     reader: ArenaReader | None
+    first_sequence: int = 0
+    refused: dict[int, str] = field(default_factory=dict)
     queue: deque[_Chunk] = field(default_factory=deque)
     # Sequences that were seen: all below, and these.
-    _seen_below: int = 0
+    _seen_below: int = field(init=False)
     _seen: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._seen_below = self.first_sequence
 
     def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
         """Queue what is new. Returns the sequences of what was settled before: to be acknowledged again.
@@ -91,10 +99,12 @@ class Offers:
             self.queue.append(_Chunk(rows, frames))
             return []
         waiting = {sequence for chunk in self.queue for sequence in chunk.rows[:, 0].tolist()}
-        settled, new = [], []
+        settled: list[int] = []
+        new: list[int] = []
         for place, sequence in enumerate(sequences.tolist()):
             if sequence >= self._seen_below and sequence not in self._seen:
                 self._seen.add(sequence)
+                waiting.add(sequence)
                 new.append(place)
             elif sequence not in waiting:
                 settled.append(sequence)

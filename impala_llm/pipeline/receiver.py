@@ -355,7 +355,7 @@ class Receiver:
                 process = ProcessIdentity(hello.pid, hello.start_time)
                 # A process that cannot be seen from here (another pid namespace) is watched by its heartbeat alone.
                 process = process if process.alive() else None
-            session = _Session(address, hello.actor_id, process, Offers(reader), self._clock.now)
+            session = _Session(address, hello.actor_id, process, Offers(reader, hello.first_sequence), self._clock.now)
             self._sessions[address] = session
             with self._lock:
                 self._actor_stats[hello.actor_id] = {}
@@ -384,8 +384,12 @@ class Receiver:
         rows = offer.array
         if len(frames) != (len(rows) if session.offers.reader is None else 0):
             raise WireError(f"{len(rows)} records of {session.actor_id} came with {len(frames)} frames")
-        if settled := session.offers.add(rows, frames):
-            self._acks[session.address] += settled
+        for sequence in session.offers.add(rows, frames):
+            # Its answer was lost on the way, and is the same again.
+            if (reason := session.offers.refused.get(sequence)) is not None:
+                self._send(session.address, Refused(sequence, reason))
+            else:
+                self._acks[session.address].append(sequence)
 
     def _take_in(self, session: _Session) -> None:
         while session.offers.queue:
@@ -394,7 +398,9 @@ class Receiver:
                 self._acks[session.address] += settled.acks
             for sequence, reason in settled.refusals:
                 self._complaints.log("a trajectory was refused", f"record {sequence} of {session.actor_id}: {reason}")
-                self._send(session.address, Refused(sequence, reason[:_MAX_REASON]))
+                reason = reason[:_MAX_REASON]
+                session.offers.refused[sequence] = reason
+                self._send(session.address, Refused(sequence, reason))
             if not settled.acks and not settled.refusals:
                 return  # what is left must wait: for room, or for its version
 

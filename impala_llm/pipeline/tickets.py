@@ -481,7 +481,9 @@ class TicketLedger:
                 end = _END_STATES.get(last[ticket_id][0])
                 if end is not None and entry.step <= self._version:
                     self._end(entry, end)
-                elif ticket_id in arrived:
+                    continue
+                entry.step = 0  # the step was lost: another end must not be taken for a part of it
+                if ticket_id in arrived:
                     entry.state = _State.RECEIVED
                     entry.episode_id, entry.unrolls = arrived[ticket_id]
                 else:

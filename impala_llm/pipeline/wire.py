@@ -72,7 +72,8 @@ class Descriptor(NamedTuple):
 class Hello:
     """incarnation: random number of this actor process, also in its arena. held: as in Heartbeat. pid, start_time:
     as in `rundir.ProcessIdentity`, so that a learner on the same host sees at once that the process died. arena: name
-    of the arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames."""
+    of the arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames.
+    first_sequence: all records below have been answered."""
 
     actor_id: str
     incarnation: int
@@ -80,9 +81,11 @@ class Hello:
     start_time: int
     held: tuple[int, ...]
     arena: str
+    first_sequence: int = 0
 
     def __post_init__(self) -> None:
         _check_name("actor_id", self.actor_id)
+        _check_int("first_sequence", self.first_sequence, 0)
         if self.arena != "":
             _check_name("arena", self.arena)
         _check_int("incarnation", self.incarnation, 0)

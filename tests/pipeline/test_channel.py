@@ -437,9 +437,12 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     receiver.evicted([ticket.ticket_id])
     actor._send(wire.DescriptorBatch(row))  # after the acknowledgement: its space may be in use again
     events: list[object] = []
-    turns_until(
-        lambda: bool(events.extend(actor.poll(0.01)) or any(isinstance(e, wire.Ack) and 0 in e.sequences for e in events))
-    )
+
+    def acknowledged() -> bool:
+        events.extend(actor.poll(0.01))
+        return any(isinstance(event, wire.Ack) and 0 in event.sequences for event in events)
+
+    turns_until(acknowledged)
     assert receiver.drain(0.0) == []
     assert receiver.counters()["trajectories_refused"] == 0
 

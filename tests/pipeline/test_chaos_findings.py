@@ -1,6 +1,7 @@
 """What the chaos test, and reading for it, has found: each as few lines as it takes."""
 
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def test_a_ticket_of_a_lost_step_that_was_evicted_then_stays_evicted(tmp_path: P
 
 
 def test_what_was_seen_of_an_actor_takes_no_memory_after_the_learner_was_started_again() -> None:
-    offers = Offers(reader=None)
     # A new process of the learner meets an actor whose first 100 records were answered by the last one.
+    offers = Offers(reader=None, first_sequence=100)
     for sequence in range(100, 5100):
         offers.add(rows(sequence), [])
         offers.queue.clear()

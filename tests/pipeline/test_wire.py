@@ -57,7 +57,7 @@ def nested(depth: int) -> bytes:
 def test_a_frame_is_checksum_version_code_and_fields() -> None:
     ticket = Ticket(ticket_id=1, task_id=-2, group_id=3, seed=4, min_version=5)
     for message, values in [
-        (wire.Hello("a", 1, 2, 3, (4, 5), "a-0"), [1, "a", 1, 2, 3, [4, 5], "a-0"]),
+        (wire.Hello("a", 1, 2, 3, (4, 5), "a-0", 6), [1, "a", 1, 2, 3, [4, 5], "a-0", 6]),
         (wire.TicketRequest(7), [2, 7]),
         (wire.DescriptorBatch.of([Descriptor(1, 2, 3, 4, -5)]), [3, struct.pack("<5q", 1, 2, 3, 4, -5)]),
         (wire.TicketFailed(7, "why"), [4, 7, "why"]),
@@ -183,7 +183,7 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(1, *hello[:4], [-1], ""), "held"),
         (packed(1, *hello[:4], 3, ""), "held"),
         (packed(1, *hello[:4], [], 1), "arena is 1"),
-        (packed(1, *hello[:4], [], "../../x"), "arena"),
+        (packed(1, *hello[:4], [], "../../x", 0), "arena"),
         (packed(2, -1), "want is -1"),
         (packed(2, wire.MAX_ITEMS + 1), "want"),
         (packed(3, b""), "rows has 0 bytes"),
@@ -230,7 +230,7 @@ def test_an_error_shows_no_more_than_a_line_of_what_was_sent() -> None:
         frame_of(msgpack.packb([long])),
         packed(long),
         packed(14, long),
-        packed(1, long, 1, 1, 1, [], ""),
+        packed(1, long, 1, 1, 1, [], "", 0),
         packed(5, [], {"a": long}),
         packed(5, [], {"x" * 4000: "b"}),
     ]:
