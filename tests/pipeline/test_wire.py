@@ -157,7 +157,7 @@ def row(*values: int) -> bytes:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    hello = ["actor", 1, 1, 1, [], "arena"]
+    hello = ["actor", 1, 1, 1, [], "arena", 0]
     for frame, expected in [
         (b"", "a frame of 0 bytes"),
         (b"\0\0\0", "a frame of 3 bytes"),
@@ -180,9 +180,9 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(1, *hello[:1], -1, *hello[2:]), "incarnation is -1"),
         (packed(1, *hello[:2], 0, *hello[3:]), "pid is 0"),
         (packed(1, *hello[:3], "1", *hello[4:]), "start_time is '1'"),
-        (packed(1, *hello[:4], [-1], ""), "held"),
-        (packed(1, *hello[:4], 3, ""), "held"),
-        (packed(1, *hello[:4], [], 1), "arena is 1"),
+        (packed(1, *hello[:4], [-1], "", 0), "held"),
+        (packed(1, *hello[:4], 3, "", 0), "held"),
+        (packed(1, *hello[:4], [], 1, 0), "arena is 1"),
         (packed(1, *hello[:4], [], "../../x", 0), "arena"),
         (packed(2, -1), "want is -1"),
         (packed(2, wire.MAX_ITEMS + 1), "want"),
