@@ -79,13 +79,14 @@ class Trajectory:
     _load: Callable[[str], object] = field(init=False, repr=False)
 
     @classmethod
-    def deferred(cls, load: Callable[[str], object]) -> "Trajectory":
-        """A trajectory whose fields are asked for by name, `load(name)`, each at its first use.
+    def deferred(cls, load: Callable[[str], object], ticket_id: int) -> "Trajectory":
+        """A trajectory whose other fields are asked for by name, `load(name)`, each at its first use.
 
         For whoever has validated its bytes by other means: nothing is checked here.
         """
         trajectory: Trajectory = _new(cls)
         _set(trajectory, "_load", load)
+        _set(trajectory, "ticket_id", ticket_id)
         return trajectory
 
     def __getattr__(self, name: str) -> Any:

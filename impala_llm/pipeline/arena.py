@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from collections import deque
 from pathlib import Path
@@ -103,6 +104,7 @@ class ArenaWriter:
         else:
             self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
+        self._bytes = memoryview(self._map)
         self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
         # [start, end, freed] in the order of writing.
         self._live: deque[list[int]] = deque()
@@ -119,7 +121,7 @@ class ArenaWriter:
 
         Raises RecordTooLarge where it can never fit.
         """
-        size = encoded.num_words
+        header, block, size = encoded
         start = self._find_room(size)
         if start is None:
             if size > self._num_words:
@@ -128,10 +130,10 @@ class ArenaWriter:
                     "raise pipeline.arena_mb or shorten the episodes"
                 )
             return None
-        header = np.frombuffer(encoded.header, np.uint64)
-        checksum = kernels.write_record(self._ring, start, header, encoded.block)
-        end = start + -(-size // _UNIT) * _UNIT
-        self._head = end
+        begin = _HEADER_BYTES + 8 * start
+        self._bytes[begin : begin + len(header)] = header
+        checksum = kernels.lay_block(self._ring, start, len(header) // 8, block)
+        self._head = end = start + (size + _UNIT - 1) // _UNIT * _UNIT
         live = [start, end, False]
         self._live.append(live)
         self._by_start[start] = live
@@ -151,9 +153,8 @@ class ArenaWriter:
 
     def view(self, place: Place) -> memoryview:
         """A record's bytes, valid until it is freed."""
-        return memoryview(self._map)[
-            _HEADER_BYTES + 8 * place.start : _HEADER_BYTES + 8 * (place.start + place.num_words)
-        ]
+        begin = _HEADER_BYTES + 8 * place.start
+        return self._bytes[begin : begin + 8 * place.num_words]
 
     @property
     def used(self) -> int:
@@ -171,12 +172,12 @@ class ArenaWriter:
     def _find_room(self, size: int) -> int | None:
         if not self._live:
             return 0 if size <= self._num_words else None
-        tail = self._live[0][0]
-        if self._head > tail:
-            if size <= self._num_words - self._head:
-                return self._head
+        tail, head = self._live[0][0], self._head
+        if head > tail:
+            if size <= self._num_words - head:
+                return head
             return 0 if size <= tail else None
-        return self._head if size <= tail - self._head else None
+        return head if size <= tail - head else None
 
 
 class ArenaReader:
@@ -189,12 +190,13 @@ class ArenaReader:
     def __init__(self, path: Path, incarnation: int | None = None) -> None:
         self.path = path
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise ArenaError(f"cannot open the arena {path}: {error}") from error
         try:
-            self._num_bytes = os.fstat(handle).st_size
-            if self._num_bytes <= _HEADER_BYTES:
+            status = os.fstat(handle)
+            self._num_bytes = status.st_size
+            if not stat.S_ISREG(status.st_mode) or self._num_bytes <= _HEADER_BYTES:
                 raise ArenaError(f"{path} has {self._num_bytes} bytes: it is not an arena")
             mapping = mmap.mmap(handle, self._num_bytes, prot=mmap.PROT_READ)
         except BaseException:

@@ -18,7 +18,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import zmq
 
@@ -52,8 +51,10 @@ from impala_llm.pipeline.wire import (
 from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
-_MAX_RECORDS = 32
+_MAX_RECORDS = 64
 """Most records in a message, and most that wait for the next one."""
+_MAX_WAITING_WORDS = 1 << 20
+"""After so many words of records they are offered without waiting for the next `poll`."""
 _MAX_INLINE_BYTES = 4 << 20
 """After so many bytes of records no more are put into a message, where they travel in it."""
 _MAX_REASON = 1000
@@ -66,12 +67,8 @@ class LearnerLost(RuntimeError):
     """The learner has been silent for too long: the actor should end."""
 
 
-class _InFlight(NamedTuple):
-    """A record that was not answered yet. row: its descriptor, as it is sent."""
-
-    row: bytes
-    place: Place
-    ticket_id: int
+_InFlight = tuple[bytes, Place, int]
+"""A record that was not answered yet: its descriptor as it is sent, its place, its ticket's id."""
 
 
 class ActorChannel:
@@ -126,6 +123,7 @@ class ActorChannel:
         self._stats: dict[str, float] = {}
         self._outbox: deque[tuple[int, EncodedTrajectory]] = deque()
         self._unsent: list[int] = []
+        self._unsent_words = 0
         self._in_flight: dict[int, _InFlight] = {}
         self._offered: deque[tuple[float, list[int]]] = deque()
         self._version: int | None = None
@@ -158,7 +156,7 @@ class ActorChannel:
         """
         encoded = encode_record(trajectory)
         if not self._outbox and self._lay(trajectory.ticket_id, encoded):
-            if len(self._unsent) >= _MAX_RECORDS:
+            if len(self._unsent) >= _MAX_RECORDS or self._unsent_words >= _MAX_WAITING_WORDS:
                 self._offer_unsent()
             elif self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)  # the turn of whoever waits offers it
@@ -246,11 +244,10 @@ class ActorChannel:
                         self._held |= {ticket.ticket_id: ticket for ticket in fresh}
                         events.append(Grant(fresh))
                 case Ack(sequences):
-                    for sequence in sequences:
-                        self._settle(sequence)
+                    self._settle(sequences)
                     events.append(message)
                 case Refused(sequence, _):
-                    self._settle(sequence)
+                    self._settle([sequence])
                     events.append(message)
                 case WeightsAnnounced(version):
                     if version != self._version:
@@ -287,11 +284,14 @@ class ActorChannel:
             except WireError as error:
                 _log.warning("a message of the learner was dropped: %s", error)
 
-    def _settle(self, sequence: int) -> None:
-        in_flight = self._in_flight.pop(sequence, None)
-        if in_flight is not None:
-            self._arena.free(in_flight.place.start)
-            self._held.pop(in_flight.ticket_id, None)
+    def _settle(self, sequences: Iterable[int]) -> None:
+        in_flight, held, free = self._in_flight, self._held, self._arena.free
+        for sequence in sequences:
+            answered = in_flight.pop(sequence, None)
+            if answered is not None:
+                _, place, ticket_id = answered
+                free(place.start)
+                held.pop(ticket_id, None)
 
     def _introduce_again(self) -> None:
         # The learner is new, or had given this actor up: it knows nothing of what is under way.
@@ -312,15 +312,17 @@ class ActorChannel:
             return False
         sequence = self._next_sequence
         self._next_sequence += 1
-        start = place.start if self._is_shared else 0
-        row = _ROW.pack(sequence, ticket_id, start, place.num_words, place.checksum)
-        self._in_flight[sequence] = _InFlight(row, place, ticket_id)
+        start, num_words, checksum = place
+        row = _ROW.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
+        self._in_flight[sequence] = (row, place, ticket_id)
         self._unsent.append(sequence)
+        self._unsent_words += num_words
         return True
 
     def _offer_unsent(self) -> None:
         if self._unsent:
             unsent, self._unsent = self._unsent, []
+            self._unsent_words = 0
             self._offer(unsent)
 
     def _offer(self, sequences: Iterable[int]) -> None:
@@ -331,7 +333,7 @@ class ActorChannel:
             if sequence not in self._in_flight:
                 continue
             batch.append(sequence)
-            num_bytes += 8 * self._in_flight[sequence].place.num_words
+            num_bytes += 8 * self._in_flight[sequence][1].num_words
             if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
                 self._offer_batch(batch)
                 batch, num_bytes = [], 0
@@ -341,8 +343,8 @@ class ActorChannel:
     def _offer_batch(self, sequences: list[int]) -> None:
         self._offered.append((time.monotonic(), sequences))
         records = [self._in_flight[sequence] for sequence in sequences]
-        frames = [] if self._is_shared else [self._arena.view(record.place) for record in records]
-        self._send(DescriptorBatch(b"".join([record.row for record in records])), frames)
+        frames = [] if self._is_shared else [self._arena.view(place) for _, place, _ in records]
+        self._send(DescriptorBatch(b"".join([row for row, _, _ in records])), frames)
 
     def _send_due(self) -> None:
         now = time.monotonic()

@@ -36,7 +36,6 @@ from impala_llm.pipeline.record import (
     Facts,
     RecordError,
     decode_record,
-    episode_id_of,
 )
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
@@ -114,6 +113,11 @@ class Offers:
         if new:
             self.queue.append(_Chunk(rows, frames).only(new))
         return settled
+
+    @property
+    def num_gaps(self) -> int:
+        """Records that were seen before one with a smaller sequence: few, in an actor that is sound."""
+        return len(self._seen)
 
 
 @dataclass(slots=True)
@@ -208,29 +212,37 @@ class Intake:
         candidates: list[int] = []
         keys = []
         put_back = []
-        for place, (row, start, facts, ticket) in enumerate(zip(rows, starts, all_facts, tickets, strict=True)):
-            try:
-                if facts[OUTCOME] != kernels.COPIED:
-                    raise RecordError(self._explain(row, start, facts[OUTCOME]))
-                if facts[NEWEST_VERSION] > version and self._may_wait(chunk):
+        for place, facts in enumerate(all_facts):
+            ticket_id = facts[TICKET_ID]
+            ticket = tickets[place]
+            if not (
+                facts[OUTCOME] == kernels.COPIED
+                and ticket_id == rows[place][_TICKET]
+                and facts[NEWEST_VERSION] <= version
+                and ticket is not None
+                and facts[TASK_ID] == ticket.task_id
+                and facts[GROUP_ID] == ticket.group_id
+                and facts[OLDEST_VERSION] >= ticket.min_version
+            ):
+                # Not as it should be: now slowly, and with a reason.
+                row, start = rows[place], starts[place]
+                if facts[OUTCOME] == kernels.COPIED and facts[NEWEST_VERSION] > version and self._may_wait(chunk):
                     arena.cancel(start, row[_NUM_WORDS])
                     put_back.append(place)
                     continue
-                _check(row[_TICKET], facts, ticket, version)
-            except RecordError as error:
-                arena.cancel(start, row[_NUM_WORDS])
-                self._refuse(row, actor_id, str(error), settled)
-                continue
+                reason = self._explain(row, start, facts, ticket, version)
+                if reason is not None:
+                    arena.cancel(start, row[_NUM_WORDS])
+                    self._refuse(row, actor_id, reason, settled)
+                    continue
             candidates.append(place)
-            episode_id = episode_id_of(arena.record(start, row[_NUM_WORDS]), facts)
-            keys.append((facts[TICKET_ID], episode_id, facts[UNROLL_INDEX]))
+            keys.append((ticket_id, arena.episode_id(starts[place], facts), facts[UNROLL_INDEX]))
         kept = []
         for place, answer in zip(candidates, ledger.received_all(keys), strict=True):
-            row = rows[place]
             if answer is Verdict.ACCEPTED:
-                settled.acks.append(row[_SEQUENCE])
                 kept.append(place)
                 continue
+            row = rows[place]
             arena.cancel(starts[place], row[_NUM_WORDS])
             if answer is Verdict.DUPLICATE:
                 settled.acks.append(row[_SEQUENCE])
@@ -239,11 +251,12 @@ class Intake:
             self.totals["trajectories_unwanted"] += 1
             settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
         if kept:
-            sizes = [rows[place][_NUM_WORDS] for place in kept]
-            checksums = [rows[place][_CHECKSUM] for place in kept]
+            if len(kept) < len(rows):
+                rows, starts, all_facts = ([values[i] for i in kept] for values in (rows, starts, all_facts))  # type: ignore[assignment]
+            sequences, _, _, sizes, checksums = zip(*rows, strict=True)
+            settled.acks += sequences
             self.totals["received_bytes"] += 8 * sum(sizes)
-            new = arena.commit([starts[i] for i in kept], sizes, checksums, [all_facts[i] for i in kept])
-            self._inbox.put(new)
+            self._inbox.put(arena.commit(starts, sizes, checksums, all_facts))
         return put_back
 
     def _may_wait(self, chunk: _Chunk) -> bool:
@@ -251,37 +264,31 @@ class Intake:
             chunk.not_after = self._clock.now + _PREMATURE_S
         return self._clock.now < chunk.not_after
 
-    def _explain(self, row: list[int], start: int, outcome: int) -> str:
-        """Why a copied record is not valid: the slow rules say which of them it breaks."""
-        if outcome == kernels.TORN:
+    def _explain(self, row: list[int], start: int, facts: Facts, ticket: Ticket | None, version: int) -> str | None:
+        """Why a copied record cannot be kept; None where its ticket has ended, which the ledger answers for."""
+        if facts[OUTCOME] == kernels.TORN:
             return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
-        try:
-            decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
-        except (RecordError, TrajectoryError) as error:
-            return str(error)
-        return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
+        if facts[OUTCOME] != kernels.COPIED:
+            # The slow rules say which of them it breaks.
+            try:
+                decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
+            except (RecordError, TrajectoryError) as error:
+                return str(error)
+            return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
+        if facts[TICKET_ID] != row[_TICKET]:
+            return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"
+        if ticket is None:
+            return None
+        if facts[TASK_ID] != ticket.task_id or facts[GROUP_ID] != ticket.group_id:
+            return (
+                f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
+                f"{ticket.task_id} and {ticket.group_id}"
+            )
+        if facts[NEWEST_VERSION] > version:
+            return f"versions reaches {facts[NEWEST_VERSION]}, the learner has {version}"
+        return f"versions goes down to {facts[OLDEST_VERSION]}, ticket {ticket.ticket_id} demands {ticket.min_version}"
 
     def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
         self.totals["trajectories_refused"] += 1
         self._ledger.refused(row[_TICKET], actor_id)
         settled.refusals.append((row[_SEQUENCE], reason))
-
-
-def _check(ticket_id: int, facts: Facts, ticket: Ticket | None, version: int) -> None:
-    """Raise RecordError unless the record is what its descriptor and its ticket say. A ticket that has ended says
-    nothing: the ledger answers for it."""
-    if facts[TICKET_ID] != ticket_id:
-        raise RecordError(f"ticket_id is {facts[TICKET_ID]}, and {ticket_id} in its descriptor")
-    if ticket is None:
-        return
-    if facts[TASK_ID] != ticket.task_id or facts[GROUP_ID] != ticket.group_id:
-        raise RecordError(
-            f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
-            f"{ticket.task_id} and {ticket.group_id}"
-        )
-    if facts[NEWEST_VERSION] > version:
-        raise RecordError(f"versions reaches {facts[NEWEST_VERSION]}, the learner has {version}")
-    if facts[OLDEST_VERSION] < ticket.min_version:
-        raise RecordError(
-            f"versions goes down to {facts[OLDEST_VERSION]}, ticket {ticket.ticket_id} demands {ticket.min_version}"
-        )

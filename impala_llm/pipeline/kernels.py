@@ -111,9 +111,10 @@ def check_arrays(
         start, end = turns[k], turns[k + 1]
         if start < last_end or end <= start or end > tokens.size:
             return False, 0, 0
+        span = mask[start:end]
         inside = np.int32(0)
-        for i in range(start, end):
-            inside += np.int32(mask[i])
+        for i in range(span.size):
+            inside += np.int32(span[i])
         if inside != end - start:
             return False, 0, 0
         num_covered += inside
@@ -122,12 +123,14 @@ def check_arrays(
 
 
 @_compiled
-def write_record(ring: np.ndarray, start: int, header: np.ndarray, block: np.ndarray) -> int:
-    """Lay a record's two parts, uint64[h] and uint64[n], end to end at ring[start:]. Returns its checksum, as int64."""
-    middle = start + header.size
-    end = middle + block.size
-    total = copy_checksum(ring[start:middle], header)
-    return np.int64(total + copy_checksum(ring[middle:end], block, header.size))
+def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) -> int:
+    """Complete the record whose header, of so many words, lies at ring[start:]: copy its block, uint64[n], behind it.
+
+    Returns the checksum of the whole record, as int64.
+    """
+    middle = start + num_header
+    total = checksum(ring[start:middle])
+    return np.int64(total + copy_checksum(ring[middle : middle + block.size], block, num_header))
 
 
 COPIED, TORN, INVALID = 1, 2, 3

@@ -61,6 +61,8 @@ _MAX_GAP_S = 0.5
 _PROCESS_CHECK_S = 0.5
 _MAX_FRAMES_A_TURN = 1000
 _MAX_REASON = 1000
+_MAX_REMEMBERED = 1 << 14
+"""Most refusals, and most sequences out of order, that are remembered of an actor."""
 
 _Address = tuple[int, bytes]
 """Which of the receiver's sockets, and the routing id there."""
@@ -390,6 +392,8 @@ class Receiver:
                 self._send(session.address, Refused(sequence, reason))
             else:
                 self._acks[session.address].append(sequence)
+        if session.offers.num_gaps > _MAX_REMEMBERED:
+            self._lose(session, f"it babbles: {session.offers.num_gaps} records came without those before them")
 
     def _take_in(self, session: _Session) -> None:
         while session.offers.queue:
@@ -399,7 +403,10 @@ class Receiver:
             for sequence, reason in settled.refusals:
                 self._complaints.log("a trajectory was refused", f"record {sequence} of {session.actor_id}: {reason}")
                 reason = reason[:_MAX_REASON]
-                session.offers.refused[sequence] = reason
+                refused = session.offers.refused
+                refused[sequence] = reason
+                if len(refused) > _MAX_REMEMBERED:
+                    del refused[next(iter(refused))]
                 self._send(session.address, Refused(sequence, reason))
             if not settled.acks and not settled.refusals:
                 return  # what is left must wait: for room, or for its version

@@ -14,10 +14,10 @@ applies the same rules at memory speed; what it turns away goes through `decode_
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _SCORE = struct.Struct("<d")
 _BITS = struct.Struct("<q")
+_PADDING = [bytes(-length % 8) for length in range(8)]
 _BOOTSTRAP, _SUCCESS = 1, 2
 
 # What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word.
@@ -48,8 +49,7 @@ class RecordError(ValueError):
     """Bytes that are no valid record, or a trajectory that cannot become one."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTrajectory:
+class EncodedTrajectory(NamedTuple):
     """A record in two parts: what comes before the block, as bytes, a multiple of 8; block: uint64[n]. num_words: of 8
     bytes, of both together."""
 
@@ -61,40 +61,53 @@ class EncodedTrajectory:
 def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     """The record of a trajectory, without copying its arrays. RecordError where its metadata is too large."""
     t = trajectory
+    num_tokens = len(t.tokens)
+    episode_id, env, actor_id, signature, stats = t.episode_id, t.env, t.actor_id, t.signature, t.stats
+    names = "\0".join(stats) if stats else ""
     try:
-        names = "\0".join(t.stats)
-        texts = t.episode_id.encode(), t.env.encode(), t.actor_id.encode(), t.signature.encode(), names.encode()
-        lengths = [len(text) for text in texts]
-        text = b"".join(texts)
+        text = f"{episode_id}{env}{actor_id}{signature}{names}".encode()
+        lengths = len(episode_id), len(env), len(actor_id), len(signature), len(names)
+        if sum(lengths) != len(text):  # letters of more than one byte
+            texts = episode_id, env, actor_id, signature, names
+            lengths = tuple(len(part.encode()) for part in texts)  # type: ignore[assignment]  # five as well
         header = _HEADER.pack(
-            *(MAGIC, len(t.tokens), len(t.turns), *lengths[:4], len(t.stats), lengths[4]),
-            *(
-                t.ticket_id,
-                t.group_id,
-                t.task_id,
-                t.unroll_index,
-                t.score,
-                t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS,
-            ),
+            MAGIC,
+            num_tokens,
+            len(t.turns),
+            *lengths[:4],
+            len(stats),
+            lengths[4],
+            t.ticket_id,
+            t.group_id,
+            t.task_id,
+            t.unroll_index,
+            t.score,
+            t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS,
         )
-        if t.stats:
-            header += struct.pack(f"<{len(t.stats)}d", *t.stats.values())
+        if stats:
+            header += _doubles(len(stats)).pack(*stats.values())
     except (ValueError, TypeError, OverflowError, struct.error) as error:
-        if max(map(len, (t.episode_id, t.env, t.actor_id, t.signature))) > MAX_TEXT_BYTES:
+        if max(map(len, (episode_id, env, actor_id, signature))) > MAX_TEXT_BYTES:
             raise RecordError(
                 f"a text of episode {t.episode_id!r:.80} is too long: at most {MAX_TEXT_BYTES} bytes are allowed, "
                 "shorten episode_id, env, actor_id or signature"
             ) from error
         raise RecordError(f"the metadata of episode {t.episode_id!r:.80} cannot be encoded: {error}") from error
-    if t.stats and (len(t.stats) > MAX_STATS or lengths[4] > MAX_TEXT_BYTES or names.count("\0") != len(t.stats) - 1):
+    if stats and (len(stats) > MAX_STATS or lengths[4] > MAX_TEXT_BYTES or names.count("\0") != len(stats) - 1):
         raise RecordError(
-            f"stats of episode {t.episode_id!r:.80} has {len(t.stats)} names of {lengths[4]} bytes in all: at most "
+            f"stats of episode {episode_id!r:.80} has {len(stats)} names of {lengths[4]} bytes in all: at most "
             f"{MAX_STATS} of {MAX_TEXT_BYTES} are allowed, without zero bytes"
         )
-    if len(t.tokens) > MAX_TOKENS:
-        raise RecordError(f"episode {t.episode_id!r} has {len(t.tokens)} tokens: at most {MAX_TOKENS} are allowed")
-    header += text + bytes(-len(text) % 8)
-    return EncodedTrajectory(header, t.block, len(header) // 8 + len(t.block))
+    if num_tokens > MAX_TOKENS:
+        raise RecordError(f"episode {t.episode_id!r} has {num_tokens} tokens: at most {MAX_TOKENS} are allowed")
+    header += text + _PADDING[len(text) % 8]
+    block = t.block
+    return EncodedTrajectory(header, block, len(header) // 8 + len(block))
+
+
+@functools.cache
+def _doubles(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}d")
 
 
 def record_bytes(trajectory: Trajectory) -> bytes:
@@ -113,12 +126,6 @@ def facts_of(record: memoryview) -> Facts:
             f"a record begins with {magic:#x}, this program writes {MAGIC:#x}: run the same release on both sides"
         )
     return [0, 0, 0, *words]
-
-
-def episode_id_of(record: memoryview, facts: Facts) -> str:
-    """record: whose texts were checked."""
-    start = 8 * HEADER_WORDS + 8 * (facts[STATS] & 0xFFFFFFFF)
-    return str(record[start : start + (facts[TEXTS] & 0xFFFF)], "utf-8")
 
 
 def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:

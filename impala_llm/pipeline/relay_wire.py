@@ -18,6 +18,7 @@ frame, its data. Every request carries a number, and its answer the same.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,9 +206,9 @@ def _build(kind: type[Any], values: tuple[Any, ...]) -> Any:
 
 def _check_int(name: str, value: object, low: int = 0, high: int = _INT64 - 1) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise RelayWireError(f"{name} is {str(value)[:80]!r}: an integer from {low} to {high} is expected")
+        raise RelayWireError(f"{name} is {reprlib.repr(value)}: an integer from {low} to {high} is expected")
 
 
 def _check_name(value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME or value in (".", "..") or {"/", "\0"} & {*value}:
-        raise RelayWireError(f"{str(value)[:80]!r} is no plain file name")
+        raise RelayWireError(f"{reprlib.repr(value)} is no plain file name")

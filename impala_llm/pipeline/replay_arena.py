@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,8 +26,11 @@ import numpy as np
 from impala_llm.pipeline import kernels
 from impala_llm.pipeline.arena import ArenaError, map_new_file, populate
 from impala_llm.pipeline.record import (
+    HEADER_WORDS,
     NUM_TOKENS,
     NUM_TURNS,
+    STATS,
+    TEXTS,
     TICKET_ID,
     Facts,
     RecordError,
@@ -46,6 +50,7 @@ _UNIT = 8
 _FREE, _COMMITTED, _ENDED = 0, 1, 2
 _STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
 _ROW_WORDS = 8
+_MAX_SERIAL = 1 << 62
 
 
 class _Stored:
@@ -63,8 +68,6 @@ class _Stored:
 
     def __call__(self, name: str) -> object:
         facts = self._facts
-        if name == "ticket_id":
-            return facts[TICKET_ID]
         if name not in ARRAY_FIELDS and name != "block":
             return metadata_of(self._arena.record(self._start, self._size), facts)[name]
         words = self._arena.view(self._start, self._size)
@@ -111,6 +114,7 @@ class ReplayArena:
         )
         self.dropped: deque[tuple[int, int, int]] = deque()
         """(start, size, row) of records of which nothing is left but their bytes."""
+        self._lock = threading.Lock()
         self._by_ticket: dict[int, list[_Stored]] = {}
         self._free = _FreeSpace()
         self._serial = 0
@@ -158,6 +162,11 @@ class ReplayArena:
         """Give back what was reserved."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
+    def episode_id(self, start: int, facts: Facts) -> str:
+        """Of the record at `start`, which was checked."""
+        begin = self._begin + 8 * (start + HEADER_WORDS + (facts[STATS] & 0xFFFFFFFF))
+        return str(self._bytes[begin : begin + (facts[TEXTS] & 0xFFFF)], "utf-8")
+
     def record(self, start: int, size: int) -> memoryview:
         """A record's bytes, valid until its space is given back."""
         begin = self._begin + 8 * start
@@ -173,14 +182,16 @@ class ReplayArena:
         entries[:, 0], entries[:, 1], entries[:, 2] = starts, sizes, checksums
         entries[:, 3] = np.arange(self._serial, self._serial + count)
         self._serial += count
-        trajectories = list(map(self._keep, rows, starts, sizes, facts))
+        with self._lock:
+            trajectories = list(map(self._keep, rows, starts, sizes, facts))
         self._index[rows, _START : _SERIAL + 1] = entries
         self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
         return trajectories
 
     def end(self, ticket_ids: Iterable[int]) -> None:
         """These tickets have ended: a later process need not find their records."""
-        ended = [stored for ticket_id in ticket_ids for stored in self._by_ticket.pop(ticket_id, ())]
+        with self._lock:
+            ended = [stored for ticket_id in ticket_ids for stored in self._by_ticket.pop(ticket_id, ())]
         self._index[[stored.row for stored in ended], _STATE] = _ENDED
 
     def view(self, start: int, size: int) -> _KeptWords:
@@ -190,12 +201,13 @@ class ReplayArena:
     def _keep(self, row: int, start: int, size: int, facts: Facts) -> Trajectory:
         self._used += -(-size // _UNIT) * _UNIT
         stored = _Stored(self, row, start, size, facts)
-        of_ticket = self._by_ticket.get(facts[TICKET_ID])
+        ticket_id = facts[TICKET_ID]
+        of_ticket = self._by_ticket.get(ticket_id)
         if of_ticket is None:
-            self._by_ticket[facts[TICKET_ID]] = [stored]
+            self._by_ticket[ticket_id] = [stored]
         else:
             of_ticket.append(stored)
-        return Trajectory.deferred(stored)
+        return Trajectory.deferred(stored, ticket_id)
 
     def _reclaim(self) -> None:
         rows = []
@@ -227,6 +239,8 @@ class ReplayArena:
             try:
                 if start < end or start % _UNIT or size < 1 or start + size > self._num_words:
                     raise RecordError(f"it lies at [{start}, {start + size}) of {self._num_words} words")
+                if not 0 <= serial < _MAX_SERIAL:
+                    raise RecordError(f"its serial number is {serial}")
                 if kernels.checksum(self.words[start : start + size]) != checksum % (1 << 64):
                     raise RecordError("its checksum differs")
                 record = self.record(start, size)

@@ -34,6 +34,7 @@ from impala_llm.pipeline.task_order import TaskOrder
 
 _STATE_FORMAT = 1
 # Kinds of rows in the journal. A ticket's last row counts; what has arrived is known from the replay arena.
+_MAX_ID = 1 << 48
 _ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED = range(6)
 
 
@@ -329,10 +330,11 @@ class TicketLedger:
         KeyError for one that was not received.
         """
         with self._lock:
-            for entry in self._received_entries(ticket_ids, "trained on"):
+            entries = self._received_entries(ticket_ids, "trained on")
+            for entry in entries:
                 self._released.append(entry.born_version)
                 entry.step = self._version + 1
-                self._end(entry, _State.TRAINED, charged=True)
+            self._end(entries, _State.TRAINED, charged=True)
             self._write_notes()
             if self.max_staleness is None:
                 self._release()
@@ -340,8 +342,7 @@ class TicketLedger:
     def evicted(self, ticket_ids: Iterable[int]) -> None:
         """These tickets' trajectories were dropped untrained: their slots are free now. KeyError as for `trained`."""
         with self._lock:
-            for entry in self._received_entries(ticket_ids, "evicted"):
-                self._end(entry, _State.EVICTED)
+            self._end(self._received_entries(ticket_ids, "evicted"), _State.EVICTED)
             self._write_notes()
 
     def advance(self, version: int) -> None:
@@ -450,6 +451,8 @@ class TicketLedger:
             last: dict[int, list[int]] = {}
             identity = list(self._order.identity().values())
             for row in rows:
+                if row[0] != _ORDER and not 0 <= row[1] < _MAX_ID:
+                    raise ValueError(f"the journal is damaged: it has the row {row}. Start under another run.name")
                 if row[0] == _ORDER:
                     if row[1:] != identity:
                         raise ValueError(
@@ -480,7 +483,7 @@ class TicketLedger:
             for ticket_id, entry in list(self._entries.items()):
                 end = _END_STATES.get(last[ticket_id][0])
                 if end is not None and entry.step <= self._version:
-                    self._end(entry, end)
+                    self._end([entry], end)
                     continue
                 entry.step = 0  # the step was lost: another end must not be taken for a part of it
                 if ticket_id in arrived:
@@ -629,12 +632,13 @@ class TicketLedger:
 
     def _refuse(self, entry: _Entry) -> None:
         self._leave_queue_or_actor(entry)
-        self._end(entry, _State.REFUSED)
+        self._end([entry], _State.REFUSED)
 
     def _received_entries(self, ticket_ids: Iterable[int], what: str) -> list[_Entry]:
         entries = []
+        get = self._entries.get
         for ticket_id in dict.fromkeys(ticket_ids):
-            entry = self._entries.get(ticket_id)
+            entry = get(ticket_id)
             if entry is None:
                 continue  # it has ended
             if entry.state is not _State.RECEIVED:
@@ -642,29 +646,31 @@ class TicketLedger:
             entries.append(entry)
         return entries
 
-    def _end(self, entry: _Entry, end: _State, charged: bool = False) -> None:
-        """charged: the slot stays charged, since the caller has noted when it becomes free."""
-        ticket = entry.ticket
-        ticket_id, group_id = ticket.ticket_id, ticket.group_id
-        entry.state, entry.actor_id = end, None
+    def _end(self, ended: Sequence[_Entry], end: _State, charged: bool = False) -> None:
+        """charged: the slots stay charged, since the caller has noted when they become free."""
+        live, groups, remembered = self._entries, self._groups, self._ended
+        is_refused = end is _State.REFUSED
+        for entry in ended:
+            ticket = entry.ticket
+            entry.state, entry.actor_id = end, None
+            del live[ticket.ticket_id]
+            remembered[ticket.ticket_id] = entry
+            group = groups[ticket.group_id]
+            group.under_way -= 1
+            if is_refused:
+                group.num_lost += 1
+            elif not charged:
+                self._charged[entry.born_version] -= 1
+            if group.under_way == 0:
+                if group.num_lost:
+                    self._charged[entry.born_version] -= group.num_lost
+                del groups[ticket.group_id]
+        self._totals[end.value] += len(ended)
         if self._journal is not None:
-            self._notes.append(_row(_ROW_KINDS[end], entry))
-        self._totals[end.value] += 1
-        del self._entries[ticket_id]
-        ended = self._ended
-        ended[ticket_id] = entry
-        if len(ended) > self._num_remembered:
-            ended.popitem(last=False)
-        group = self._groups[group_id]
-        group.under_way -= 1
-        if end is _State.REFUSED:
-            group.num_lost += 1
-        elif not charged:
-            self._charged[entry.born_version] -= 1
-        if group.under_way == 0:
-            if group.num_lost:
-                self._charged[entry.born_version] -= group.num_lost
-            del self._groups[group_id]
+            kind = _ROW_KINDS[end]
+            self._notes += [_row(kind, entry) for entry in ended]
+        while len(remembered) > self._num_remembered:
+            remembered.popitem(last=False)
 
     def _release(self) -> None:
         self._charged.subtract(self._released)

@@ -431,7 +431,7 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     actor.send(make_trajectory(ticket))
     for _ in range(5):
         actor._offer([0])
-    row = actor._in_flight[0].row
+    row, _, _ = actor._in_flight[0]
     assert len(drain(receiver, 1, actor)) == 1
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     receiver.evicted([ticket.ticket_id])

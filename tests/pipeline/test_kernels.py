@@ -107,7 +107,8 @@ def test_a_record_is_written_end_to_end_and_nowhere_else() -> None:
     encoded = encode_record(make_trajectory(num_tokens=31))
     header = np.frombuffer(encoded.header, np.uint64)
     ring = np.full(encoded.num_words + 7, GUARD, np.uint64)
-    checksum = kernels.write_record(ring, 3, header, encoded.block)
+    ring[3 : 3 + len(header)] = header
+    checksum = kernels.lay_block(ring, 3, len(header), encoded.block)
     expected = [*header.tolist(), *encoded.block.tolist()]
     assert ring.tolist() == [GUARD] * 3 + expected + [GUARD] * 4
     assert checksum == signed(defined_checksum(expected))

@@ -111,7 +111,7 @@ def test_what_a_header_says_names_metadata_episode_and_block() -> None:
     assert (facts[record.NUM_TOKENS], facts[record.NUM_TURNS], facts[record.UNROLL_INDEX]) == (11, 2, 4)
     found = record.metadata_of(data, facts)
     assert all(found[name] == getattr(trajectory, name) for name in found) and len(found) == 12
-    assert record.episode_id_of(data, facts) == trajectory.episode_id
+
     assert bytes(data[8 * record.block_start(facts) :]) == trajectory.block.tobytes()
 
 

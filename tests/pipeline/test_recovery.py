@@ -329,3 +329,14 @@ def test_a_long_run_keeps_its_journal_short(tmp_path: Path, monkeypatch: pytest.
     run.finish(500)
     assert run.path.stat().st_size <= 4096 + 48 * 64
     run.kill()
+
+
+@pytest.mark.parametrize("kind", ["taken", "live", "trained"])
+@pytest.mark.parametrize("number", [-1, -(2**63), 2**62, 2**63 - 1])
+def test_a_journal_with_impossible_numbers_is_refused_at_once(tmp_path: Path, kind: str, number: int) -> None:
+    """And does not break the learner later, when it is too late to say why."""
+    row = {"taken": (1, number, 0, 0, 0, 0), "live": (2, number, 0, 0, 0, 0), "trained": (3, number, 0, 0, 0, 1)}[kind]
+    run = started(tmp_path)
+    Journal(run.path).append([row])
+    with pytest.raises(ValueError):
+        run._new_ledger().recover([])

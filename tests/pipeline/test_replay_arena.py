@@ -385,7 +385,8 @@ def test_a_damaged_record_is_left_out_and_logged(path: Path, caplog: pytest.LogC
     ("column", "value"),
     [(1, v) for v in (-8, 3, 2**40, 2**63 - 1, -(2**63), CAPACITY // 8 - 8, CAPACITY // 8 - 1)]
     + [(2, v) for v in (0, -1, 1, 10, 12, 2**40, 2**63 - 1)]
-    + [(3, v) for v in (0, -1)],
+    + [(3, v) for v in (0, -1)]
+    + [(4, v) for v in (-1, 2**62, 2**63 - 1)],
 )
 def test_a_damaged_row_of_the_index_is_left_out(path: Path, column: int, value: int) -> None:
     arena = ReplayArena(path, CAPACITY, ROWS)

@@ -1,4 +1,4 @@
-"""A learner rank that is killed again and again, at any moment: replay arena and journal tell the next one the truth."""
+"""A learner rank that is killed again and again: replay arena and journal tell the next one the truth."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from impala_llm.pipeline.tickets import TicketLedger, Verdict
 from tests.pipeline.keeping import commit, make
 from tests.pipeline.support import contents
 
-NUM_LIVES = 12
+NUM_LIVES = 10
 BATCH_SIZE = 8
 CAPACITY = 1 << 16
 
@@ -89,7 +89,7 @@ def test_a_rank_that_is_killed_loses_nothing_and_trains_on_nothing_twice(tmp_pat
     kept: Counter[int] = Counter()
     trained: Counter[int] = Counter()  # in steps that were published
     for _ in range(NUM_LIVES):
-        lines = one_life(tmp_path, version, rng.randint(1, 20_000))
+        lines = one_life(tmp_path, version, rng.randint(1, 8_000))
         under_way: list[int] = []
         for word, *rest in lines:
             numbers = [int(number) for number in rest]

@@ -1,0 +1,185 @@
+"""Every decoder of the pipeline that reads from a socket or from shared memory, ready to be fuzzed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgpack
+import numpy as np
+
+from impala_llm.pipeline import relay_wire, safetensors_layout, weight_slots, wire
+from impala_llm.pipeline.tickets import Ticket
+from tests.system.fuzz.inputs import Decoder, Source
+from tests.system.fuzz.memory import (
+    arena_decoder,
+    journal_decoder,
+    kernel_decoder,
+    ledger_decoder,
+    record_decoder,
+    replay_decoder,
+)
+
+
+def wire_decoder(source: Source, folder: Path) -> Decoder:
+    ticket = Ticket(1, 2, 3, 4, 5)
+    valid = [
+        wire.encode(message)
+        for message in (
+            wire.Hello("actor-0", 7, 8, 9, (1, 2), "actor-0"),
+            wire.TicketRequest(5),
+            wire.DescriptorBatch.of([wire.Descriptor(1, 2, 3, 40, -5), wire.Descriptor(2, 2, 48, 40, 5)]),
+            wire.TicketFailed(3, "reason"),
+            wire.Heartbeat((1, 2, 3), {"a": 1.5, "b": 2}),
+            wire.Goodbye(),
+            wire.HelloWanted(),
+            wire.Grant((ticket, ticket)),
+            wire.Ack((1, 2, 3)),
+            wire.Refused(3, "reason"),
+            wire.WeightsAnnounced(6),
+            wire.Shutdown("reason"),
+            wire.Revoked((1, 2)),
+        )
+    ]
+
+    def make() -> bytes:
+        rng = source.rng
+        kind = rng.random()
+        if kind < 0.05:
+            return source.noise()
+        frame = rng.choice(valid)
+        if kind < 0.1:
+            return source.changed(frame)
+        if kind < 0.35:
+            body = source.changed(frame[4:], rng.choice(valid))
+        else:
+            body = source.packed(source.replaced(msgpack.unpackb(frame[4:]), first=2))
+        return struct.pack("<I", zlib.crc32(body)) + body
+
+    def decode(data: bytes) -> None:
+        message = wire.decode(data)
+        assert repr(wire.decode(wire.encode(message))) == repr(message), "it does not come back equal"
+
+    return Decoder(make, decode, (wire.WireError,))
+
+
+def safetensors_decoder(source: Source, folder: Path) -> Decoder:
+    layout = safetensors_layout.plan({"a": ("F32", (2, 3)), "b": ("BF16", (4,)), "c": ("U8", ()), "d": ("I64", (0, 7))})
+    valid = layout.header + bytes(layout.num_bytes - len(layout.header))
+    table = json.loads(layout.header[8:])
+
+    def make() -> bytes:
+        rng = source.rng
+        kind = rng.random()
+        if kind < 0.05:
+            return source.noise()
+        if kind < 0.5:
+            return source.changed(valid)
+        changed = {name: dict(entry) for name, entry in table.items()}
+        entry = changed[rng.choice(list(changed))]
+        key = rng.choice(("dtype", "shape", "data_offsets", "other"))
+        old = entry.get(key)
+        entry[key] = source.replaced(old) if isinstance(old, list) and rng.random() < 0.7 else source.value()
+        text = source.said_in_json(changed)
+        return struct.pack("<Q", len(text)) + text + valid[len(layout.header) :]
+
+    return Decoder(make, lambda data: safetensors_layout.parse(memoryview(data)), (safetensors_layout.LayoutError,))
+
+
+def board_decoder(source: Source, folder: Path) -> Decoder:
+    """An input: M and a manifest, L and a pointer to the latest version, or W, a manifest's length, it and weights."""
+    (folder / "slot-0").mkdir()
+    slot = weight_slots.Slot(folder, 0)
+    layout = safetensors_layout.plan({"a": ("F32", (2, 3)), "b": ("U8", (5,))})
+    tensors = {"a": ("F32", (2, 3), np.arange(24, dtype=np.uint8)), "b": ("U8", (5,), np.arange(5, dtype=np.uint8))}
+    weights = np.zeros(layout.num_bytes, np.uint8)
+    manifest = weight_slots.write_version(layout, weights, tensors, 3).to_json()
+    weight_slots.write_latest(folder, 0, 3)
+    valid = {b"M": manifest, b"L": (folder / "latest").read_bytes()}
+
+    def make() -> bytes:
+        rng = source.rng
+        if rng.random() < 0.4:
+            text = source.changed(manifest) if rng.random() < 0.5 else manifest
+            data = source.changed(weights.tobytes()) if rng.random() < 0.7 else weights.tobytes()
+            return b"W" + struct.pack("<I", len(text)) + text + data
+        which = rng.choice((b"M", b"L"))
+        if rng.random() < 0.5:
+            return which + source.changed(valid[which])
+        values = json.loads(valid[which])
+        values[rng.choice(list(values))] = source.value()
+        return which + source.said_in_json(source.value() if rng.random() < 0.1 else values)
+
+    def decode(data: bytes) -> None:
+        if data[:1] == b"L":
+            (folder / "latest").write_bytes(data[1:])
+            weight_slots.read_latest(folder)
+            return
+        (length,) = struct.unpack_from("<I", data, 1) if data[:1] == b"W" else (len(data),)
+        begin = 5 if data[:1] == b"W" else 1
+        slot.manifest.write_bytes(data[begin : begin + length])
+        found = slot.read_manifest()
+        if data[:1] == b"W" and found is not None:
+            slot.weights.write_bytes(data[begin + length :])
+            weight_slots.Slot(folder, 0).mapped(found).tensors(found, "here", verify=True)
+
+    return Decoder(make, decode, (weight_slots.WeightsError,))
+
+
+def relay_decoder(
+    source: Source, messages: Sequence[relay_wire.Request | relay_wire.Reply], decode: Callable[[bytes], object]
+) -> Decoder:
+    valid = [relay_wire.encode(message) for message in messages]
+
+    def make() -> bytes:
+        rng = source.rng
+        kind = rng.random()
+        if kind < 0.05:
+            return source.noise()
+        if kind < 0.35:
+            return source.changed(rng.choice(valid), rng.choice(valid))
+        return source.packed(source.replaced(msgpack.unpackb(rng.choice(valid)), first=2))
+
+    def check(data: bytes) -> None:
+        message = decode(data)
+        assert decode(relay_wire.encode(message)) == message, "it does not come back equal"  # type: ignore[arg-type]
+
+    return Decoder(make, check, (relay_wire.RelayWireError,))
+
+
+def relay_request_decoder(source: Source, folder: Path) -> Decoder:
+    messages = (
+        relay_wire.LatestRequest(1),
+        relay_wire.ManifestRequest(2, 3),
+        relay_wire.ChunkRequest(4, 3, "config.json", 0, 100),
+    )
+    return relay_decoder(source, messages, relay_wire.decode_request)
+
+
+def relay_reply_decoder(source: Source, folder: Path) -> Decoder:
+    messages = (
+        relay_wire.Latest(1, -1),
+        relay_wire.Contents(2, 3, 1000, 2**64 - 1, (1, 2, 3), (("config.json", 10, 5), ("vocab.json", 0, 0))),
+        relay_wire.Chunk(4, 2**63),
+        relay_wire.Gone(5, 3),
+    )
+    return relay_decoder(source, messages, relay_wire.decode_reply)
+
+
+DECODERS: dict[str, tuple[Callable[[Source, Path], Decoder], int]] = {
+    "wire": (wire_decoder, 28),
+    "record": (record_decoder, 15),
+    "take_records": (kernel_decoder, 19),
+    "arena": (arena_decoder, 5),
+    "replay_arena": (replay_decoder, 2),
+    "journal": (journal_decoder, 5),
+    "ledger": (ledger_decoder, 3),
+    "safetensors": (safetensors_decoder, 8),
+    "weight_board": (board_decoder, 5),
+    "relay_request": (relay_request_decoder, 5),
+    "relay_reply": (relay_reply_decoder, 5),
+}
+"""By name, with its share of the inputs, in percent."""
