@@ -130,7 +130,8 @@ class ReplayArena:
     @property
     def used(self) -> int:
         """Bytes that records take up."""
-        return 8 * self._used
+        given_back = sum(-(-size // _UNIT) * _UNIT for _, size, _ in list(self.dropped))
+        return 8 * (self._used - given_back)
 
     def recovered(self) -> list[Trajectory]:
         """Once: what an earlier process had committed and not ended, in the order in which it was committed."""

@@ -1,7 +1,6 @@
 """What the chaos test, and reading for it, has found: each as few lines as it takes."""
 
 import tempfile
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
