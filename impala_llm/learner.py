@@ -248,12 +248,17 @@ class Meters:
         "duplicates": "pipeline/duplicates",
         "regranted": "pipeline/regranted",
         "failed": "actor/failed_episodes",
+        "tickets_expired": "pipeline/expired",
+        "recovered": "pipeline/recovered",
+        "messages_malformed": "pipeline/malformed",
+        "peers_refused": "pipeline/peers_refused",
     }
 
     def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
         self.log = MetricLog()
         self._receiver, self._ranks = receiver, ranks
-        self._totals = receiver.counters()
+        # What was taken over from a killed process belongs to the first step.
+        self._totals = {**receiver.counters(), "recovered": 0.0}
 
     def observe(self, feed: Feed, batch: Batch, version: int) -> None:
         """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
@@ -290,6 +295,7 @@ class Meters:
             log.add(name, totals[key] - self._totals[key])
         self._totals = totals
         log.add("pipeline/outstanding_tickets", totals["open"])
+        log.add("pipeline/replay_arena_fill", totals["arena_fill"])
         log.add("staleness/in_flight", totals["staleness_in_flight"])
         log.add("learner/version", version)
         log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
