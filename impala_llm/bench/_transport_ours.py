@@ -41,6 +41,7 @@ class OurPipeline(Contender):
         self._run_name = f"bench-{os.getpid()}-{load.num_tokens}-{load.num_actors}"
         self._run: RunDirectory | None = None
         self._receiver: Receiver | None = None
+        self._drained: list[Trajectory] = []
         self._channel: ActorChannel | None = None
 
     def connect_consumer(self, batch: Batch) -> None:
@@ -90,9 +91,10 @@ class OurPipeline(Contender):
 
     def receive(self) -> int:
         assert self._receiver is not None
-        trajectories = self._receiver.drain(_POLL_S)
-        self._receiver.evicted([trajectory.ticket_id for trajectory in trajectories])
-        return len(trajectories)
+        # They are in the learner's hands when `drain` returns; what becomes of them it reports later.
+        self._receiver.evicted([trajectory.ticket_id for trajectory in self._drained])
+        self._drained = self._receiver.drain(_POLL_S)
+        return len(self._drained)
 
     def close(self) -> None:
         if self._channel is not None:

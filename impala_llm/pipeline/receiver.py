@@ -267,8 +267,7 @@ class Receiver:
                 poller.register(socket, zmq.POLLIN)
             poller.register(self._wake_read, zmq.POLLIN)
             while not self._closing:
-                poller.poll(_POLL_MS)
-                self._turn()
+                self._turn({ready for ready, _ in poller.poll(_POLL_MS)})
             self._say_shutdown()
         except BaseException as error:
             _log.exception("the receiver has died")
@@ -282,11 +281,14 @@ class Receiver:
         if self._gatekeeper is not None:
             self._gatekeeper.close()
 
-    def _turn(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+    def _turn(self, ready: set[object]) -> None:
+        """ready: which of the sockets, and of the pipe's end, have something to read."""
+        if self._wake_read in ready:
             os.read(self._wake_read, 1 << 16)
         self._clock.tick()
         for index, socket in enumerate(self._sockets):
+            if socket not in ready:
+                continue
             for _ in range(_MAX_FRAMES_A_TURN):
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)

@@ -1,12 +1,16 @@
 """What the chaos test, and reading for it, has found: each as few lines as it takes."""
 
+import contextlib
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.intake import Offers
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.receiver import Receiver
@@ -27,7 +31,7 @@ from impala_llm.pipeline.wire import (
     decode,
     encode,
 )
-from tests.pipeline.support import VOCAB_SIZE
+from tests.pipeline.support import VOCAB_SIZE, turns_until
 
 
 def rows(*sequences: int) -> np.ndarray:
@@ -78,25 +82,81 @@ def test_a_refused_record_that_is_offered_again_is_not_acknowledged(run_dir: Run
         ReplayArena(run_dir.replay_path(), 1 << 20, max_records=8),
     )
     receiver.start()
-    socket = dealer(receiver._context, receiver.endpoint, b"actor#0000000000000001", MAX_MESSAGE_BYTES)
+    actor = dealer(receiver._context, receiver.endpoint, b"actor#0000000000000001", MAX_MESSAGE_BYTES)
 
     def answer(*kinds: type) -> object:
-        while socket.poll(5000):
-            message = decode(socket.recv())
+        while actor.poll(5000):
+            message = decode(actor.recv())
             if isinstance(message, kinds):
                 return message
         raise AssertionError(f"no {kinds}")
 
     try:
-        socket.send(encode(Hello("actor", 1, 1, 0, (), "")))
-        socket.send(encode(TicketRequest(1)))
+        actor.send(encode(Hello("actor", 1, 1, 0, (), "")))
+        actor.send(encode(TicketRequest(1)))
         grant = answer(Grant)
         assert isinstance(grant, Grant)
         offer = encode(DescriptorBatch.of([Descriptor(0, grant.tickets[0].ticket_id, 0, 100, 0)]))
-        socket.send_multipart([offer, bytes(800)])
+        actor.send_multipart([offer, bytes(800)])
         assert isinstance(answer(Ack, Refused), Refused)
-        socket.send_multipart([offer, bytes(800)])  # the answer was lost on its way
+        actor.send_multipart([offer, bytes(800)])  # the answer was lost on its way
         assert isinstance(answer(Ack, Refused), Refused)
     finally:
-        socket.close(linger=0)
+        actor.close(linger=0)
+        receiver.close()
+
+
+class Relay:
+    """A socket in front of another, whose stream towards whoever connects can be disturbed."""
+
+    def __init__(self, front: Path, back: Path) -> None:
+        self.num_connections = 0
+        self._back = back
+        self._actor: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(front))
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def send_noise(self) -> None:
+        assert self._actor is not None
+        self._actor.sendall(b"\x04\x01\x00")  # a command without a name: a violation of ZMTP
+
+    def _serve(self) -> None:
+        while True:
+            self._actor, _ = self._listener.accept()
+            rank = socket.socket(socket.AF_UNIX)
+            rank.connect(str(self._back))
+            self.num_connections += 1
+            for source, target in ((self._actor, rank), (rank, self._actor)):
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def test_an_actor_connects_again_after_its_stream_was_disturbed(run_dir: RunDirectory) -> None:
+    # libzmq does not: after an error of protocol, unlike one of the connection, it gives a connection up for good.
+    receiver = Receiver(
+        run_dir.endpoint(),
+        make_ledger(run_dir.journal_path(), version=0),
+        VOCAB_SIZE,
+        run_dir,
+        ReplayArena(run_dir.replay_path(), 1 << 20, max_records=8),
+    )
+    receiver.start()
+    front = run_dir.path / "relay.sock"
+    relay = Relay(front, run_dir.path / "learner-0.sock")
+    actor = ActorChannel(f"ipc://{front}", "actor", run_dir, arena_bytes=1 << 16, heartbeat_s=0.05)
+    try:
+        actor.hello()
+        actor.request(1)
+        turns_until(lambda: len(actor.held) == 1, actor)
+        relay.send_noise()
+        turns_until(lambda: relay.num_connections == 2, actor)
+    finally:
+        actor.close()
         receiver.close()
