@@ -120,7 +120,7 @@ class Relay:
 
     def send_noise(self) -> None:
         assert self._actor is not None
-        self._actor.sendall(b"\x04\x01\x00")  # a command without a name: a violation of ZMTP
+        self._actor.sendall(b"\xff" * 20)  # a frame that is larger than any may be
 
     def _serve(self) -> None:
         while True:
