@@ -155,8 +155,9 @@ def test_an_actor_connects_again_after_its_stream_was_disturbed(run_dir: RunDire
         actor.hello()
         actor.request(1)
         turns_until(lambda: len(actor.held) == 1, actor)
+        before = relay.num_connections
         relay.send_noise()
-        turns_until(lambda: relay.num_connections == 2, actor)
+        turns_until(lambda: relay.num_connections > before, actor)
     finally:
         actor.close()
         receiver.close()
