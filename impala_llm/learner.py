@@ -13,11 +13,13 @@ later stage). What a step trained on counts once the step's version is on the bo
 Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
 """
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -44,7 +46,7 @@ from impala_llm.pipeline.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.remote import serve_weights
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
@@ -81,7 +83,7 @@ def learn(config: Config, ranks: Ranks) -> None:
             stack.enter_context(serve_weights(run_dir.weights_path, served_at, learner_keys(config)))
         receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size, version)
         stack.callback(receiver.close)
-        stack.callback(receiver.shutdown)
+        stack.push(partial(dismiss_actors, receiver))
         feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
         writer = view = None
         if ranks.is_main:
@@ -189,6 +191,16 @@ def update(
     log.add("optimizer/clipped_share", float(result.clipped))
     log.add("optimizer/skipped", float(result.skipped))
     log.add("optimizer/learning_rate", result.learning_rate)
+
+
+def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: object) -> None:
+    """Tell the actors that the run is over, if it is: not where this learner failed and will be started again.
+
+    Of a signal the supervisor decides, where there is one.
+    """
+    told_to_stop = kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
+    if kind is None or (told_to_stop and SUPERVISED not in os.environ):
+        receiver.shutdown()
 
 
 def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int]:

@@ -158,7 +158,7 @@ class Intake:
                 self._refuse(row, actor_id, str(error), settled)
             return settled
         if put_back := self._judge(chunk, starts.tolist(), facts.tolist(), actor_id, settled):
-            offers.queue.appendleft(chunk.only(put_back))
+            offers.queue.append(chunk.only(put_back))  # behind what need not wait
         return settled
 
     def _possible(self, offers: Offers, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:

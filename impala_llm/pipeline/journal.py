@@ -33,10 +33,12 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._spare: mmap.mmap | None = None
         if path.exists() and path.stat().st_size:  # a maker that died before it had room leaves nothing
             self._adopt()
         else:
             self._make(path, _MIN_ROWS)
+        self._reserve()
 
     def __len__(self) -> int:
         return int(self._length[0])
@@ -62,10 +64,23 @@ class Journal:
         self._make(new, max(_MIN_ROWS, 2 * len(rows)))
         self.append(rows)
         os.replace(new, self.path)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Keep the memory for the next rewrite, which must not fail when others have filled the file system."""
+        try:
+            self._spare = map_new_file(self.path.with_name(self.path.name + ".spare"), _num_bytes(_MIN_ROWS), "")
+        except ArenaError:
+            self._spare = None
 
     def _make(self, path: Path, num_rows: int) -> None:
-        num_bytes = _HEADER_BYTES + 8 * ROW_WIDTH * num_rows
-        mapping = map_new_file(path, num_bytes, "Free memory")
+        num_bytes = _num_bytes(num_rows)
+        mapping = self._spare
+        if mapping is not None and len(mapping) == num_bytes:
+            os.replace(self.path.with_name(self.path.name + ".spare"), path)
+            self._spare = None
+        else:
+            mapping = map_new_file(path, num_bytes, "Free memory")
         mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
         self._attach(mapping)
 
@@ -91,3 +106,7 @@ class Journal:
         self._length = np.frombuffer(mapping, np.int64, 1, _LENGTH_AT)
         count = (len(mapping) - _HEADER_BYTES) // (8 * ROW_WIDTH)
         self._rows = np.frombuffer(mapping, np.int64, count * ROW_WIDTH, _HEADER_BYTES).reshape(-1, ROW_WIDTH)
+
+
+def _num_bytes(num_rows: int) -> int:
+    return _HEADER_BYTES + 8 * ROW_WIDTH * num_rows

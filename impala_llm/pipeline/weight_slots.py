@@ -14,11 +14,13 @@ are shorter than it says, give a WeightsError that names the file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ from impala_llm.pipeline.safetensors_layout import Layout, LayoutError, TensorPl
 
 WEIGHTS_FILE = "model.safetensors"
 PUBLISHER_LOCK = "publisher.lock"
+_ROOM_TIMEOUT_S = 60.0
+_RETRY_S = 0.05
 _LATEST = "latest"
 _UINT64 = 2**64
 
@@ -244,9 +248,20 @@ def flock(path: Path, operation: int) -> Iterator[bool]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file: whoever opens it sees the old content or the new."""
+    """Replace a file: whoever opens it sees the old content or the new.
+
+    Waits for room where others have filled the file system; raises WeightsError where there is none in time.
+    """
     new = path.with_name(path.name + ".new")
-    new.write_bytes(content)
+    deadline = time.monotonic() + _ROOM_TIMEOUT_S
+    while True:
+        try:
+            new.write_bytes(content)
+            break
+        except OSError as error:
+            if error.errno != errno.ENOSPC or time.monotonic() >= deadline:
+                raise WeightsError(f"cannot write {path}: {error}. Free memory") from error
+            time.sleep(_RETRY_S)
     os.replace(new, path)
 
 

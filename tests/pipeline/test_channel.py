@@ -114,7 +114,8 @@ def pair(run_dir: RunDirectory) -> Iterator[Pair]:
     pair = Pair(run_dir)
     yield pair
     pair.close()
-    kept = {run_dir.replay_path(), run_dir.journal_path()}  # until the run is over
+    kept = set(run_dir.path.glob("learner-0.*"))  # until the run is over
+    assert run_dir.path / "learner-0.sock" not in kept
     assert {path.name for path in set(run_dir.path.iterdir()) - kept} == {"owner.json"}
 
 

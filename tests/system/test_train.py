@@ -147,14 +147,15 @@ def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path
 
 
 @pytest.mark.system
-def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(number: int, tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "actor.num_actors=2", ENDLESS) as run:
         supervisor = run.train()
         run.wait_for_updates(5)
         [learner] = [
             p for p in run.processes(str(ROOT / "impala_llm/learner.py")) if "torch.distributed.run" not in p.cmdline()
         ]
-        learner.kill()
+        learner.send_signal(number)
         run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
         run.wait_for_updates(5)
         steps = column(run.rows(), "step")
