@@ -134,10 +134,9 @@ class ArenaWriter:
         self._bytes[begin : begin + len(header)] = header
         checksum = kernels.lay_block(self._ring, start, len(header) // 8, block)
         self._head = end = start + (size + _UNIT - 1) // _UNIT * _UNIT
-        live = [start, end, False]
+        live = self._by_start[start] = [start, end, False]
         self._live.append(live)
-        self._by_start[start] = live
-        return Place(start, size, checksum)
+        return tuple.__new__(Place, (start, size, checksum))  # three times as fast as to call the class
 
     def free(self, start: int) -> None:
         """Give the space of the record at `start` back. ArenaError where there is none."""

@@ -102,7 +102,8 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
         raise RecordError(f"episode {t.episode_id!r} has {num_tokens} tokens: at most {MAX_TOKENS} are allowed")
     header += text + _PADDING[len(text) % 8]
     block = t.block
-    return EncodedTrajectory(header, block, len(header) // 8 + len(block))
+    # Three times as fast as to call the class.
+    return tuple.__new__(EncodedTrajectory, (header, block, len(header) // 8 + len(block)))
 
 
 @functools.cache
