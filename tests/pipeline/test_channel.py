@@ -585,3 +585,15 @@ def test_closing_frees_the_descriptors(run_dir: RunDirectory) -> None:
     for _ in range(3):
         once()
     assert used() <= before
+
+
+def test_a_million_tokens_fit_through(run_dir: RunDirectory) -> None:
+    pair = Pair(run_dir)
+    receiver = pair.receiver(replay_bytes=40 << 20)
+    actor = pair.actor(want=1, arena_bytes=20 << 20)
+    [ticket] = pair.tickets(actor, 1)
+    sent = make_trajectory(ticket, num_tokens=1 << 20)
+    actor.send(sent)
+    [arrived] = drain(receiver, 1, actor)
+    assert contents(arrived) == contents(sent)
+    pair.close()
