@@ -79,13 +79,14 @@ class ActorChannel:
     A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
 
     endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host. actor_id: unique among living
-    actors; a later process of the same id takes over. run_dir: where the arena is shared with the learner; None on
-    another host, whence records travel over the wire. arena_bytes: room for trajectories under way (config:
-    pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats, which need `poll` to be called.
-    resend_s: a trajectory not acknowledged for so long is offered again. learner_timeout_s: silence of the learner, its
-    start included, after which `poll` raises LearnerLost; only time in which this actor polled counts, a gap between
-    two polls as at most a heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks
-    has one for each. Raises ValueError for an endpoint on another host without keys.
+    actors; a later process of the same id takes over once the first is dead or silent. run_dir: where the arena is
+    shared with the learner; None on another host, whence records travel over the wire. arena_bytes: room for
+    trajectories under way (config: pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats,
+    which need `poll` to be called. resend_s: a trajectory not acknowledged for so long is offered again.
+    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost; only time in
+    which this actor polled counts, a gap between two polls as at most a heartbeat. arena_name: of the arena's file,
+    actor_id by default; an actor of several ranks has one for each. Raises ValueError for an endpoint on another host
+    without keys.
     """
 
     def __init__(

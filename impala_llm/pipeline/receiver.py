@@ -61,6 +61,8 @@ _MAX_GAP_S = 0.5
 _PROCESS_CHECK_S = 0.5
 _MAX_FRAMES_A_TURN = 1000
 _MAX_REASON = 1000
+_TAKE_OVER_S = 3.0
+"""Silence of an actor after which another process may take its name; one that is seen to be dead needs none."""
 _MAX_REMEMBERED = 1 << 14
 """Most refusals, and most sequences out of order, that are remembered of an actor."""
 
@@ -347,6 +349,12 @@ class Receiver:
         session = self._sessions.get(address)
         if session is None:
             for other in [s for s in self._sessions.values() if s.actor_id == hello.actor_id]:
+                is_dead = other.process is not None and not other.process.alive()
+                if not is_dead and self._clock.now - other.last_heard < _TAKE_OVER_S:
+                    # Two that live would take each other's place for ever.
+                    text = f"{hello.actor_id} is here already: give each actor an index of its own"
+                    self._complaints.log("two processes have the name of one actor", text)
+                    return
                 self._lose(other, "a later process took its place")
             reader = process = None
             if hello.arena:

@@ -368,6 +368,19 @@ def test_a_new_process_of_the_same_name_takes_over(pair: Pair) -> None:
     old._context.term()
 
 
+def test_two_living_processes_of_one_name_do_not_take_turns(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    receiver = pair.receiver()
+    first = pair.actor()
+    tickets = pair.tickets(first, 2)
+    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
+    second.hello()
+    second.request(2)
+    turns_until(lambda: "two processes have the name" in caplog.text, first, second)
+    assert (first.held, second.held) == (tickets, [])
+    assert receiver.counters()["actors_lost"] == 0
+    second.close()
+
+
 def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(pair: Pair) -> None:
     first = pair.receiver(batch_size=8)
     actor = pair.actor(want=4)
