@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -129,7 +130,7 @@ class Batch:
         self._place = (self._place + 1) % len(self._rows)
 
 
-class Contender:
+class Contender(ABC):
     """A way from producers to a consumer. Made by the benchmark, then handed to each process as it starts.
 
     A producer calls `connect_producer`, then `prepare` off the clock and `send`, `settle` on it, again and again; the
@@ -151,27 +152,27 @@ class Contender:
         self.load = load
         self.path = str(Path(load.folder) / f"{self.name}-{load.num_tokens}-{load.num_actors}")
 
+    @abstractmethod
     def connect_producer(self, index: int, records: list[Record]) -> None:
         """In a producer: open its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def connect_consumer(self, batch: Batch) -> None:
         """In the consumer: open its end. It copies what arrives to the batch."""
-        raise NotImplementedError
 
     def prepare(self, count: int) -> None:
         """Whatever may be done before the clock starts."""
 
+    @abstractmethod
     def send(self, count: int) -> None:
         """Hand over `count` trajectories: the records in turn."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until all that was sent is acknowledged, where there is such a thing."""
 
+    @abstractmethod
     def receive(self) -> int:
         """Wait a short while for something to arrive, copy it, and say how many trajectories it were."""
-        raise NotImplementedError
 
     def arrival_time(self) -> float:
         """When the last one was copied."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from impala_llm.pipeline.channel import ActorChannel, Event
 from impala_llm.pipeline.tickets import Ticket
-from impala_llm.pipeline.wire import Grant, Revoked, WeightsAnnounced
+from impala_llm.pipeline.wire import Grant, WeightsAnnounced
 from impala_llm.trajectory import Trajectory
 
 
@@ -102,8 +102,6 @@ class ActorChannels:
                     if self._version is not None and version <= self._version:
                         continue
                     self._version = version
-                case Revoked():
-                    pass
             events.append(event)
         if len(self._came_by) > 2 * len(self.held) + 1024:
             held = {ticket.ticket_id for ticket in self.held}

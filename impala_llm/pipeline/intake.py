@@ -143,7 +143,7 @@ class Intake:
     def take(self, offers: Offers, actor_id: str) -> Settled:
         """Settle what an actor has offered first, as far as there is room for it."""
         settled = Settled()
-        chunk = self._possible(offers, offers.queue.popleft(), actor_id, settled)
+        chunk = self._possible(offers.queue.popleft(), actor_id, settled)
         starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
         if len(starts) < len(chunk.rows):
             chunk, rest = chunk.split(len(starts))
@@ -161,7 +161,7 @@ class Intake:
             offers.queue.append(chunk.only(put_back))  # behind what need not wait
         return settled
 
-    def _possible(self, offers: Offers, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
+    def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
         """The chunk without what cannot even be looked at, which is refused."""
         sizes = chunk.rows[:, _NUM_WORDS]
         largest = self._arena.capacity // 8

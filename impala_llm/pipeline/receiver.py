@@ -147,8 +147,7 @@ class Receiver:
         try:
             self._sockets.append(sockets.router(self._context, self.endpoints[0], MAX_MESSAGE_BYTES))
             for remote in self.endpoints[1:]:
-                limit = max(MAX_MESSAGE_BYTES, MAX_RECORD_BYTES)
-                self._sockets.append(sockets.router(self._context, remote, limit, self._gatekeeper))
+                self._sockets.append(sockets.router(self._context, remote, MAX_RECORD_BYTES, self._gatekeeper))
         except BaseException:
             self._close_sockets()
             self._context.destroy(linger=0)
