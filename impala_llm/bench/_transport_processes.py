@@ -160,14 +160,14 @@ class Contender(ABC):
     def connect_consumer(self, batch: Batch) -> None:
         """In the consumer: open its end. It copies what arrives to the batch."""
 
-    def prepare(self, count: int) -> None:
+    def prepare(self, count: int) -> None:  # noqa: B027  # not everybody has something to do
         """Whatever may be done before the clock starts."""
 
     @abstractmethod
     def send(self, count: int) -> None:
         """Hand over `count` trajectories: the records in turn."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  # not everybody has something to do
         """Wait until all that was sent is acknowledged, where there is such a thing."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Contender(ABC):
         """Processes that work for it beside producers and consumer."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # not everybody has something to do
         """Free what this process holds."""
 
 
