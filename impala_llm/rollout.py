@@ -16,7 +16,7 @@ from impala_llm.trajectory import NO_VERSION, Trajectory
 
 
 class EpisodeAborted(RuntimeError):
-    """The engine ended an answer early: the episode is not played to its end and its ticket goes back."""
+    """The engine ended an answer early, and there is nothing to learn from what was played before."""
 
 
 class ChatFormat:
@@ -125,6 +125,7 @@ async def play_episode(
     chat: ChatFormat,
     limits: EpisodeLimits,
     transcript: list[Turn] | None = None,
+    keep_aborted: bool = False,
 ) -> Trajectory:
     """Play one episode to its end.
 
@@ -133,9 +134,11 @@ async def play_episode(
 
     Args:
         transcript: if given, filled with the episode as text.
+        keep_aborted: where the engine aborts an answer, its tokens so far are the episode's last: an unroll whose value
+            past the end is bootstrapped, and which the environment has given no score.
 
     Raises:
-        EpisodeAborted: the engine aborted an answer.
+        EpisodeAborted: the engine aborted an answer, and it was not to be kept or had no token.
         EngineError: the engine refused the request or died.
         ValueError: the environment refused the task.
     """
@@ -157,10 +160,16 @@ async def play_episode(
                 seed=spec.seed,
             )
             answer = await engine.generate(spec.episode_id, tokens, params)
-            if answer.finish_reason == "abort":
-                raise EpisodeAborted(f"episode {spec.episode_id}: the engine aborted the answer of turn {len(answers)}")
             start = len(tokens)
             tokens = [*tokens, *answer.tokens.tolist()]
+            if answer.finish_reason == "abort":
+                if not keep_aborted or not len(answer.tokens):
+                    raise EpisodeAborted(
+                        f"episode {spec.episode_id}: the engine aborted the answer of turn {len(answers)}"
+                    )
+                answers.append((start, answer, 0.0))
+                truncated = True
+                break
             action = chat.text(answer.tokens)
             before = observation
             observation, reward, terminated, truncated, info = session.step(action)

@@ -152,6 +152,34 @@ def test_aborted_answer_ends_the_episode_and_frees_its_session(scratch):
     assert engine.released == ["e"]
 
 
+def test_an_aborted_answer_can_be_an_unrolls_last(scratch):
+    class AbortsSecond(Scripted):
+        async def generate(self, session_id, prompt, params):
+            self.finish = "abort" if self.prompts else "stop"
+            return await super().generate(session_id, prompt, params)
+
+    end = scratch.eos_token_id
+    engine, session = AbortsSecond([[5, end], [6, 7, 8]]), Echo(3)
+    trajectory = asyncio.run(
+        play_episode(SPEC, session, engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 200), keep_aborted=True)
+    )
+    assert trajectory.bootstrap and len(trajectory.turns) == 2
+    assert trajectory.tokens[trajectory.turns[1, 0] :].tolist() == [6, 7, 8]
+    assert trajectory.behaviour_logprobs[trajectory.action_mask].tolist() == [0, -1, -2, -3, -4]
+    assert trajectory.versions[trajectory.action_mask].tolist() == [0, 1, 2, 3, 4]
+    assert len(session.actions) == 1, "half an answer is no action"
+    assert trajectory.score == 0.0
+    assert engine.released == ["e"]
+
+
+def test_nothing_is_kept_of_an_answer_aborted_before_its_first_token(scratch):
+    engine = Scripted([[]], finish="abort")
+    with pytest.raises(EpisodeAborted):
+        asyncio.run(
+            play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50), keep_aborted=True)
+        )
+
+
 def test_first_observation_without_room_is_refused(scratch):
     with pytest.raises(ValueError, match="raise engine.max_length"):
         play(scratch, [], Echo(1), max_length=5)
