@@ -8,6 +8,7 @@ Nobody else reads raw Hydra dicts.
 import difflib
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ class EnvConfig:
 @dataclass
 class EngineConfig:
     name: str = "torch"
-    """torch: the embedded engine."""
+    """torch: the embedded engine | sglang: SGLang servers, one an actor."""
     temperature: float = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
     top_p: float = 1.0
@@ -107,6 +108,30 @@ class EngineConfig:
     """Longest episode, in tokens."""
     dtype: str = "float32"
     """float32 | bfloat16."""
+    python: str | None = None
+    """sglang: the Python that has SGLang installed, where it is another than ours; None: ours."""
+    urls: list[str] | None = None
+    """sglang: running servers, dealt out among the actors of this host, instead of one started by each actor."""
+    router: str | None = None
+    """sglang: a router in front of all `engine.urls`; prompts go to it, weights to the servers themselves."""
+    in_flight: str = "keep_kv"
+    """sglang, new weights while answers are under way: keep_kv (go on over the old keys and values) | recompute_kv
+    (compute them again) | drain (let the answers end first). What each means for the ratios: docs/engines.md."""
+    transfer: str = "disk"
+    """sglang, how weights come: disk (the weight board's directory) | distributed (a process group with the learner:
+    NCCL on GPUs, gloo elsewhere)."""
+    tensor_parallel: int = 1
+    """sglang: GPUs of a server."""
+    prefix_cache: bool = False
+    """sglang: keep keys and values of ended requests. Flushed at each new version; not with in_flight=keep_kv."""
+    memory_fraction: float | None = None
+    """sglang: share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
+    server_args: list[str] = field(default_factory=list)
+    """sglang: further arguments of sglang.launch_server, word by word."""
+    start_timeout_s: float = 600.0
+    """sglang: how long a server may take to come up."""
+    request_timeout_s: float = 300.0
+    """sglang: how long an answer may take."""
 
 
 @dataclass
@@ -171,6 +196,13 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     max_staleness: int | None = 2
     """η: the oldest data a batch may hold, in policy versions; 0 is synchronous, None free running."""
+    mismatch_alarm: float = 0.05
+    """Mean |log π - log μ| in nats, of tokens that the learner's own version sampled, above which engine and learner
+    count as disagreeing. A float32 engine stays below 1e-5 and can be held to 1e-3; bfloat16 gives 0.002 to 0.01."""
+    recompute_behaviour: str = "never"
+    """never | on_mismatch: while that alarm is on | always: the learner's own log-probabilities, of when a trajectory
+    reaches it, in place of the engine's. They are right where the engine's are wrong; where the engine merely computes
+    otherwise, its own are those it sampled from, and the ratios correct for it. See learning/mismatch.py."""
 
 
 @dataclass
@@ -273,13 +305,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "env.name": ("webshop", "parrot", "corridor"),
     "env.webshop.goals": ("synthetic", "human"),
     "env.webshop.observation_mode": ("text", "text_rich", "compact"),
-    "engine.name": ("torch",),
+    "engine.name": ("torch", "sglang"),
     "engine.dtype": ("float32", "bfloat16"),
+    "engine.in_flight": ("keep_kv", "recompute_kv", "drain"),
+    "engine.transfer": ("disk", "distributed"),
     "model.device": ("auto", "cpu", "cuda"),
     "algorithm.advantage": ("vtrace", "group_relative"),
     "algorithm.turn_ratio": ("geometric", "product"),
     "algorithm.loss": ("truncated_is", "ppo_clip"),
     "algorithm.aggregate": ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"),
+    "algorithm.recompute_behaviour": ("never", "on_mismatch", "always"),
     "learner.decay": ("constant", "linear", "cosine"),
     "evaluation.split": ("train", "validation", "test"),
 }
@@ -294,6 +329,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "engine.temperature": (1e-3, 100),
     "engine.max_new_tokens": (1, math.inf),
     "engine.max_length": (2, math.inf),
+    "engine.tensor_parallel": (1, math.inf),
+    "engine.memory_fraction": (0.01, 0.99),
+    "engine.start_timeout_s": (1e-3, math.inf),
+    "engine.request_timeout_s": (1e-3, math.inf),
     "model.value_hidden_size": (0, math.inf),
     "model.scratch.hidden_size": (16, math.inf),
     "model.scratch.num_layers": (1, math.inf),
@@ -313,6 +352,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.value_coef": (0, math.inf),
     "algorithm.entropy_coef": (0, math.inf),
     "algorithm.max_staleness": (0, math.inf),
+    "algorithm.mismatch_alarm": (1e-9, math.inf),
     "learner.num_ranks": (1, math.inf),
     "learner.batch_size": (1, math.inf),
     "learner.total_updates": (1, math.inf),
@@ -420,6 +460,7 @@ def problems(config: Config) -> list[str]:
             f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
             f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
         )
+    found += _engine_problems(config)
     found += _host_problems(config)
     shop = config.env.webshop
     if (shop.items is None) != (shop.attributes is None):
@@ -440,6 +481,44 @@ def problems(config: Config) -> list[str]:
         )
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    return found
+
+
+def _engine_problems(config: Config) -> list[str]:
+    """What SGLang servers cannot do, or what only they can."""
+    engine, found = config.engine, []
+    defaults = EngineConfig()
+    if engine.name == "torch":
+        for key in ("python", "urls", "router", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
+            if getattr(engine, key) != getattr(defaults, key):
+                found.append(
+                    f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers and engine.name=torch has "
+                    "none: set engine=sglang or leave it out"
+                )
+        return found
+    if engine.prefix_cache and engine.in_flight == "keep_kv":
+        found.append(
+            "engine.prefix_cache=True cannot go with engine.in_flight=keep_kv: the cache would serve keys and values "
+            "of an old policy under a new version's label; set engine.in_flight=recompute_kv or drain"
+        )
+    if engine.urls is not None and len(engine.urls) < config.actor.num_actors:
+        found.append(
+            f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
+            "loads weights into servers of its own; lower actor.num_actors or add servers"
+        )
+    if engine.router is not None and (engine.urls is None or config.actor.num_actors != 1):
+        found.append(
+            f"engine.router={engine.router} needs engine.urls, all servers behind it, and actor.num_actors=1: one "
+            "actor loads the weights of all"
+        )
+    for url in [*(engine.urls or ()), *([engine.router] if engine.router else ())]:
+        if not url.startswith(("http://", "https://")):
+            found.append(f"engine.urls or engine.router has {url!r}: write it as http://host:port")
+    if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
+        found.append(
+            f"engine.python={engine.python} is no interpreter: give the path of the python that has SGLang, see "
+            "tools/install_sglang_cpu.sh"
+        )
     return found
 
 

@@ -9,6 +9,7 @@ what is in there. A learner that dies again and again without publishing a versi
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,9 +92,44 @@ def exit_reason(code: int) -> str:
     return f"exit code {code}"
 
 
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name and name != "-1"]
+    # torch would know as well, and cost seconds and gigabytes in every supervisor.
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    listed = subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True)
+    return listed.stdout.split() if listed.returncode == 0 else []
+
+
+def share_gpus(config: Config, gpus: Sequence[str], with_learner: bool) -> list[list[str]]:
+    """The GPUs of each actor of this host: `engine.tensor_parallel` of its own, behind those of the learner's ranks.
+
+    An empty list for each where there is no GPU or the actors start no server. Actors with the embedded engine share
+    GPUs where there are too few. ConfigError where servers would have to.
+    """
+    engine, num_actors = config.engine, config.actor.num_actors
+    if not gpus or engine.urls is not None or config.model.device == "cpu":
+        return [[] for _ in range(num_actors)]
+    taken = config.learner.num_ranks if with_learner else 0
+    free, each = list(gpus[taken:]), engine.tensor_parallel
+    if engine.name == "torch":
+        free = free or list(gpus)
+        return [[free[index % len(free)]] for index in range(num_actors)]
+    if len(free) < num_actors * each:
+        others = f", {taken} of them for learner.num_ranks={taken}" if taken else ""
+        raise ConfigError(
+            f"actor.num_actors={num_actors} servers of engine.tensor_parallel={each} need {num_actors * each} GPUs, "
+            f"and this host has {len(gpus)}{others}: lower one of these settings"
+        )
+    return [free[index * each : (index + 1) * each] for index in range(num_actors)]
+
+
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
-    """The processes of a run: the learner first, then the actors."""
-    actors = plan_actors(config, overrides)
+    """The processes of a run: the learner first, then the actors. ConfigError where GPUs are too few."""
+    actors = plan_actors(config, overrides, with_learner=True)
     learner = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(config.learner.num_ranks)),
@@ -103,8 +139,8 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
     return [Child("learner", learner, None, environment), *actors]
 
 
-def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
-    """The actors of this host, with their share of the cores. Each is a family of its own, see `FAMILY`."""
+def plan_actors(config: Config, overrides: Sequence[str], with_learner: bool = False) -> list[Child]:
+    """The actors of this host, with their share of its cores and GPUs. Each is a family of its own, see `FAMILY`."""
     threads = str(threads_per_process(config))
     environment = {
         **os.environ,
@@ -124,9 +160,9 @@ def plan_actors(config: Config, overrides: Sequence[str]) -> list[Child]:
             f"actor {index}",
             [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
             logs / f"actor-{index}.log",
-            {**environment, FAMILY: uuid.uuid4().hex},
+            {**environment, FAMILY: uuid.uuid4().hex, **({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})},
         )
-        for index in range(config.actor.num_actors)
+        for index, own in enumerate(share_gpus(config, visible_gpus(), with_learner))
     ]
 
 
@@ -302,14 +338,23 @@ def _say(text: str) -> None:
     print(f"impala-llm: {text}", file=sys.stderr, flush=True)
 
 
+def one_actor_per_server(words: Sequence[str], gpus: Sequence[str]) -> list[str]:
+    """The overrides with `actor.num_actors` for all GPUs of an actors' host, where servers use them and nobody said."""
+    config = load(words)
+    if config.engine.name != "sglang" or any(word.startswith("actor.num_actors=") for word in words):
+        return list(words)
+    num_servers = len(config.engine.urls or ()) or len(gpus) // config.engine.tensor_parallel
+    return [*words, f"actor.num_actors={max(1, num_servers)}"]
+
+
 def main(argv: Sequence[str]) -> int:
     """Actors alone; see `supervise_actors` for the exit code, and 2 for bad settings."""
     try:
-        config = load(argv)
+        words = one_actor_per_server(argv, visible_gpus())
+        return supervise_actors(load(words), words)
     except ConfigError as error:
         print(f"launch: {error}", file=sys.stderr)
-        return 2
-    return supervise_actors(config, argv)
+        return BAD_SETTINGS
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.feed import Batch, Feed
+from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.optim import Optimizer
@@ -69,6 +70,7 @@ def learn(config: Config, ranks: Ranks) -> None:
         model.to(ranks.device)
         ranks.broadcast(model.parameters())
         optimizer = Optimizer(model, config.learner)
+        monitor = MismatchMonitor(config, model, ranks.device)
         ranks.barrier()  # all have looked at the board
         files = policy_files(resolve_policy(config))
         publisher = None
@@ -100,7 +102,7 @@ def learn(config: Config, ranks: Ranks) -> None:
                 batch = feed.next_batch(version)
             # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
             receiver.trained([t.ticket_id for t in batch.trajectories])
-            update(config, ranks, model, optimizer, batch, feed, version, progress, timer, meters.log)
+            update(config, ranks, model, optimizer, monitor, batch, feed, version, progress, timer, meters.log)
             with timer.stage("publish"):
                 before = time.perf_counter()
                 version += 1
@@ -133,6 +135,7 @@ def update(
     ranks: Ranks,
     model: PolicyModel,
     optimizer: Optimizer,
+    monitor: MismatchMonitor,
     batch: Batch,
     feed: Feed,
     version: int,
@@ -162,27 +165,42 @@ def update(
             log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
         weights = torch.tensor(batch.weights, dtype=torch.float32)
         micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
+    with timer.stage("forward"):
+        monitor.begin(trajectories, version)
     sizes = dict.fromkeys(batch.item_ids, 0.0)
     for micro in micro_batches:
         members = torch.tensor([teaching[i] for i in micro.members])
+        rows = [trajectories[i] for i in members.tolist()]
         with timer.stage("forward"):
+            micro = micro.to(ranks.device)
             outcome = objective(
                 config,
                 model,
-                micro.to(ranks.device),
+                micro,
                 None if advantages is None else advantages[members].to(ranks.device),
                 weights[members].to(ranks.device),
                 denominators,
                 version,
                 train_policy,
+                monitor.recomputed(micro, rows),
             )
         with timer.stage("backward"):
             outcome.loss.backward()
+        monitor.record(outcome.comparison)
+        monitor.keep(rows, outcome.log_probs)
         for name, value, weight in outcome.figures:
             log.add(name, value, weight)
         for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
             sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
     feed.buffer.update_advantages(list(sizes), list(sizes.values()))
+    # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
+    if monitor.wants_arrivals:
+        with timer.stage("idle"):
+            feed.collect(version, timeout_s=0.0)
+        with timer.stage("forward"):
+            monitor.look(feed.received, version)
+    for name, value, weight in monitor.end():
+        log.add(name, value, weight)
     with timer.stage("backward"):
         ranks.sum_gradients(model)
     with timer.stage("optimize"):

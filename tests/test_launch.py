@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm import launch
-from impala_llm.config import load, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.launch import FAMILY, MAX_RESTARTS, Child
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
@@ -73,6 +73,49 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
     assert {child.environment["OMP_NUM_THREADS"] for child in children} == {"3"}
     assert {child.environment["MKL_NUM_THREADS"] for child in children} == {"3"}
     assert launch.plan_actors(config, OVERRIDES)[0].environment["OMP_NUM_THREADS"] == "3"
+
+
+SGLANG = ["experiment=toy", "engine=sglang", "learner.num_ranks=2", "actor.num_actors=2", "engine.tensor_parallel=2"]
+
+
+def test_each_server_has_gpus_of_its_own_behind_those_of_the_learner() -> None:
+    gpus = [str(i) for i in range(8)]
+    assert launch.share_gpus(load(SGLANG), gpus, with_learner=True) == [["2", "3"], ["4", "5"]]
+    assert launch.share_gpus(load(SGLANG), gpus, with_learner=False) == [["0", "1"], ["2", "3"]]
+    assert launch.share_gpus(load([*SGLANG, "model.device=cpu"]), gpus, with_learner=True) == [[], []]
+    assert launch.share_gpus(load(SGLANG), [], with_learner=True) == [[], []]
+
+
+def test_too_few_gpus_are_an_error_that_names_the_settings() -> None:
+    with pytest.raises(ConfigError) as error:
+        launch.share_gpus(load(SGLANG), ["0", "1", "2"], with_learner=True)
+    for word in ("actor.num_actors=2", "engine.tensor_parallel=2", "4 GPUs", "has 3", "learner.num_ranks=2"):
+        assert word in str(error.value)
+
+
+def test_embedded_engines_share_the_gpus_that_the_learner_leaves() -> None:
+    config = load([*OVERRIDES, "learner.num_ranks=1"])
+    assert launch.share_gpus(config, ["0", "1", "2"], with_learner=True) == [["1"], ["2"], ["1"]]
+    assert launch.share_gpus(config, ["0"], with_learner=True) == [["0"], ["0"], ["0"]]
+
+
+def test_a_host_of_actors_has_one_for_each_share_of_its_gpus() -> None:
+    words = ["experiment=toy", "engine=sglang", "engine.tensor_parallel=2"]
+    gpus = list("01234567")
+    assert launch.one_actor_per_server(words, gpus)[-1] == "actor.num_actors=4"
+    assert launch.one_actor_per_server(words, [])[-1] == "actor.num_actors=1"
+    assert launch.one_actor_per_server([*words, "actor.num_actors=3"], gpus)[-1] == "actor.num_actors=3"
+    assert launch.one_actor_per_server(["experiment=toy"], gpus) == ["experiment=toy"]
+
+
+def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab12")
+    assert launch.visible_gpus() == ["3", "GPU-ab12"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert launch.visible_gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    assert launch.visible_gpus() == []
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from impala_llm.algorithms import importance, losses, vtrace
 from impala_llm.config import Config
+from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch
 
@@ -34,6 +35,10 @@ class Outcome:
     """Scalar, differentiable; this micro-batch's share of the update's loss."""
     advantage_size: Tensor
     """float32[num_segments]: mean |A| over the action tokens: the advantage factor of the replay priority."""
+    log_probs: Tensor
+    """float32[N]: log π of the action tokens, without gradient."""
+    comparison: Comparison
+    """Of the learner's log-probabilities with the engine's."""
     figures: list[tuple[str, float, float]]
     """(metric, value, weight): see observability/metrics.py for the meaning of each."""
 
@@ -47,6 +52,7 @@ def objective(
     denominators: Denominators,
     version: int,
     train_policy: bool = True,
+    recomputed: Recomputed | None = None,
 ) -> Outcome:
     """Loss of one packed micro-batch.
 
@@ -55,12 +61,14 @@ def objective(
         weights: float32[num_segments], importance weights of the replay draw, 1 where it was uniform.
         version: of the learner, for staleness.
         train_policy: False while only the value head warms up.
+        recomputed: what enters the ratios for log μ; None: what the engine reported.
     """
     algorithm = config.algorithm
     hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
     actions = batch.action_positions
     log_probs, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], config.engine.temperature)
-    log_ratio = (log_probs - batch.behaviour_logprobs).detach()
+    behaviour_logprobs = batch.behaviour_logprobs if recomputed is None else recomputed.fill(log_probs)
+    log_ratio = (log_probs - behaviour_logprobs).detach()
     value_loss = log_probs.new_zeros(())
     figures: list[tuple[str, float, float]] = []
     if sequence_advantages is None:
@@ -83,12 +91,12 @@ def objective(
     advantages = turn_advantages[batch.turn_ids]
 
     if algorithm.loss == "truncated_is":
-        output = losses.truncated_is(log_probs, batch.behaviour_logprobs, advantages, algorithm.is_cap)
+        output = losses.truncated_is(log_probs, behaviour_logprobs, advantages, algorithm.is_cap)
         clipped = output.metrics["truncated_share"]
     else:
         output = losses.ppo_clip(
             log_probs,
-            batch.behaviour_logprobs,
+            behaviour_logprobs,
             advantages,
             algorithm.clip_low,
             algorithm.clip_high,
@@ -111,7 +119,8 @@ def objective(
         for name, part in (("policy", policy_loss), ("value", value_loss), ("total", loss)):
             figures.append((f"loss/{name}", part.item() * share, tokens))
         size = importance.segment_mean(advantages.abs(), batch.segment_ids, len(batch.lengths))
-    return Outcome(loss, size, figures)
+        comparison = compare(log_probs, batch, version)
+    return Outcome(loss, size, log_probs.detach(), comparison, figures)
 
 
 def _figures(
@@ -141,10 +150,6 @@ def _figures(
     }
     figures = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
     figures.append(("staleness/span", float(span.float().mean()), float(len(span))))
-    fresh = log_ratio[age == 0].abs()
-    if len(fresh):
-        figures.append(("mismatch/logprob_mean", float(fresh.mean()), float(len(fresh))))
-        figures.append(("mismatch/logprob_max", float(fresh.max()), 1.0))
     return figures
 
 

@@ -84,12 +84,24 @@ _DECLARED = (
     ),
     ("ratio/k1", _MEAN, "estimate of KL(mu, pi) by -log(pi/mu), nats per action token; may be negative"),
     ("ratio/k3", _MEAN, "estimate of KL(mu, pi) by pi/mu - 1 - log(pi/mu), nats per action token; never negative"),
-    (
-        "mismatch/logprob_mean",
-        _MEAN,
-        "mean |log pi - log mu| over action tokens of staleness 0: engine against learner",
+    # Engine against learner: l = log pi - log mu of a token, log mu as the engine reported it, replaced or not.
+    ("mismatch/logprob_mean", _MEAN, "mean |l| in nats over tokens of rows that the learner's version alone sampled"),
+    ("mismatch/logprob_max", _MAX, "largest |l| of these tokens"),
+    ("mismatch/logprob_k3", _MEAN, "mean of e^l - 1 - l over these tokens; never negative"),
+    ("mismatch/tokens", _SUM, "how many these tokens are, all ranks; 0: nothing was seen, and the alarm is as it was"),
+    ("mismatch/alarm", _MAX, "1 where the comparison judged last exceeded algorithm.mismatch_alarm, else 0"),
+    ("mismatch/recomputed_share", _MEAN, "share of a batch's trajectories whose log mu the learner recomputed"),
+    # The same by staleness, over all tokens compared: at 0 with those over an engine's cache of older weights, above 0
+    # with what the policy has learned since.
+    *(
+        (f"mismatch/age_{age}_{what}", kind, f"{meaning} over compared tokens of staleness {age.replace('_', ' to ')}")
+        for age in ("0", "1", "2", "3_4", "5_8", "9_up")
+        for what, kind, meaning in (
+            ("mean", _MEAN, "mean |l| in nats"),
+            ("max", _MAX, "largest |l|"),
+            ("k3", _MEAN, "mean of e^l - 1 - l"),
+        )
     ),
-    ("mismatch/logprob_max", _MAX, "largest |log pi - log mu| over action tokens of staleness 0"),
     # Staleness: learner version minus the version that sampled the token, in versions.
     ("staleness/oldest", _MAX, "of the oldest action token in the batch"),
     ("staleness/newest", _MIN, "of the newest action token in the batch"),

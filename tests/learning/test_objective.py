@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from impala_llm.config import Config
+from impala_llm.learning.mismatch import Recomputed
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.packing import pack
@@ -89,7 +90,7 @@ def gradient(config, model, trajectories, budget, advantages=None, weights=None)
         outcome = objective(config, model, micro, chosen, weights[members], counts, VERSION)
         outcome.loss.backward()
         total += outcome.loss.item()
-        for name, value, weight in outcome.figures:
+        for name, value, weight in outcome.figures + outcome.comparison.figures:
             figures.setdefault(name, []).append((value, weight))
     means = {name: np.average([v for v, _ in x], weights=[w for _, w in x]) for name, x in figures.items()}
     return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]), means
@@ -204,3 +205,24 @@ def test_value_loss_leaves_the_trunk_alone_unless_told(model):
 def test_staleness_is_learner_version_minus_token_version(model):
     _, _, figures = gradient(Config(), model, make_trajectories(model, 1.0, 0.2, False), 1000)
     assert (figures["staleness/newest"], figures["staleness/oldest"]) == (0.0, 2.0)
+
+
+def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(model):
+    """μ' = π of this forward for half of the rows, and half of what the engine said for the others."""
+    trajectories = make_trajectories(model, 1.0, 0.4, False)
+    (micro,) = pack(trajectories, 1000)
+    counts = Denominators(len(micro.versions), len(micro.turn_ids), len(trajectories))
+    is_new = micro.segment_ids % 2 == 0
+    recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new)
+    advantages = torch.linspace(-1, 1, 6)
+    plain, replaced = (
+        objective(Config(), model, micro, advantages, torch.ones(6), counts, VERSION, True, *given)
+        for given in ((), (recomputed,))
+    )
+    log_ratio = torch.where(is_new, 0.0, plain.log_probs - micro.behaviour_logprobs / 2)
+    expected = -(log_ratio.exp().clamp(max=1.0) * advantages[micro.segment_ids] * plain.log_probs).mean()
+    assert replaced.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert replaced.loss.item() != pytest.approx(plain.loss.item(), rel=1e-2)
+    figures = {name: value for name, value, _ in replaced.figures}
+    assert figures["ratio/mean"] == pytest.approx(log_ratio.exp().mean().item(), rel=1e-5)
+    assert replaced.comparison == plain.comparison

@@ -1,0 +1,267 @@
+"""Do engine and learner agree? Their log-probabilities of the same tokens are compared in every update, and the
+engine's can be replaced by the learner's own.
+
+l = log π - log μ of a token, π by the learner at its version v, μ as the engine reported it at version u <= v. Only
+where u = v is l a mismatch: of kernels, precision, temperature or weights. Where u < v it is mixed with what the policy
+has learned since, so the figures per staleness say how |l| grows with age and the alarm does not look at them. Nor is
+every token of age 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
+weights left in the engine's cache. `mismatch/logprob_*` and the alarm therefore take rows that version v alone sampled.
+(What remains: weights that changed between the prompt and the first token leave no trace in the versions.)
+
+An asynchronous batch may hold no such row: what version v sampled arrives while the learner makes v + 1. Then a few
+rows that have just arrived are scored before the weights change, while the learner still has the version that sampled
+them. `mismatch/tokens` says how many tokens were compared, and 0 that the monitor saw nothing.
+
+Replacing μ (`algorithm.recompute_behaviour`): a trajectory gets log π_w of the version w that the learner has when it
+reaches it (where no alarm was on then, or after a restart: when it is next used), once, and keeps it through all its
+replays. If it arrives before the step of its own version is over, w = u and only the mismatch is removed. If it arrives
+later, the ratio becomes π_v/π_w: the "old log-probabilities" of PPO, the proximal policy of decoupled PPO (Hilton et
+al., arXiv 2110.00641; AReaL, arXiv 2505.24298) without the weight π_w/μ that those keep. The correction is then blind
+to the mismatch AND to the staleness from u to w, and a trajectory used as it arrives has ratio 1. An engine that truly
+reports what it sampled from, be it with other kernels, in bfloat16 or over a cache of older weights, IS the behaviour
+policy: `never` with truncated ratios corrects for it, as truncated importance sampling does (Yao et al., "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). Recompute where what it reports is wrong.
+
+Invariant: nothing here changes a number of the update unless a log-probability is replaced, and only action tokens are
+ever compared. Ranks decide by themselves: each judges the engines that play for it.
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from impala_llm.algorithms.importance import kl_estimates
+from impala_llm.config import Config
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import PackedBatch, pack
+from impala_llm.pipeline.complaints import Complaints
+from impala_llm.trajectory import Trajectory
+
+AGES: dict[str, tuple[float, float]] = {
+    "0": (0, 0),
+    "1": (1, 1),
+    "2": (2, 2),
+    "3_4": (3, 4),
+    "5_8": (5, 8),
+    "9_up": (9, math.inf),
+}
+"""Ages in versions whose tokens share the figures `mismatch/age_<name>_*`: name -> youngest and oldest."""
+
+ENOUGH_TOKENS = 64
+"""The alarm is judged on at least so many compared tokens: single ones of bfloat16 differ by more than 0.1."""
+_ALARM_INTERVAL_S = 60.0
+
+Figure = tuple[str, float, float]
+"""(metric, value, weight)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one forward."""
+
+    figures: list[Figure]
+    num_tokens: int
+    """Tokens of rows that the learner's version alone sampled."""
+    total: float
+    """Sum of |l| over them, in nats."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What stands for the engine's log-probabilities in the ratios of a micro-batch."""
+
+    log_probs: Tensor
+    """float32[N]: the learner's where it has scored the row before, elsewhere the engine's."""
+    is_new: Tensor
+    """bool[N]: take those of the forward at hand instead, in which the row is scored for the first time."""
+
+    def fill(self, log_probs: Tensor) -> Tensor:
+        """float32[N] for the ratios, without gradient. log_probs: float32[N] of the forward at hand."""
+        return torch.where(self.is_new, log_probs.detach(), self.log_probs)
+
+
+def compare(log_probs: Tensor, batch: PackedBatch, version: int) -> Comparison:
+    """The learner's log-probabilities against the engine's.
+
+    Args:
+        log_probs: float32[N] of the action tokens, by the learner at `version`.
+        version: >= that of every token.
+    """
+    log_ratio = (log_probs - batch.behaviour_logprobs).detach()
+    age = version - batch.versions
+    oldest_age = age.new_zeros(len(batch.lengths)).scatter_reduce(0, batch.segment_ids, age, "amax")
+    exact = oldest_age[batch.segment_ids] == 0
+    groups = {"logprob": exact} | {f"age_{name}": (age >= low) & (age <= high) for name, (low, high) in AGES.items()}
+    figures: list[Figure] = []
+    for name, mask in groups.items():
+        chosen = log_ratio[mask]
+        if num_tokens := len(chosen):
+            mean, largest, k3 = torch.stack([chosen.abs().mean(), chosen.abs().max(), kl_estimates(chosen).k3]).tolist()
+            figures.append((f"mismatch/{name}_mean", mean, float(num_tokens)))
+            figures.append((f"mismatch/{name}_max", largest, float(num_tokens)))
+            figures.append((f"mismatch/{name}_k3", k3, float(num_tokens)))
+    return Comparison(figures, int(exact.sum()), float(log_ratio[exact].abs().double().sum()))
+
+
+class MismatchMonitor:
+    """Owned by the learner's thread of one rank; its methods are called in this order in every update:
+
+        monitor.begin(batch.trajectories, version)
+        for each micro-batch:
+            recomputed = monitor.recomputed(micro, members)
+            outcome = objective(..., recomputed)
+            monitor.record(outcome.comparison)
+            monitor.keep(members, outcome.log_probs)
+        if monitor.wants_arrivals:
+            monitor.look(arrived, version)
+        figures = monitor.end()
+
+    Args:
+        model: the learner's, whose weights change between two updates alone.
+    """
+
+    def __init__(self, config: Config, model: PolicyModel, device: torch.device) -> None:
+        self._mode = config.algorithm.recompute_behaviour
+        self._threshold = config.algorithm.mismatch_alarm
+        self._temperature = config.engine.temperature
+        self._token_budget = config.learner.token_budget
+        self._dtype = config.engine.dtype
+        self._model = model
+        self._device = device
+        self._complaints = Complaints(_ALARM_INTERVAL_S)
+        self.alarm = False
+        """Whether the comparison judged last had a mean |l| above the threshold."""
+        self._is_first = True
+        # Not yet judged.
+        self._total = 0.0
+        self._num_tokens = 0
+        # Of this update.
+        self._figures: list[Figure] = []
+        self._num_compared = 0
+        # By the identity of the memory that makes up a trajectory, so that an entry goes when its trajectory goes.
+        self._kept: dict[int, Tensor] = {}
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether what the engine reports is being replaced."""
+        return self._mode == "always" or (self._mode == "on_mismatch" and self.alarm)
+
+    @property
+    def wants_arrivals(self) -> bool:
+        """Whether `look` has use for what has arrived: to replace it, or as this update has compared too little."""
+        return self.recomputes or self._num_compared < ENOUGH_TOKENS
+
+    def begin(self, trajectories: Sequence[Trajectory], version: int) -> None:
+        """Before anything is trained on at all, some of the first batch is compared: an engine that is wrong from the
+        start is known before the first step."""
+        if self._is_first:
+            self._is_first = False
+            self._probe(trajectories, version)
+            self._judge()
+
+    def recomputed(self, micro: PackedBatch, members: Sequence[Trajectory]) -> Recomputed | None:
+        """What to put in place of the engine's log-probabilities; None: nothing.
+
+        Args:
+            members: the trajectory of each row.
+        """
+        kept = [self._kept.get(id(t.block)) for t in members]
+        num_replaced = sum(self.recomputes or values is not None for values in kept)
+        self._figures.append(("mismatch/recomputed_share", num_replaced / len(kept), float(len(kept))))
+        if num_replaced == 0:
+            return None
+        of_engine = micro.behaviour_logprobs.cpu().split([t.num_action_tokens for t in members])
+        log_probs = [mine if mine is not None else theirs for mine, theirs in zip(kept, of_engine, strict=True)]
+        is_new = torch.tensor([values is None and self.recomputes for values in kept])
+        device = micro.segment_ids.device
+        return Recomputed(torch.cat(log_probs).to(device), is_new.to(device)[micro.segment_ids])
+
+    def record(self, comparison: Comparison) -> None:
+        self._figures += comparison.figures
+        self._num_compared += comparison.num_tokens
+        self._num_tokens += comparison.num_tokens
+        self._total += comparison.total
+
+    def keep(self, members: Sequence[Trajectory], log_probs: Tensor) -> None:
+        """Remember what the learner said of a micro-batch's trajectories, if that is to replace what the engine said.
+
+        Args:
+            log_probs: float32[N]. A trajectory that has values already keeps those.
+        """
+        if not self.recomputes:
+            return
+        rows = log_probs.detach().cpu().split([t.num_action_tokens for t in members])
+        for trajectory, row in zip(members, rows, strict=True):
+            key = id(trajectory.block)
+            if key not in self._kept:
+                # A copy, or one short row would keep the whole micro-batch alive.
+                self._kept[key] = row.clone()
+                weakref.finalize(trajectory.block, self._kept.pop, key, None).atexit = False
+
+    def look(self, arrived: Sequence[Trajectory], version: int) -> None:
+        """Before the weights change: score what has arrived since the last update, in the order in which it came.
+
+        All of it where it is to be replaced, else the newest rows that this version sampled, up to `ENOUGH_TOKENS`.
+        """
+        if self.recomputes:
+            self._score([t for t in arrived if id(t.block) not in self._kept], version)
+        else:
+            self._probe(arrived, version)
+
+    def end(self) -> list[Figure]:
+        """Judges the alarm; returns the update's figures."""
+        self._judge()
+        figures = self._figures
+        figures.append(("mismatch/tokens", float(self._num_compared), 1.0))
+        figures.append(("mismatch/alarm", float(self.alarm), 1.0))
+        self._figures, self._num_compared = [], 0
+        return figures
+
+    def _probe(self, candidates: Sequence[Trajectory], version: int) -> None:
+        chosen: list[Trajectory] = []
+        num_tokens = 0
+        for trajectory in reversed(candidates):
+            if num_tokens >= ENOUGH_TOKENS:
+                break
+            if trajectory.oldest_version == version:
+                chosen.append(trajectory)
+                num_tokens += trajectory.num_action_tokens
+        self._score(chosen, version)
+
+    @torch.no_grad()
+    def _score(self, trajectories: Sequence[Trajectory], version: int) -> None:
+        for cpu_micro in pack(trajectories, self._token_budget):
+            micro = cpu_micro.to(self._device)
+            hidden = self._model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+            actions = micro.action_positions
+            log_probs, _ = self._model.action_log_probs(hidden[actions - 1], micro.tokens[actions], self._temperature)
+            self.record(compare(log_probs, micro, version))
+            self.keep([trajectories[i] for i in micro.members], log_probs)
+
+    def _judge(self) -> None:
+        if self._num_tokens < ENOUGH_TOKENS:
+            return
+        mean = self._total / self._num_tokens
+        self._total, self._num_tokens = 0.0, 0
+        # So written, a mean that is not a number raises it too.
+        self.alarm = not mean <= self._threshold
+        if self.alarm:
+            self._complain(mean)
+
+    def _complain(self, mean: float) -> None:
+        fixes = ["check the engine's weights and temperature"]
+        if self._dtype != "float32":
+            fixes.append(f"set engine.dtype=float32 in place of {self._dtype}")
+        if self.recomputes:
+            fixes.append(f"algorithm.recompute_behaviour={self._mode} uses the learner's own until then")
+        else:
+            fixes.append("set algorithm.recompute_behaviour=on_mismatch to use the learner's own")
+        self._complaints.log(
+            "ENGINE AND LEARNER DISAGREE",
+            f"their log-probabilities of the same tokens and version differ by {mean:.3g} nats on average, above "
+            f"algorithm.mismatch_alarm={self._threshold:g}: {'; '.join(fixes)}",
+        )
