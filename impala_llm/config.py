@@ -167,11 +167,17 @@ class ActorConfig:
 @dataclass
 class AlgorithmConfig:
     advantage: str = "vtrace"
-    """vtrace: turn-level V-trace with a value head | group_relative: scores against their group's mean."""
+    """What an action is worth. With a value head: vtrace | gae (the same without correction). Without: group_relative
+    (an episode's score against its group's mean) | rloo (against the mean of the others) | distillation (how much more
+    likely the teacher finds each token)."""
+    granularity: str = "turn"
+    """vtrace, gae: one step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
     group_size: int = 1
-    """Episodes of the same task that are granted, and for group_relative compared, together."""
+    """Episodes of the same task that are granted, and where scores are compared, compared together."""
     normalize_std: bool = False
     """group_relative: divide by the group's standard deviation."""
+    normalize_reward: bool = False
+    """Divide rewards and scores by the standard deviation of all returns so far."""
     discount: float = 1.0
     """γ a turn."""
     lam: float = 1.0
@@ -180,20 +186,53 @@ class AlgorithmConfig:
     turn_ratio: str = "geometric"
     """Ratio of a turn in V-trace: geometric (mean of its tokens' log-ratios) | product."""
     dead_band: float = 0.0
-    """Token log-ratios smaller than this count as 0 in the turn's ratio."""
-    normalize_advantage: bool = True
-    """vtrace: divide the advantages by their root mean square over all ranks (no shift of their mean)."""
+    """vtrace: token log-ratios smaller than this count as 0 in the recursion."""
     loss: str = "truncated_is"
-    """truncated_is | ppo_clip."""
+    """reinforce (no ratio: no correction) | truncated_is | ppo_clip | decoupled_ppo | cispo | gspo | dpo (pairs of the
+    best and the worst episode of each group)."""
     is_cap: float = 1.0
-    """truncated_is: cap C of the token weight min(π/μ, C)."""
+    """truncated_is: cap C of the weight min(π/μ, C)."""
+    is_level: str = "token"
+    """truncated_is: the weight is of a token | sequence (of all its tokens together)."""
     clip_low: float = 0.2
     clip_high: float = 0.28
+    """ppo_clip, decoupled_ppo, cispo; gspo wants about 3e-4 and 4e-4 instead."""
     dual_clip: float = 3.0
+    proximal: str = "log_linear"
+    """decoupled_ppo: π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins
+    (recomputed). With one step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
+    proximal_cap: float | None = None
+    """decoupled_ppo: cap of the weight π_prox/μ; None: not truncated."""
+    reject: str = "none"
+    """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
+    sequence); what lies outside of reject_low and reject_high does not teach."""
+    reject_low: float = 0.5
+    reject_high: float = 2.0
+    probability_limit: float | None = None
+    """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
     aggregate: str = "token_mean"
     """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
     value_coef: float = 0.5
     entropy_coef: float = 0.0
+    """Bonus for entropy; with a target, its start."""
+    entropy_target: float | None = None
+    """Nats a token: `entropy_coef` rises while the entropy is below and falls while it is above."""
+    entropy_rate: float = 0.01
+    """Change of `entropy_coef` in an update, per nat between entropy and target."""
+    entropy_alarm: float = 0.05
+    """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: it is
+    said. 0: never."""
+    length_alarm: float = 0.2
+    """The same for the mean number of tokens an episode's answers have."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the reference policy (k3, per token)."""
+    reference: str | None = None
+    """Reference policy of kl_coef and dpo, as model.path; None: the one that training started from."""
+    dpo_beta: float = 0.1
+    teacher: str | None = None
+    """distillation: the teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
+    teacher_context: str = ""
+    """distillation: what the teacher reads before the episode, such as a hint."""
     max_staleness: int | None = 2
     """η: the oldest data a batch may hold, in policy versions; 0 is synchronous, None free running."""
     mismatch_alarm: float = 0.05
@@ -212,6 +251,8 @@ class LearnerConfig:
     batch_size: int = 64
     """Trajectories of an update, over all ranks."""
     total_updates: int = 400
+    sync_interval: int | None = 1
+    """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
     max_minutes: float | None = None
     """End after this much wall-clock time; the learning rate decays towards whichever end comes first."""
     token_budget: int = 8192
@@ -301,6 +342,11 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
+WITH_VALUES = ("vtrace", "gae")
+"""Values of `algorithm.advantage` that need the value head, and can bootstrap an episode that was cut."""
+AGAINST_GROUP = ("group_relative", "rloo")
+"""Those that compare an episode with the others of its group."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.name": ("webshop", "parrot", "corridor"),
     "env.webshop.goals": ("synthetic", "human"),
@@ -310,9 +356,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.in_flight": ("keep_kv", "recompute_kv", "drain"),
     "engine.transfer": ("disk", "distributed"),
     "model.device": ("auto", "cpu", "cuda"),
-    "algorithm.advantage": ("vtrace", "group_relative"),
+    "algorithm.advantage": (*WITH_VALUES, *AGAINST_GROUP, "distillation"),
+    "algorithm.granularity": ("turn", "token"),
     "algorithm.turn_ratio": ("geometric", "product"),
-    "algorithm.loss": ("truncated_is", "ppo_clip"),
+    "algorithm.loss": ("reinforce", "truncated_is", "ppo_clip", "decoupled_ppo", "cispo", "gspo", "dpo"),
+    "algorithm.is_level": ("token", "sequence"),
+    "algorithm.proximal": ("log_linear", "recomputed"),
+    "algorithm.reject": ("none", "token", "sequence", "geometric"),
     "algorithm.aggregate": ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"),
     "algorithm.recompute_behaviour": ("never", "on_mismatch", "always"),
     "learner.decay": ("constant", "linear", "cosine"),
@@ -349,13 +399,24 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.clip_low": (0, 1),
     "algorithm.clip_high": (0, math.inf),
     "algorithm.dual_clip": (1, math.inf),
+    "algorithm.proximal_cap": (1e-3, math.inf),
+    "algorithm.reject_low": (0, 1),
+    "algorithm.reject_high": (1, math.inf),
+    "algorithm.probability_limit": (0, 1),
     "algorithm.value_coef": (0, math.inf),
     "algorithm.entropy_coef": (0, math.inf),
+    "algorithm.entropy_target": (0, math.inf),
+    "algorithm.entropy_rate": (0, math.inf),
+    "algorithm.entropy_alarm": (0, 1),
+    "algorithm.length_alarm": (0, 1),
+    "algorithm.kl_coef": (0, math.inf),
+    "algorithm.dpo_beta": (1e-6, math.inf),
     "algorithm.max_staleness": (0, math.inf),
     "algorithm.mismatch_alarm": (1e-9, math.inf),
     "learner.num_ranks": (1, math.inf),
     "learner.batch_size": (1, math.inf),
     "learner.total_updates": (1, math.inf),
+    "learner.sync_interval": (1, math.inf),
     "learner.max_minutes": (1e-3, math.inf),
     "learner.token_budget": (2, math.inf),
     "learner.learning_rate": (0, 1),
@@ -432,12 +493,14 @@ def problems(config: Config) -> list[str]:
             f"learner.batch_size={learner.batch_size} ({share} a rank) is larger than the buffer, "
             f"replay.capacity={replay.capacity}: raise replay.capacity to at least {share}"
         )
-    if algorithm.advantage == "group_relative" and algorithm.group_size < 2:
+    compares = f"algorithm.advantage={algorithm.advantage}" if algorithm.advantage in AGAINST_GROUP else None
+    compares = "algorithm.loss=dpo" if algorithm.loss == "dpo" else compares
+    if compares and algorithm.group_size < 2:
         found.append(
-            f"algorithm.group_size={algorithm.group_size} leaves algorithm.advantage=group_relative "
-            "nothing to compare: "
+            f"algorithm.group_size={algorithm.group_size} leaves {compares} nothing to compare: "
             "set algorithm.group_size to at least 2, such as 8"
         )
+    found += _algorithm_problems(config)
     if engine.max_length > learner.token_budget:
         found.append(
             f"learner.token_budget={learner.token_budget} cannot hold an episode of "
@@ -473,7 +536,7 @@ def problems(config: Config) -> list[str]:
         path = getattr(shop, name)
         if path is not None and not Path(path).is_file():
             found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
-    if config.model.path != "scratch" and model_directory(config) is None:
+    if config.model.path != "scratch" and model_directory(config.model.path) is None:
         found.append(
             f"model.path={config.model.path} is neither a Hugging Face directory (with config.json), nor one of "
             f"{', '.join(sorted(p.name for p in ASSETS.glob('*') if p.is_dir())) or 'the assets'}, nor scratch: "
@@ -481,6 +544,45 @@ def problems(config: Config) -> list[str]:
         )
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    return found
+
+
+def _algorithm_problems(config: Config) -> list[str]:
+    """Settings of the algorithm that contradict each other, or models that are not there."""
+    algorithm, found = config.algorithm, []
+    staleness, interval = algorithm.max_staleness, config.learner.sync_interval
+    if staleness is not None and (interval is None or staleness < interval - 1):
+        found.append(
+            f"algorithm.max_staleness={staleness} does not allow learner.sync_interval={interval}: nothing would be "
+            f"young enough; set it to {'null' if interval is None else f'at least {interval - 1}'}"
+        )
+    if algorithm.loss == "gspo" and algorithm.advantage not in AGAINST_GROUP:
+        found.append(
+            f"algorithm.advantage={algorithm.advantage} does not go with algorithm.loss=gspo, whose ratio is one for a "
+            "whole episode: set algorithm.advantage=group_relative"
+        )
+    if algorithm.loss == "dpo" and algorithm.aggregate != "sequence_mean_token_sum":
+        found.append(
+            f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.loss=dpo, whose pairs are compared "
+            "as wholes: set algorithm.aggregate=sequence_mean_token_sum"
+        )
+    if algorithm.loss == "dpo" and algorithm.advantage not in AGAINST_GROUP:
+        found.append(
+            f"algorithm.advantage={algorithm.advantage} does not go with algorithm.loss=dpo, which compares episodes "
+            "of a group: set algorithm=dpo or algorithm.advantage=group_relative"
+        )
+    if algorithm.advantage == "distillation" and algorithm.teacher is None and not algorithm.teacher_context:
+        found.append(
+            "algorithm.advantage=distillation has neither algorithm.teacher nor algorithm.teacher_context: the policy "
+            "would be its own teacher; set one of them"
+        )
+    for key in ("reference", "teacher"):
+        path = getattr(algorithm, key)
+        if path is not None and model_directory(path) is None:
+            found.append(
+                f"algorithm.{key}={path} is neither a Hugging Face directory (with config.json) nor one of the shipped "
+                "policies: correct it"
+            )
     return found
 
 
@@ -563,9 +665,9 @@ def _host_problems(config: Config) -> list[str]:
     return found
 
 
-def model_directory(config: Config) -> Path | None:
-    """The Hugging Face directory that `model.path` means, or None if there is none (or it is `scratch`)."""
-    for candidate in (Path(config.model.path).expanduser(), ASSETS / config.model.path):
+def model_directory(path: str) -> Path | None:
+    """The Hugging Face directory that a value of `model.path` means; None if there is none (or it is `scratch`)."""
+    for candidate in (Path(path).expanduser(), ASSETS / path):
         if (candidate / "config.json").is_file():
             return candidate.resolve()
     return None

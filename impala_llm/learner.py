@@ -17,19 +17,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.algorithms.advantages import group_relative
-from impala_llm.config import Config, ConfigError, load, threads_per_process
+from impala_llm.algorithms.advantages import group_relative, rloo
+from impala_llm.algorithms.importance import segment_sum
+from impala_llm.config import AGAINST_GROUP, Config, ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
+from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.cpu import prepare_cpu
 from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.mismatch import MismatchMonitor
@@ -39,6 +40,9 @@ from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.preferences import pair_advantages
+from impala_llm.learning.scoring import Scorers, action_log_probs
+from impala_llm.observability.meters import Meters
 from impala_llm.observability.metrics import MetricLog, StageTimer
 from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import TerminalView
@@ -51,6 +55,8 @@ from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.replay import ReplayBuffer
+from impala_llm.trajectory import Trajectory
 
 
 def learn(config: Config, ranks: Ranks) -> None:
@@ -69,8 +75,6 @@ def learn(config: Config, ranks: Ranks) -> None:
         model, version = start_model(config, run_dir)
         model.to(ranks.device)
         ranks.broadcast(model.parameters())
-        optimizer = Optimizer(model, config.learner)
-        monitor = MismatchMonitor(config, model, ranks.device)
         ranks.barrier()  # all have looked at the board
         files = policy_files(resolve_policy(config))
         publisher = None
@@ -94,7 +98,8 @@ def learn(config: Config, ranks: Ranks) -> None:
                 view = stack.enter_context(TerminalView(config.learner.total_updates))
 
         meters = Meters(receiver, ranks)
-        timer = StageTimer()
+        trainer = Trainer(config, ranks, model, feed.buffer, meters.log)
+        timer = trainer.timer
         started = time.monotonic()
         progress = version / config.learner.total_updates
         while progress < 1.0:
@@ -102,14 +107,16 @@ def learn(config: Config, ranks: Ranks) -> None:
                 batch = feed.next_batch(version)
             # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
             receiver.trained([t.ticket_id for t in batch.trajectories])
-            update(config, ranks, model, optimizer, monitor, batch, feed, version, progress, timer, meters.log)
+            trainer.update(batch, version, progress, partial(feed.arrivals, version))
             with timer.stage("publish"):
                 before = time.perf_counter()
                 version += 1
-                if publisher is not None:
+                interval = config.learner.sync_interval
+                due = interval is not None and version % interval == 0
+                if publisher is not None and due:
                     publisher.publish(dict(model.policy_tensors()), version)
                 ranks.barrier()  # announced by a rank, it must lie on the board
-                receiver.announce(version)
+                receiver.announce(version, published=due)
                 meters.log.add("weights/publish_s", time.perf_counter() - before)
             with timer.stage("log"):
                 elapsed_minutes = (time.monotonic() - started) / 60
@@ -130,85 +137,157 @@ def learn(config: Config, ranks: Ranks) -> None:
             model.save(Path(config.run.dir) / "policy", files)
 
 
-def update(
-    config: Config,
-    ranks: Ranks,
-    model: PolicyModel,
-    optimizer: Optimizer,
-    monitor: MismatchMonitor,
-    batch: Batch,
-    feed: Feed,
-    version: int,
-    progress: float,
-    timer: StageTimer,
-    log: MetricLog,
-) -> None:
-    """One optimizer step on one batch: from version v to v + 1."""
-    train_policy = version >= config.learner.value_warmup_updates
-    with timer.stage("pack"):
-        trajectories = batch.trajectories
-        counts = [
-            sum(t.num_action_tokens for t in trajectories), sum(len(t.turns) for t in trajectories), len(trajectories)
-        ]  # fmt: skip
-        denominators = Denominators(*ranks.sum(counts))
-        advantages = None
-        if config.algorithm.advantage == "group_relative":
-            advantages = group_relative(
-                torch.tensor([t.score for t in trajectories]),
-                torch.tensor([t.group_id for t in trajectories]),
-                config.algorithm.normalize_std,
-            )
-        # Without an entropy bonus an episode as good as its group has no gradient: it is counted, not computed.
-        teaching = list(range(len(trajectories)))
-        if advantages is not None and config.algorithm.entropy_coef == 0:
-            teaching = advantages.nonzero().flatten().tolist()
-            log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
-        weights = torch.tensor(batch.weights, dtype=torch.float32)
-        micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
-    with timer.stage("forward"):
-        monitor.begin(trajectories, version)
-    sizes = dict.fromkeys(batch.item_ids, 0.0)
-    for micro in micro_batches:
-        members = torch.tensor([teaching[i] for i in micro.members])
-        rows = [trajectories[i] for i in members.tolist()]
+class Trainer:
+    """One rank's part of an optimizer step, and what lives from step to step."""
+
+    def __init__(self, config: Config, ranks: Ranks, model: PolicyModel, buffer: ReplayBuffer, log: MetricLog) -> None:
+        self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
+        self.timer = StageTimer()
+        self.optimizer = Optimizer(model, config.learner)
+        self.monitor = MismatchMonitor(config, model, ranks.device)
+        self.scorers = Scorers(config, model, ranks.device)
+        self.entropy = EntropyControl(config.algorithm)
+        self.rewards = RewardScale(config.algorithm.normalize_reward)
+        self.collapse = CollapseAlarm(config.algorithm)
+
+    def update(
+        self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
+    ) -> None:
+        """One optimizer step on one batch: from version v to v + 1.
+
+        Args:
+            progress: share of the run that is over.
+            arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
+        """
+        config, ranks, log, timer = self.config, self.ranks, self.log, self.timer
+        algorithm = config.algorithm
+        train_policy = version >= config.learner.value_warmup_updates
+        with timer.stage("pack"):
+            trajectories = batch.trajectories
+            counts = self.count(trajectories)
+            advantages = self.episode_advantages(trajectories)
+            # Without a term of its own an episode as good as its group has no gradient: it is counted, not computed.
+            teaching = list(range(len(trajectories)))
+            if advantages is not None and self.entropy.coef == algorithm.kl_coef == 0:
+                teaching = advantages.nonzero().flatten().tolist()
+                log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
+            weights = torch.tensor(batch.weights, dtype=torch.float32)
+            micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
         with timer.stage("forward"):
-            micro = micro.to(ranks.device)
-            outcome = objective(
-                config,
-                model,
-                micro,
-                None if advantages is None else advantages[members].to(ranks.device),
-                weights[members].to(ranks.device),
-                denominators,
-                version,
-                train_policy,
-                monitor.recomputed(micro, rows),
-            )
-        with timer.stage("backward"):
-            outcome.loss.backward()
-        monitor.record(outcome.comparison)
-        monitor.keep(rows, outcome.log_probs)
-        for name, value, weight in outcome.figures:
+            self.monitor.begin(trajectories, version)
+        sizes = dict.fromkeys(batch.item_ids, 0.0)
+        entropy = 0.0
+        for micro in micro_batches:
+            members = torch.tensor([teaching[i] for i in micro.members])
+            rows = [trajectories[i] for i in members.tolist()]
+            with timer.stage("forward"):
+                micro = micro.to(ranks.device)
+                micro.turn_rewards.div_(self.rewards.divisor)
+                outcome = objective(
+                    config,
+                    self.model,
+                    micro,
+                    None if advantages is None else advantages[members].to(ranks.device),
+                    weights[members].to(ranks.device),
+                    counts,
+                    version,
+                    train_policy,
+                    self.monitor.recomputed(micro, rows),
+                    self.scorers.scores(micro),
+                    self.entropy.coef,
+                )
+            with timer.stage("backward"):
+                outcome.loss.backward()
+            entropy += outcome.entropy
+            self.monitor.record(outcome.comparison)
+            self.monitor.keep(rows, outcome.log_probs)
+            for name, value, weight in outcome.figures:
+                log.add(name, value, weight)
+            for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
+                sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
+        self.buffer.update_advantages(list(sizes), list(sizes.values()))
+        # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
+        if self.monitor.wants_arrivals:
+            with timer.stage("idle"):
+                arrived = arrivals()
+            with timer.stage("forward"):
+                self.monitor.look(arrived, version)
+        for name, value, weight in self.monitor.end():
             log.add(name, value, weight)
-        for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
-            sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
-    feed.buffer.update_advantages(list(sizes), list(sizes.values()))
-    # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
-    if monitor.wants_arrivals:
-        with timer.stage("idle"):
-            feed.collect(version, timeout_s=0.0)
-        with timer.stage("forward"):
-            monitor.look(feed.received, version)
-    for name, value, weight in monitor.end():
-        log.add(name, value, weight)
-    with timer.stage("backward"):
-        ranks.sum_gradients(model)
-    with timer.stage("optimize"):
-        result = optimizer.step(version, progress, train_policy)
-    log.add("optimizer/gradient_norm", result.gradient_norm)
-    log.add("optimizer/clipped_share", float(result.clipped))
-    log.add("optimizer/skipped", float(result.skipped))
-    log.add("optimizer/learning_rate", result.learning_rate)
+        with timer.stage("backward"):
+            ranks.sum_gradients(self.model)
+        with timer.stage("optimize"):
+            result = self.optimizer.step(version, progress, train_policy)
+        self.watch(trajectories, [trajectories[i] for i in teaching], entropy)
+        log.add("optimizer/gradient_norm", result.gradient_norm)
+        log.add("optimizer/clipped_share", float(result.clipped))
+        log.add("optimizer/skipped", float(result.skipped))
+        log.add("optimizer/learning_rate", result.learning_rate)
+
+    def count(self, trajectories: Sequence[Trajectory]) -> Denominators:
+        """Of the update over all ranks; and its returns, for the scale of rewards."""
+        returns = [float(t.rewards.sum()) for t in trajectories]
+        tokens, turns, sequences, total, squares = self.ranks.sum(
+            [
+                sum(t.num_action_tokens for t in trajectories),
+                sum(len(t.turns) for t in trajectories),
+                len(trajectories),
+                sum(returns),
+                sum(value * value for value in returns),
+            ]
+        )
+        self.rewards.observe(sequences, total, squares)
+        self.log.add("optimizer/reward_divisor", self.rewards.divisor)
+        return Denominators(tokens, turns, sequences)
+
+    def episode_advantages(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
+        """float32[M], one for each trajectory; None where a value head or a teacher says what each action is worth."""
+        algorithm = self.config.algorithm
+        if algorithm.advantage not in AGAINST_GROUP:
+            return None
+        scores = torch.tensor([t.score for t in trajectories]) / self.rewards.divisor
+        group_ids = torch.tensor([t.group_id for t in trajectories])
+        if algorithm.loss == "dpo":
+            return self.pair_advantages(trajectories, scores, group_ids)
+        if algorithm.advantage == "rloo":
+            return rloo(scores, group_ids)
+        return group_relative(scores, group_ids, algorithm.normalize_std)
+
+    def pair_advantages(
+        self, trajectories: Sequence[Trajectory], scores: torch.Tensor, group_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """What DPO asks of each episode. `sequence_mean_token_sum` makes it the mean over the pairs of all ranks."""
+        policy, reference = torch.zeros(len(trajectories)), torch.zeros(len(trajectories))
+        for cpu_micro in pack(trajectories, self.config.learner.token_budget):
+            micro = cpu_micro.to(self.ranks.device)
+            theirs = self.scorers.reference(micro)
+            assert theirs is not None
+            ours = action_log_probs(self.model, micro, self.config.engine.temperature)
+            for log_probs, totals in ((ours, policy), (theirs, reference)):
+                totals[list(micro.members)] = segment_sum(log_probs, micro.segment_ids, len(micro.members)).cpu()
+        found = pair_advantages(policy, reference, scores, group_ids, self.config.algorithm.dpo_beta)
+        num_pairs, num_sequences = self.ranks.sum([found.num_pairs, len(trajectories)])
+        for name, value in found.metrics.items():
+            self.log.add(f"preference/{name}", value, float(found.num_pairs))
+        return found.advantages * (num_sequences / max(1.0, num_pairs))
+
+    def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
+        """Entropy and length over all ranks: the bonus follows its target, and a collapse is said aloud."""
+        entropy, tokens, length, score, count = self.ranks.sum(
+            [
+                entropy,
+                sum(t.num_action_tokens for t in taught),
+                sum(t.num_action_tokens for t in trajectories),
+                sum(t.score for t in trajectories),
+                len(trajectories),
+            ]
+        )
+        self.log.add("optimizer/entropy_coef", self.entropy.coef)
+        if tokens:
+            self.entropy.observe(entropy / tokens)
+            self.collapse.observe(entropy / tokens, length / count, score / count)
+        for name, collapsed in self.collapse.collapsed.items():
+            self.log.add(f"alarm/{name}_collapse", float(collapsed))
 
 
 def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: object) -> None:
@@ -267,83 +346,6 @@ def start_receiver(
 def learner_keys(config: Config) -> LearnerKeys | None:
     folder = config.pipeline.keys
     return None if folder is None else load_learner_keys(Path(folder).expanduser())
-
-
-class Meters:
-    """Numbers of one rank's step, and their sum over ranks."""
-
-    TOTALS = {
-        "received": "pipeline/received",
-        "trajectories_refused": "pipeline/refused",
-        "duplicates": "pipeline/duplicates",
-        "regranted": "pipeline/regranted",
-        "failed": "actor/failed_episodes",
-        "tickets_expired": "pipeline/expired",
-        "recovered": "pipeline/recovered",
-        "messages_malformed": "pipeline/malformed",
-        "peers_refused": "pipeline/peers_refused",
-    }
-
-    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
-        self.log = MetricLog()
-        self._receiver, self._ranks = receiver, ranks
-        # What was taken over from a killed process belongs to the first step.
-        self._totals = {**receiver.counters(), "recovered": 0.0}
-
-    def observe(self, feed: Feed, batch: Batch, version: int) -> None:
-        """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
-        log = self.log
-        for t in feed.received:
-            log.update(
-                {
-                    "rollout/reward": float(t.rewards.sum()),
-                    "rollout/score": t.score,
-                    "rollout/success_rate": float(t.success),
-                    "rollout/length_tokens": t.num_tokens,
-                    "rollout/action_tokens": t.num_action_tokens,
-                    "rollout/turns": len(t.turns),
-                    "rollout/episodes": 1,
-                }
-            )
-            for key, value in t.stats.items():
-                log.add(f"env/{key}", value)
-        for t in feed.evicted:
-            log.add("buffer/evicted", 1)
-            log.add("buffer/evicted_length_tokens", t.num_tokens)
-            log.add("buffer/evicted_reward", float(t.rewards.sum()))
-        feed.received.clear()
-        feed.evicted.clear()
-        stats = feed.buffer.stats()
-        log.add("buffer/fill", stats.fill)
-        log.add("buffer/trajectories", stats.num_trajectories)
-        log.add("buffer/size_gb", stats.num_bytes / 1e9)
-        log.add("buffer/reuse", batch.mean_reuse)
-        if stats.oldest_version is not None:
-            log.add("staleness/in_buffer", version - stats.oldest_version)
-        totals = self._receiver.counters()
-        for key, name in self.TOTALS.items():
-            log.add(name, totals[key] - self._totals[key])
-        self._totals = totals
-        log.add("pipeline/outstanding_tickets", totals["open"])
-        log.add("pipeline/replay_arena_fill", totals["arena_fill"])
-        log.add("staleness/in_flight", totals["staleness_in_flight"])
-        log.add("learner/version", version)
-        log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
-        for figures in self._receiver.actor_stats().values():
-            for name, value in figures.items():
-                log.add(name, value)
-
-    def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
-        self.log.update(times)
-        self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
-
-    def gather(self) -> dict[str, float]:
-        """All ranks' numbers as one; the same on every rank."""
-        merged = MetricLog()
-        for state in self._ranks.gather(self.log.state()):
-            merged.merge(state)
-        self.log.flush()
-        return merged.flush()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
-"""Advantages that need no critic: an episode's score against the others of its group (same task, same start).
+"""Advantages: from a critic by GAE, or without one from an episode's score against the others of its group.
 
-Everything is per episode: `scores` float[M], `group_ids` int64[M] in any order and with any numbers.
-Invariant: a group in which there is nothing to compare (one member, or all scores equal) gets exactly 0, and within a
-group advantages sum to 0 up to rounding. Nothing carries a gradient.
+A group is the episodes of one task from one start; there everything is per episode: `scores` float[M], `group_ids`
+int64[M] in any order and with any numbers. Invariant: a group in which there is nothing to compare (one member, or all
+scores equal) gets exactly 0, and within a group advantages sum to 0 up to rounding. Nothing carries a gradient.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms.checks import require_float
+from impala_llm.algorithms import kernels, scan
+from impala_llm.algorithms.checks import require_bootstrap, require_float, require_same_floats
+
+
+class GAEOutput(NamedTuple):
+    """float[T, B] each, without gradient."""
+
+    advantages: Tensor
+    value_targets: Tensor
+    """advantages + values: the λ-returns."""
 
 
 class _Groups(NamedTuple):
@@ -21,6 +30,40 @@ class _Groups(NamedTuple):
     """score minus the group's mean; exactly 0 where all scores are equal."""
     std: Tensor
     """Sample standard deviation (n - 1); 0 where all scores are equal."""
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap_value: Tensor,
+    discounts: Tensor,
+    lam: float = 0.95,
+) -> GAEOutput:
+    """A_t = δ_t + γ_t λ A_{t+1} with δ_t = r_t + γ_t V_{t+1} - V_t, from 0 at the end (GAE, arXiv 1506.02438).
+
+    It is V-trace with all ratios 1: nothing corrects for the age of the data.
+
+    Args:
+        rewards, values: float[T, B], r_t, received after step t, and V_t.
+        bootstrap_value: float[B], V after the last step; 0 where the episode ended.
+        discounts: float[T, B], γ_t: what discounts the step after t, 0 where the episode ended with t. What lies behind
+            such a step is not looked at, and may be NaN.
+        lam: λ in [0, 1].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or λ.
+    """
+    require_same_floats(("rewards", rewards), ("values", values), ("discounts", discounts), ndim=2)
+    require_bootstrap(bootstrap_value, values)
+    if not 0.0 <= lam <= 1.0:
+        raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")
+    if values.numel() == 0:
+        return GAEOutput(values.clone(), values.clone())
+    following = torch.cat([values[1:], bootstrap_value[None]]).masked_fill_(discounts == 0, 0.0)
+    loops = kernels if values.device.type == "cpu" else scan
+    advantages = loops.scan_backwards(rewards + discounts * following - values, discounts * lam)
+    return GAEOutput(advantages, advantages + values)
 
 
 @torch.no_grad()

@@ -41,6 +41,16 @@ def require_dtype_of(name: str, tensor: Tensor, other_name: str, other: Tensor) 
         raise TypeError(f"{name} has dtype {tensor.dtype}, {other_name} has {other.dtype}: they must be equal")
 
 
+def require_bootstrap(bootstrap_value: Tensor, values: Tensor) -> None:
+    """`bootstrap_value` has the dtype of `values` [T, B] and one element for each column."""
+    require_float("bootstrap_value", bootstrap_value, ndim=1)
+    require_dtype_of("bootstrap_value", bootstrap_value, "values", values)
+    if bootstrap_value.shape[0] != values.shape[1]:
+        raise ValueError(
+            f"bootstrap_value has {bootstrap_value.shape[0]} elements, values has {values.shape[1]} columns: one each"
+        )
+
+
 def require_indices(name: str, indices: Tensor, length: int, bound: int | None = None) -> None:
     """`indices` is int64[length] with values >= 0, and < `bound` if that is given; in any order."""
     _require_index_shape(name, indices, length)

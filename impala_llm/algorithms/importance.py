@@ -2,9 +2,10 @@
 
 `log_ratio` is l = log π - log μ in nats, [N], of the action tokens only; rows lie end to end and `segment_ids` names
 the row of each token. Invariant: log-ratios are clamped to [-20, 20] before any exponential, so every ratio and weight
-is finite and positive; weights and masks are constants for the gradient.
+is finite and positive; weights and masks are constants for the gradient; no mask keeps a token whose ratio is NaN.
 
-Order of use: reject, truncate, normalise.
+Order of use: reject, truncate, normalise. What a mask rejects is taken out of all inputs of the loss, as in
+`log_probs[mask]`, and not multiplied by 0 afterwards: 0 times an infinite loss, or its gradient, is NaN.
 """
 
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 from impala_llm.algorithms.checks import (
     require_at_least,
     require_float,
+    require_same_floats,
     require_segment_ids,
 )
 
@@ -37,7 +39,7 @@ class KLEstimates(NamedTuple):
 
 def ratios(log_ratio: Tensor) -> Tensor:
     """e^l with l clamped to ±20. Any shape; differentiable inside of the clamp."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
 
 
 def apply_dead_band(log_ratio: Tensor, width: float) -> Tensor:
@@ -116,6 +118,72 @@ def rejection_mask(
         raise ValueError(f"level is {level!r}: choose token, sequence or geometric")
     ratio = ratios(log_ratio)
     return (ratio >= low) & (ratio <= high)
+
+
+def probability_difference_mask(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    limit: float = 0.2,
+) -> Tensor:
+    """Which tokens to keep: those whose probability has not yet moved by more than `limit` where A pushes it.
+
+    Rejected is where A > 0 and π - μ > limit, and where A < 0 and μ - π > limit (Binary-TV of DPPO, arXiv 2602.04879).
+    Unlike a bound on the ratio it lets a rare token move freely and holds a frequent one.
+
+    Args:
+        log_probs, behaviour_log_probs, advantages: float[N]: log π, log μ, A.
+        limit: in [0, 1]; 1 keeps all.
+
+    Returns:
+        bool[N].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or limit.
+    """
+    require_same_floats(
+        ("log_probs", log_probs), ("behaviour_log_probs", behaviour_log_probs), ("advantages", advantages), ndim=1
+    )
+    if not 0.0 <= limit <= 1.0:
+        raise ValueError(f"limit is {limit}: a difference of probabilities lies in [0, 1]")
+    moved = (log_probs.detach().exp() - behaviour_log_probs.exp()) * advantages.sign()
+    return moved <= limit
+
+
+@torch.no_grad()
+def log_linear_proximal(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    versions: Tensor,
+    version: int,
+) -> Tensor:
+    """log π_prox, taken to lie on the straight line from log μ to log π, without a forward pass of its own.
+
+    For π_prox = the policy one version before π, and d = version - versions: log μ + (1 - 1/d)·l; where d <= 1, μ was
+    that policy or is newer, and it is log μ (A-3PO, arXiv 2512.06547, with AReaL's choice of versions).
+
+    Args:
+        log_probs, behaviour_log_probs: float[N]: log π, log μ.
+        versions: int[N], the version that sampled each token.
+        version: of the weights that gave `log_probs`.
+
+    Returns:
+        float[N], without gradient, for `losses.decoupled_ppo`.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape, a token newer than `version` or without a version.
+    """
+    require_same_floats(("log_probs", log_probs), ("behaviour_log_probs", behaviour_log_probs), ndim=1)
+    if versions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"versions has dtype {versions.dtype}: int32 or int64 expected")
+    if versions.shape != log_probs.shape:
+        raise ValueError(f"versions has shape {list(versions.shape)}, log_probs has {list(log_probs.shape)}: one each")
+    if versions.numel():
+        oldest, newest = (int(edge) for edge in torch.aminmax(versions))
+        if oldest < 0 or newest > version:
+            raise ValueError(f"versions lie in [{oldest}, {newest}]: 0 <= versions <= version = {version} is needed")
+    steps = (version - versions).clamp(min=1).to(log_probs.dtype)
+    return behaviour_log_probs + (1 - 1 / steps) * (log_probs - behaviour_log_probs)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ class LossOutput(NamedTuple):
     """float[N]: loss of each token, not yet averaged; see `aggregate`."""
     metrics: dict[str, Tensor]
     """Scalars without gradient. Names in `_mean` and `_share` are means over the N tokens (0 when N is 0), so
-    micro-batches combine weighted by N; names in `_max` combine by maximum."""
+    micro-batches combine weighted by N; names in `_max` combine by maximum. All losses have ratio_mean and ratio_max,
+    of the ratio that they bound, and clip_share, the tokens where the bound has an effect."""
 
 
 def ppo_clip(
@@ -52,29 +53,113 @@ def ppo_clip(
 
     Returns:
         Metrics: ratio_mean, ratio_max; clip_high_share (A > 0 and ρ > 1 + clip_high), clip_low_share (A < 0 and
-        ρ < 1 - clip_low), dual_clip_share (A < 0 and ρ > dual_clip): tokens whose gradient the clip has cut to 0.
+        ρ < 1 - clip_low), dual_clip_share (A < 0 and ρ > dual_clip): tokens whose gradient the clip has cut to 0;
+        clip_share, the sum of the three.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or bounds.
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low is {clip_low}: it must lie in [0, 1]")
-    require_at_least("clip_high", clip_high, 0.0)
-    dual = math.inf if dual_clip is None else dual_clip
-    require_at_least("dual_clip", dual, 1.0)
-
-    advantages = advantages.detach()
     ratio = ratios(log_probs - behaviour_log_probs.detach())
-    gain, loss = advantages > 0, advantages < 0
-    # the minimum of the two products is a clamp of ρ from above where A > 0, and from below where A < 0
-    effective = torch.where(loss, ratio.clamp(1.0 - clip_low, dual), ratio.clamp(max=1.0 + clip_high))
-    ratio = ratio.detach()
-    metrics = _ratio_metrics(ratio)
-    metrics["clip_high_share"] = _share(gain & (ratio > 1.0 + clip_high))
-    metrics["clip_low_share"] = _share(loss & (ratio < 1.0 - clip_low))
-    metrics["dual_clip_share"] = _share(loss & (ratio > dual))
-    return LossOutput(-effective * advantages, _in_dtype(metrics, log_probs))
+    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs))
+
+
+def decoupled_ppo(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    proximal_log_probs: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    cap: float = math.inf,
+) -> LossOutput:
+    """-w min(rA, clip(r, 1 - clip_low, 1 + clip_high) A) with r = π/π_prox and the constant weight w = π_prox/μ.
+
+    Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298. The clip holds π near a recent policy, whatever the age of
+    the data; the weight corrects for the age. Where π_prox = μ this is `ppo_clip`, where π_prox = π nothing is clipped.
+
+    Args:
+        log_probs, behaviour_log_probs, advantages: float[N].
+        proximal_log_probs: float[N], log π_prox: recomputed when the step began, or `importance.log_linear_proximal`.
+        clip_low, clip_high, dual_clip: as in `ppo_clip`, on r.
+        cap: largest w, > 0; infinity does not truncate.
+
+    Returns:
+        Metrics: those of `ppo_clip`, on r; weight_mean, weight_max; weight_truncated_share (w > cap).
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, bounds or cap.
+    """
+    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_same_floats(("log_probs", log_probs), ("proximal_log_probs", proximal_log_probs), ndim=1)
+    _require_cap(cap)
+    proximal_log_probs = proximal_log_probs.detach()
+    ratio = ratios(log_probs - proximal_log_probs)
+    weight = ratios(proximal_log_probs - behaviour_log_probs.detach())
+    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    metrics = _ratio_metrics(ratio) | _ratio_metrics(weight, "weight") | shares
+    metrics["weight_truncated_share"] = _share(weight > cap)
+    return LossOutput(weight.clamp(max=cap) * per_token, _in_dtype(metrics, log_probs))
+
+
+def gspo(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """-min(sA, clip(s, 1 - clip_low, 1 + clip_high) A) with s = e^(mean of l over the row) (GSPO, arXiv 2507.18071).
+
+    All tokens of a row share its ratio, so the row's gradient follows the mean of its advantages: use it with
+    advantages that are equal over the row, and with `sequence_mean_token_mean` for the equation of the paper.
+
+    Args:
+        log_probs, behaviour_log_probs, advantages: float[N].
+        segment_ids: int64[N], non-decreasing, the row of each token; rows must be whole.
+        clip_low, clip_high, dual_clip: as in `ppo_clip`, on s, which stays much nearer to 1 than the ratio of a token:
+            the defaults are the paper's.
+
+    Returns:
+        Metrics: those of `ppo_clip`, on s, as means over the tokens.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, order or bounds.
+    """
+    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_segment_ids("segment_ids", segment_ids, log_probs.shape[0])
+    log_ratio = log_probs - behaviour_log_probs.detach()
+    ratio = ratios(segment_mean(log_ratio, segment_ids))[segment_ids]
+    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs))
+
+
+def cispo(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    clip_high: float = 0.2,
+) -> LossOutput:
+    """-sg(min(ρ, 1 + clip_high)) A log π (CISPO of MiniMax-M1, arXiv 2506.13585, without a lower clip).
+
+    It is `truncated_is` with cap = 1 + clip_high, under the name and with the parameter that the field uses.
+
+    Args:
+        log_probs, behaviour_log_probs, advantages: float[N].
+        clip_high: >= 0; infinity does not truncate.
+
+    Returns:
+        Metrics: those of `truncated_is`.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or bound.
+    """
+    require_at_least("clip_high", clip_high, 0.0)
+    return truncated_is(log_probs, behaviour_log_probs, advantages, 1.0 + clip_high)
 
 
 def truncated_is(
@@ -93,17 +178,16 @@ def truncated_is(
         cap: C > 0; infinity does not truncate.
 
     Returns:
-        Metrics: ratio_mean, ratio_max; truncated_share (ρ > cap).
+        Metrics: ratio_mean, ratio_max; truncated_share (ρ > cap), which is the clip_share as well.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or cap.
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
-    if not cap > 0:
-        raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
+    _require_cap(cap)
     ratio = ratios((log_probs - behaviour_log_probs).detach())
     metrics = _ratio_metrics(ratio)
-    metrics["truncated_share"] = _share(ratio > cap)
+    metrics["truncated_share"] = metrics["clip_share"] = _share(ratio > cap)
     per_token = -ratio.clamp(max=cap) * advantages.detach() * log_probs
     return LossOutput(per_token, _in_dtype(metrics, log_probs))
 
@@ -154,11 +238,40 @@ def _require_loss_arguments(log_probs: Tensor, behaviour_log_probs: Tensor, adva
     )
 
 
-def _ratio_metrics(ratio: Tensor) -> dict[str, Tensor]:
+def _require_cap(cap: float) -> None:
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss for any ratio [N], and the shares of the tokens that each of its bounds holds."""
+    if not 0.0 <= clip_low <= 1.0:
+        raise ValueError(f"clip_low is {clip_low}: it must lie in [0, 1]")
+    require_at_least("clip_high", clip_high, 0.0)
+    dual = math.inf if dual_clip is None else dual_clip
+    require_at_least("dual_clip", dual, 1.0)
+    advantages = advantages.detach()
+    gain, loss = advantages > 0, advantages < 0
+    # the minimum of the two products is a clamp of the ratio from above where A > 0, and from below where A < 0
+    effective = torch.where(loss, ratio.clamp(1.0 - clip_low, dual), ratio.clamp(max=1.0 + clip_high))
+    ratio = ratio.detach()
+    shares = {
+        "clip_high_share": _share(gain & (ratio > 1.0 + clip_high)),
+        "clip_low_share": _share(loss & (ratio < 1.0 - clip_low)),
+        "dual_clip_share": _share(loss & (ratio > dual)),
+    }
+    shares["clip_share"] = sum(shares.values(), start=torch.zeros_like(shares["dual_clip_share"]))
+    return -effective * advantages, shares
+
+
+def _ratio_metrics(ratio: Tensor, name: str = "ratio") -> dict[str, Tensor]:
+    ratio = ratio.detach()
     if ratio.numel() == 0:
         zero = ratio.new_zeros(())
-        return {"ratio_mean": zero, "ratio_max": zero}
-    return {"ratio_mean": ratio.mean(), "ratio_max": ratio.max()}
+        return {f"{name}_mean": zero, f"{name}_max": zero}
+    return {f"{name}_mean": ratio.mean(), f"{name}_max": ratio.max()}
 
 
 def _share(mask: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ With l_t = log π(a_t|x_t) - log μ(a_t|x_t), ρ_t = min(ρ̄, e^l_t) and c_t = 
 ρ̄ decides which policy's value is the fixed point, c̄ only how fast and how noisily it is reached. Past the last
 step V is the bootstrap value: the learner's estimate where the episode was cut, 0 where it ended.
 
-Three forms: `vtrace` on rectangles [T, B], `vtrace_packed` on ragged rows laid end to end [N], and `turn_vtrace`, where
-a whole turn of an agent is one step of the recursion. Observation tokens are no decisions and must not be in the input.
+Two forms: `vtrace` on rectangles [T, B] and `vtrace_packed` on ragged rows laid end to end [N]. For the episodes of an
+agent there are `turn_vtrace`, where a whole turn is one step of the recursion, and `token_vtrace`, where a token is.
+Observation tokens are no decisions and must not be in the input.
 
-Invariant: nothing that is returned carries a gradient, and no row sees another one.
+Invariant: nothing that is returned carries a gradient, no row sees another one, not even its NaN, and what follows a
+discount of 0 is not seen either.
 """
 
 from typing import Literal, NamedTuple
@@ -20,8 +22,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms import kernels, scan
 from impala_llm.algorithms.checks import (
     require_at_least,
+    require_bootstrap,
     require_dtype_of,
     require_float,
     require_indices,
@@ -29,9 +33,6 @@ from impala_llm.algorithms.checks import (
     require_segment_ids,
 )
 from impala_llm.algorithms.importance import apply_dead_band, ratios, segment_mean, segment_sum
-
-_CHUNK = 32
-"""Length of the pieces of the scan: long enough that few levels remain, short enough that each operation is wide."""
 
 
 class VTraceOutput(NamedTuple):
@@ -44,14 +45,14 @@ class VTraceOutput(NamedTuple):
 
 
 class TurnVTraceOutput(NamedTuple):
-    """Per turn, [K], without gradient."""
+    """Per step of the recursion, without gradient: [K] over turns, [N] over tokens."""
 
     vs: Tensor
-    """v_k: targets of the values at the starts of the turns."""
+    """v_k: targets of the values at the starts of the steps."""
     advantages: Tensor
-    """r_k + γ v_{k+1} - V_k WITHOUT a ratio: the loss weights each token of the turn by its own truncated ratio."""
+    """r_k + γ v_{k+1} - V_k WITHOUT a ratio: the loss weights each token by its own truncated ratio."""
     log_ratios: Tensor
-    """log-ratio that the recursion used for each turn, before truncation; a metric."""
+    """log-ratio that the recursion used for each step, before truncation; a metric."""
 
 
 @torch.no_grad()
@@ -65,6 +66,7 @@ def vtrace(
     c_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
     lam: float = 1.0,
+    dead_band: float = 0.0,
 ) -> VTraceOutput:
     """V-trace on B rows of the same length T, time first.
 
@@ -77,6 +79,10 @@ def vtrace(
         rho_bar, pg_rho_bar: caps > 0; infinity does not truncate.
         c_bar: cap >= 0. Above 1 the product of the c_t grows with the length of the row, and may overflow.
         lam: λ in [0, 1].
+        dead_band: log-ratios smaller than this in absolute value count as 0, see `apply_dead_band`.
+
+    Behind a step with discount 0 anything may lie, NaN too, as in the padding of a row that ended early. Rows that were
+    cut at different times, each with a bootstrap value, are for `vtrace_packed`.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or cap.
@@ -84,24 +90,15 @@ def vtrace(
     require_same_floats(
         ("log_rhos", log_rhos), ("discounts", discounts), ("rewards", rewards), ("values", values), ndim=2
     )
-    require_float("bootstrap_value", bootstrap_value, ndim=1)
-    require_dtype_of("bootstrap_value", bootstrap_value, "values", values)
-    if bootstrap_value.shape[0] != values.shape[1]:
-        raise ValueError(
-            f"bootstrap_value has {bootstrap_value.shape[0]} elements, values has {values.shape[1]} columns: one each"
-        )
+    require_bootstrap(bootstrap_value, values)
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
     if values.numel() == 0:
         return VTraceOutput(values.clone(), values.clone())
 
-    ratio = ratios(log_rhos)
-    values_tp1 = torch.cat([values[1:], bootstrap_value[None]])
-    deltas = ratio.clamp(max=rho_bar) * (rewards + discounts * values_tp1 - values)
-    decays = discounts * ratio.clamp(max=c_bar) * lam
-    vs = values + _scan_backwards(deltas, decays)
-    vs_tp1 = torch.cat([vs[1:], bootstrap_value[None]])
-    pg_advantages = ratio.clamp(max=pg_rho_bar) * (rewards + discounts * vs_tp1 - values)
-    return VTraceOutput(vs, pg_advantages)
+    ratio = ratios(apply_dead_band(log_rhos, dead_band))
+    loops = kernels if values.device.type == "cpu" else scan
+    vs, advantages = loops.padded_targets(ratio, discounts, rewards, values, bootstrap_value, rho_bar, c_bar, lam)
+    return VTraceOutput(vs, advantages.mul_(ratio.clamp_(max=pg_rho_bar)))
 
 
 @torch.no_grad()
@@ -116,6 +113,7 @@ def vtrace_packed(
     c_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
     lam: float = 1.0,
+    dead_band: float = 0.0,
 ) -> VTraceOutput:
     """V-trace on rows of any lengths, laid end to end without padding.
 
@@ -123,7 +121,7 @@ def vtrace_packed(
         log_rhos, discounts, rewards, values: float[N], as in `vtrace`.
         bootstrap_value: float[num_segments], V after the last step of each row.
         segment_ids: int64[N], non-decreasing, the row of each step; a row may be empty.
-        rho_bar, c_bar, pg_rho_bar, lam: as in `vtrace`.
+        rho_bar, c_bar, pg_rho_bar, lam, dead_band: as in `vtrace`.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, order or cap.
@@ -132,10 +130,11 @@ def vtrace_packed(
         ("log_rhos", log_rhos), ("discounts", discounts), ("rewards", rewards), ("values", values), ndim=1
     )
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
+    ratio = ratios(apply_dead_band(log_rhos, dead_band))
     vs, advantages = _packed_targets(
-        log_rhos, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", rho_bar, c_bar, lam
+        ratio, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", rho_bar, c_bar, lam
     )
-    return VTraceOutput(vs, ratios(log_rhos).clamp(max=pg_rho_bar) * advantages)
+    return VTraceOutput(vs, advantages.mul_(ratio.clamp_(max=pg_rho_bar)))
 
 
 @torch.no_grad()
@@ -184,8 +183,7 @@ def turn_vtrace(
     num_turns = turn_values.shape[0]
     require_indices("turn_ids", turn_ids, token_log_ratios.shape[0], num_turns)
     _require_caps(rho_bar, c_bar, 1.0, lam)
-    if not 0.0 <= discount <= 1.0:
-        raise ValueError(f"discount is {discount}: it must lie in [0, 1]")
+    _require_discount(discount)
     if ratio not in ("geometric", "product"):
         raise ValueError(f"ratio is {ratio!r}: choose geometric or product")
 
@@ -193,14 +191,73 @@ def turn_vtrace(
     log_ratios = over_tokens(apply_dead_band(token_log_ratios, dead_band), turn_ids, num_turns)
     discounts = torch.full_like(turn_values, discount)
     vs, advantages = _packed_targets(
-        log_ratios, discounts, turn_rewards, turn_values, bootstrap_value, turn_segment_ids, "turn_segment_ids",
+        ratios(log_ratios), discounts, turn_rewards, turn_values, bootstrap_value, turn_segment_ids, "turn_segment_ids",
         rho_bar, c_bar, lam,
     )  # fmt: skip
     return TurnVTraceOutput(vs, advantages, log_ratios)
 
 
+@torch.no_grad()
+def token_vtrace(
+    token_log_ratios: Tensor,
+    turn_ids: Tensor,
+    turn_segment_ids: Tensor,
+    turn_rewards: Tensor,
+    token_values: Tensor,
+    bootstrap_value: Tensor,
+    discount: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    lam: float = 1.0,
+    dead_band: float = 0.0,
+) -> TurnVTraceOutput:
+    """V-trace where one step is one action token, on the same episodes as `turn_vtrace`.
+
+    The reward of a turn comes with its last token, and only from there to the next turn is discounted: a value means
+    the same under both. Numerical noise alone makes credit decay along an episode here, see `turn_vtrace`; `dead_band`
+    is the remedy.
+
+    Args:
+        token_log_ratios: float[N], l_t of the action tokens.
+        turn_ids: int64[N], non-decreasing, in [0, K): the turn of each token; every turn has a token.
+        turn_segment_ids: int64[K], non-decreasing, in [0, num_segments): the episode of each turn.
+        turn_rewards: float[K], sum of the rewards of each turn.
+        token_values: float[N], V before each token.
+        bootstrap_value: float[num_segments], V after the last token of each episode; 0 where it ended.
+        discount: γ in [0, 1], a turn.
+        rho_bar, c_bar, lam, dead_band: as in `vtrace`.
+
+    Returns:
+        [N] each; the advantages without a ratio, as in `turn_vtrace`.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, order, cap or discount, a turn without tokens.
+    """
+    require_same_floats(("token_log_ratios", token_log_ratios), ("token_values", token_values), ndim=1)
+    require_float("turn_rewards", turn_rewards, ndim=1)
+    require_dtype_of("turn_rewards", turn_rewards, "token_values", token_values)
+    num_turns = turn_rewards.shape[0]
+    require_segment_ids("turn_ids", turn_ids, token_log_ratios.shape[0], num_turns)
+    require_segment_ids("turn_segment_ids", turn_segment_ids, num_turns, bootstrap_value.shape[0])
+    _require_caps(rho_bar, c_bar, 1.0, lam)
+    _require_discount(discount)
+
+    is_last = torch.ones_like(turn_ids, dtype=torch.bool)
+    is_last[:-1] = turn_ids[1:] != turn_ids[:-1]
+    if (num_full := int(is_last.sum())) != num_turns:
+        raise ValueError(f"turn_ids names {num_full} of the {num_turns} turns: each one needs a token")
+    rewards = torch.zeros_like(token_values).masked_scatter_(is_last, turn_rewards)
+    discounts = torch.ones_like(token_values).masked_fill_(is_last, discount)
+    log_ratios = apply_dead_band(token_log_ratios, dead_band)
+    vs, advantages = _packed_targets(
+        ratios(log_ratios), discounts, rewards, token_values, bootstrap_value, turn_segment_ids[turn_ids],
+        "turn_segment_ids", rho_bar, c_bar, lam,
+    )  # fmt: skip
+    return TurnVTraceOutput(vs, advantages, log_ratios)
+
+
 def _packed_targets(
-    log_rhos: Tensor,
+    ratio: Tensor,
     discounts: Tensor,
     rewards: Tensor,
     values: Tensor,
@@ -217,58 +274,8 @@ def _packed_targets(
     require_segment_ids(segment_ids_name, segment_ids, values.shape[0], bootstrap_value.shape[0])
     if values.numel() == 0:
         return values.clone(), values.clone()
-
-    is_last = torch.ones_like(segment_ids, dtype=torch.bool)
-    torch.ne(segment_ids[1:], segment_ids[:-1], out=is_last[:-1])
-    ends = is_last.nonzero().squeeze(1)
-    bootstrap_at_ends = bootstrap_value[segment_ids[ends]]
-
-    def next_of(x: Tensor) -> Tensor:
-        return x.roll(-1).index_copy_(0, ends, bootstrap_at_ends)
-
-    ratio = ratios(log_rhos)
-    # in place wherever a temporary allows it: fresh memory costs more here than arithmetic
-    deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=rho_bar))
-    decays = ratio.clamp_(max=c_bar).mul_(lam).mul_(discounts).masked_fill_(is_last, 0.0)
-    vs = _scan_backwards(deltas, decays).add_(values)
-    return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
-
-
-def _scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
-    """x_t = terms_t + decays_t x_{t+1} along dimension 0, with x = 0 past the end. [T, ...], any T.
-
-    Cuts time into chunks and walks back through all chunks at once, each as if nothing followed it. What does follow
-    enters a chunk only through its first element, so the heads of the chunks are again such a recursion, `_CHUNK`
-    times shorter.
-    """
-    length, tail = terms.shape[0], terms.shape[1:]
-    if length <= _CHUNK:
-        x = terms.clone()
-        rows, factors = x.unbind(0), decays.unbind(0)
-        for t in range(length - 2, -1, -1):
-            rows[t].addcmul_(factors[t], rows[t + 1])
-        return x
-
-    num_chunks = -(-length // _CHUNK)
-
-    def cut(y: Tensor) -> Tensor:
-        missing = num_chunks * _CHUNK - length
-        padded = torch.cat([y, y.new_zeros((missing, *tail))]) if missing else y
-        by_chunk = padded.reshape(num_chunks, _CHUNK, *tail)
-        return by_chunk.movedim(1, 0).clone(memory_format=torch.contiguous_format)
-
-    x, product = cut(terms), cut(decays)
-    largest = torch.finfo(terms.dtype).max
-    rows, products = x.unbind(0), product.unbind(0)
-    for j in range(_CHUNK - 2, -1, -1):
-        rows[j].addcmul_(products[j], rows[j + 1])
-        # an infinite product times the 0 at a row's end would be NaN in the row before it
-        products[j].mul_(products[j + 1]).clamp_(max=largest)
-    heads = _scan_backwards(rows[0], products[0])
-    following = torch.zeros_like(heads)
-    following[:-1] = heads[1:]
-    x.addcmul_(product, following)
-    return x.movedim(0, 1).reshape(num_chunks * _CHUNK, *tail)[:length]
+    loops = kernels if values.device.type == "cpu" else scan
+    return loops.packed_targets(ratio, discounts, rewards, values, bootstrap_value, segment_ids, rho_bar, c_bar, lam)
 
 
 def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -> None:
@@ -278,3 +285,8 @@ def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -
     require_at_least("c_bar", c_bar, 0.0)
     if not 0.0 <= lam <= 1.0:
         raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")
+
+
+def _require_discount(discount: float) -> None:
+    if not 0.0 <= discount <= 1.0:
+        raise ValueError(f"discount is {discount}: it must lie in [0, 1]")

@@ -122,6 +122,11 @@ class Feed:
                     self._insert(group.trajectories, version)
         self._drop(late)
 
+    def arrivals(self, version: int) -> list[Trajectory]:
+        """What has arrived since the caller last cleared `received`, up to now."""
+        self.collect(version, timeout_s=0.0)
+        return self.received
+
     def _insert(self, trajectories: tuple[Trajectory, ...], version: int) -> None:
         # A short group counts as a whole one, as it does in the tickets: a batch of it would be waited for for ever.
         self._rate.record_inserts(self._group_size)

@@ -38,6 +38,7 @@ from impala_llm.algorithms.importance import kl_estimates
 from impala_llm.config import Config
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch, pack
+from impala_llm.learning.scoring import action_log_probs
 from impala_llm.pipeline.complaints import Complaints
 from impala_llm.trajectory import Trajectory
 
@@ -232,13 +233,10 @@ class MismatchMonitor:
                 num_tokens += trajectory.num_action_tokens
         self._score(chosen, version)
 
-    @torch.no_grad()
     def _score(self, trajectories: Sequence[Trajectory], version: int) -> None:
         for cpu_micro in pack(trajectories, self._token_budget):
             micro = cpu_micro.to(self._device)
-            hidden = self._model.hidden(micro.tokens, micro.position_ids, micro.lengths)
-            actions = micro.action_positions
-            log_probs, _ = self._model.action_log_probs(hidden[actions - 1], micro.tokens[actions], self._temperature)
+            log_probs = action_log_probs(self._model, micro, self._temperature)
             self.record(compare(log_probs, micro, version))
             self.keep([trajectories[i] for i in micro.members], log_probs)
 

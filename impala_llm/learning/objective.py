@@ -5,16 +5,20 @@ Invariant: every part is a sum over this micro-batch divided by its count over A
 cut. Advantages and targets carry no gradient.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms import importance, losses, vtrace
-from impala_llm.config import Config
+from impala_llm.algorithms import distillation, importance, losses, vtrace
+from impala_llm.config import AlgorithmConfig, Config
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch
+from impala_llm.learning.scoring import TokenScores
+
+NO_SCORES = TokenScores()
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Outcome:
     """float32[num_segments]: mean |A| over the action tokens: the advantage factor of the replay priority."""
     log_probs: Tensor
     """float32[N]: log π of the action tokens, without gradient."""
+    entropy: float
+    """Sum over the action tokens, in nats."""
     comparison: Comparison
     """Of the learner's log-probabilities with the engine's."""
     figures: list[tuple[str, float, float]]
@@ -53,15 +59,18 @@ def objective(
     version: int,
     train_policy: bool = True,
     recomputed: Recomputed | None = None,
+    scores: TokenScores = NO_SCORES,
+    entropy_coef: float = 0.0,
 ) -> Outcome:
     """Loss of one packed micro-batch.
 
     Args:
-        sequence_advantages: float32[num_segments] of the group baseline; None: turn-level V-trace with the value head.
+        sequence_advantages: float32[num_segments], of whole episodes; None: from the value head, or from the teacher.
         weights: float32[num_segments], importance weights of the replay draw, 1 where it was uniform.
         version: of the learner, for staleness.
         train_policy: False while only the value head warms up.
         recomputed: what enters the ratios for log μ; None: what the engine reported.
+        scores: of the reference policy and the teacher.
     """
     algorithm = config.algorithm
     hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
@@ -71,56 +80,130 @@ def objective(
     log_ratio = (log_probs - behaviour_logprobs).detach()
     value_loss = log_probs.new_zeros(())
     figures: list[tuple[str, float, float]] = []
-    if sequence_advantages is None:
-        values = model.values(hidden[batch.turn_value_positions])
-        bootstrap = values.new_zeros(len(batch.lengths))
-        cut = batch.bootstrap
-        if bool(cut.any()):
-            bootstrap[cut] = model.values(hidden[batch.last_positions[cut]]).detach()
-        target = vtrace.turn_vtrace(
-            log_ratio, batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, values.detach(), bootstrap,
-            algorithm.discount, algorithm.rho_bar, algorithm.c_bar, algorithm.lam,
-            algorithm.turn_ratio, algorithm.dead_band,
-        )  # fmt: skip
-        turn_advantages = target.advantages
-        turn_weights = weights[batch.turn_segment_ids]
-        value_loss = 0.5 * (turn_weights * (values - target.vs).square()).sum() / denominators.turns
-        figures += _value_figures(target, values.detach(), algorithm.rho_bar, algorithm.c_bar)
+    if sequence_advantages is not None:
+        advantages = sequence_advantages[batch.segment_ids]
+    elif scores.teacher is not None:
+        advantages = distillation.reverse_kl_signal(scores.teacher, log_probs.detach())
     else:
-        turn_advantages = sequence_advantages[batch.turn_segment_ids]
-    advantages = turn_advantages[batch.turn_ids]
-
-    if algorithm.loss == "truncated_is":
-        output = losses.truncated_is(log_probs, behaviour_logprobs, advantages, algorithm.is_cap)
-        clipped = output.metrics["truncated_share"]
-    else:
-        output = losses.ppo_clip(
-            log_probs,
-            behaviour_logprobs,
-            advantages,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            algorithm.dual_clip,
+        advantages, value_loss, figures = _from_values(
+            algorithm, model, hidden, batch, log_ratio, weights, denominators
         )
-        clipped = sum(output.metrics[f"{side}_share"] for side in ("clip_low", "clip_high", "dual_clip"))
+
+    output = _policy_loss(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
+    keep = _kept(algorithm, log_probs.detach(), behaviour_logprobs, log_ratio, advantages, batch.segment_ids)
+    per_token = output.per_token
+    if scores.reference is not None and algorithm.kl_coef > 0:
+        # From samples of μ: weighted as the policy gradient is, so that it is the divergence under π.
+        apart = (scores.reference - log_probs).clamp(-importance.LOG_RATIO_LIMIT, importance.LOG_RATIO_LIMIT)
+        divergence = importance.ratios(log_ratio).clamp(max=1.0) * (apart.exp() - apart - 1.0)
+        figures.append(("loss/reference_kl", float(divergence.detach().mean()), float(len(log_ratio))))
+        per_token = per_token + algorithm.kl_coef * divergence
+    # Masked and not multiplied: what is left out may be infinite.
+    per_token = torch.where(keep, per_token, 0.0) * weights[batch.segment_ids]
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
-    policy_loss = losses.aggregate(
-        output.per_token * weights[batch.segment_ids], batch.segment_ids, algorithm.aggregate, denominator
-    )
+    policy_loss = losses.aggregate(per_token, batch.segment_ids, algorithm.aggregate, denominator)
     mean_entropy = entropy.sum() / denominators.tokens
     # A weight of 0 and not a missing term: all parameters take part in the gradient reduction.
     policy_weight = 1.0 if train_policy else 0.0
-    loss = policy_weight * (policy_loss - algorithm.entropy_coef * mean_entropy) + algorithm.value_coef * value_loss
+    loss = policy_weight * (policy_loss - entropy_coef * mean_entropy) + algorithm.value_coef * value_loss
 
     with torch.no_grad():
-        figures += _figures(batch, log_ratio, advantages, entropy, float(clipped), version)
+        clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
+        figures += _figures(batch, log_ratio, advantages, entropy, clipped, version)
+        figures.append(("ratio/rejected_share", 1.0 - float(keep.float().mean()), float(len(log_ratio))))
         # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
         share, tokens = denominators.tokens / len(log_ratio), float(len(log_ratio))
         for name, part in (("policy", policy_loss), ("value", value_loss), ("total", loss)):
             figures.append((f"loss/{name}", part.item() * share, tokens))
         size = importance.segment_mean(advantages.abs(), batch.segment_ids, len(batch.lengths))
         comparison = compare(log_probs, batch, version)
-    return Outcome(loss, size, log_probs.detach(), comparison, figures)
+    return Outcome(loss, size, log_probs.detach(), float(entropy.detach().sum()), comparison, figures)
+
+
+def _from_values(
+    algorithm: AlgorithmConfig,
+    model: PolicyModel,
+    hidden: Tensor,
+    batch: PackedBatch,
+    log_ratio: Tensor,
+    weights: Tensor,
+    denominators: Denominators,
+) -> tuple[Tensor, Tensor, list[tuple[str, float, float]]]:
+    """Advantages float32[N] from the value head by V-trace or GAE, the value loss, and figures."""
+    by_token = algorithm.granularity == "token"
+    values = model.values(hidden[batch.action_positions - 1 if by_token else batch.turn_value_positions])
+    bootstrap = values.new_zeros(len(batch.lengths))
+    cut = batch.bootstrap
+    if bool(cut.any()):
+        bootstrap[cut] = model.values(hidden[batch.last_positions[cut]]).detach()
+    # GAE is V-trace whose ratios are all 1, with A = v - V.
+    corrected = log_ratio if algorithm.advantage == "vtrace" else torch.zeros_like(log_ratio)
+    data = (corrected, batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, values.detach(), bootstrap)
+    rules = (algorithm.discount, algorithm.rho_bar, algorithm.c_bar, algorithm.lam)
+    if by_token:
+        target = vtrace.token_vtrace(*data, *rules, algorithm.dead_band)
+    else:
+        target = vtrace.turn_vtrace(*data, *rules, algorithm.turn_ratio, algorithm.dead_band)
+    advantages = target.advantages if algorithm.advantage == "vtrace" else target.vs - values.detach()
+    step_weights = weights[batch.segment_ids if by_token else batch.turn_segment_ids]
+    num_steps = denominators.tokens if by_token else denominators.turns
+    value_loss = 0.5 * (step_weights * (values - target.vs).square()).sum() / num_steps
+    figures = _value_figures(target, values.detach(), algorithm.rho_bar, algorithm.c_bar)
+    return advantages if by_token else advantages[batch.turn_ids], value_loss, figures
+
+
+def _policy_loss(
+    algorithm: AlgorithmConfig,
+    log_probs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    batch: PackedBatch,
+    version: int,
+) -> losses.LossOutput:
+    """The configured policy loss of each action token."""
+    low, high = algorithm.clip_low, algorithm.clip_high
+    match algorithm.loss:
+        case "truncated_is" if algorithm.is_level == "token":
+            return losses.truncated_is(log_probs, behaviour, advantages, algorithm.is_cap)
+        case "truncated_is":
+            log_ratio = (log_probs - behaviour).detach()
+            weight = importance.truncated_weights(log_ratio, batch.segment_ids, "sequence", algorithm.is_cap)
+            return losses.LossOutput(-weight * advantages * log_probs, {})
+        case "ppo_clip":
+            return losses.ppo_clip(log_probs, behaviour, advantages, low, high, algorithm.dual_clip)
+        case "decoupled_ppo":
+            proximal = log_probs.detach()
+            if algorithm.proximal == "log_linear":
+                proximal = importance.log_linear_proximal(log_probs, behaviour, batch.versions, version).detach()
+            cap = algorithm.proximal_cap or math.inf
+            return losses.decoupled_ppo(log_probs, behaviour, advantages, proximal, low, high, algorithm.dual_clip, cap)
+        case "cispo":
+            return losses.cispo(log_probs, behaviour, advantages, high)
+        case "gspo":
+            return losses.gspo(log_probs, behaviour, advantages, batch.segment_ids, low, high, algorithm.dual_clip)
+        case _:  # reinforce, and dpo, whose advantages say it all
+            return losses.LossOutput(-advantages * log_probs, {})
+
+
+def _kept(
+    algorithm: AlgorithmConfig,
+    log_probs: Tensor,
+    behaviour: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor,
+) -> Tensor:
+    """bool[N]: the action tokens that teach."""
+    keep = torch.ones_like(segment_ids, dtype=torch.bool)
+    if algorithm.reject != "none":
+        keep = importance.rejection_mask(
+            log_ratio, segment_ids, algorithm.reject, algorithm.reject_low, algorithm.reject_high
+        )
+    if algorithm.probability_limit is not None:
+        keep = keep & importance.probability_difference_mask(
+            log_probs, behaviour, advantages, algorithm.probability_limit
+        )
+    return keep
 
 
 def _figures(

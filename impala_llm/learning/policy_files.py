@@ -13,7 +13,7 @@ def resolve_policy(config: Config) -> Path:
 
     The bytes of a scratch policy depend on `run.seed` only, so processes that make it at once agree.
     """
-    directory = model_directory(config)
+    directory = model_directory(config.model.path)
     if directory is not None:
         return directory
     target = Path(config.run.dir) / f"scratch-{config.run.seed}"

@@ -131,7 +131,7 @@ class Receiver:
         self._intake = Intake(arena, ledger, self._inbox, vocab_size, self._clock)
         self._sessions: dict[_Address, _Session] = {}
         self._acks: defaultdict[_Address, list[int]] = defaultdict(list)
-        self._announced = ledger.version
+        self._announced = self._published = ledger.version
         self._next_process_check = 0.0
         self._complaints = Complaints()
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -191,11 +191,17 @@ class Receiver:
         self._arena.end(dropped)
         self._wake()
 
-    def announce(self, version: int) -> None:
-        """Tell all actors that the weights of this version are published. ValueError where it is not a new one."""
+    def announce(self, version: int, published: bool = True) -> None:
+        """The learner has made this version; tell all actors, if its weights are published.
+
+        Trajectories of steps that were never published are kept for a learner that is started again. ValueError where
+        the version is not a new one.
+        """
         self._ledger.advance(version)
-        self._arena.end(self._step)
-        self._step.clear()
+        if published:
+            self._published = version
+            self._arena.end(self._step)
+            self._step.clear()
         self._wake()
 
     def lost_members(self, group_id: int) -> int:
@@ -372,7 +378,7 @@ class Receiver:
                 self._actor_stats[hello.actor_id] = {}
         session.last_heard = self._clock.now
         self._ledger.resumed(session.actor_id, hello.held)
-        self._send(address, WeightsAnnounced(self._ledger.version))
+        self._send(address, WeightsAnnounced(self._published))
 
     def _handle_heartbeat(self, session: _Session, held: tuple[int, ...], stats: dict[str, float]) -> None:
         with self._lock:
@@ -387,7 +393,7 @@ class Receiver:
         ]
         if missing:
             self._send_grant(session, missing)
-        self._send(session.address, WeightsAnnounced(self._ledger.version))
+        self._send(session.address, WeightsAnnounced(self._published))
 
     # --- trajectories
 
@@ -426,7 +432,7 @@ class Receiver:
         by_actor = {session.actor_id: session for session in self._sessions.values()}
         grants = self._ledger.grantable()
         # Read after the grants: no ticket then demands a version that its actor has not heard of.
-        version = self._ledger.version
+        version = self._published
         if version != self._announced:
             self._announced = version
             for address in self._sessions:

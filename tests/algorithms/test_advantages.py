@@ -1,12 +1,14 @@
-"""Group baselines against loops over the groups."""
+"""Group baselines against loops over the groups, and GAE against its definition as a sum."""
 
+import math
 import statistics
 
 import numpy as np
 import pytest
 import torch
 
-from impala_llm.algorithms.advantages import group_relative, rloo
+from impala_llm.algorithms.advantages import gae, group_relative, rloo
+from impala_llm.algorithms.vtrace import vtrace
 
 SCORES = [0.1, 1.0, 0.5, 0.1, 0.4, 0.1, 0.7, 0.0]
 GROUPS = [7, -3, 7, 90, -3, 90, 7, 4]  # unsorted; group 4 has one member, group 90 equal scores
@@ -75,3 +77,73 @@ def test_nothing_carries_a_gradient() -> None:
 def test_mistakes_are_named(scores: torch.Tensor, groups: torch.Tensor, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         rloo(scores, groups)
+
+
+def gae_columns(steps: int, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(steps)
+    discounts = rng.choice([0.0, 0.9, 1.0], (steps, rows), p=[0.1, 0.5, 0.4])
+    columns = {"rewards": rng.normal(size=(steps, rows)), "values": rng.normal(size=(steps, rows))}
+    columns |= {"bootstrap_value": rng.normal(size=rows), "discounts": discounts}
+    return {name: torch.tensor(column, dtype=dtype) for name, column in columns.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize(("steps", "rows"), [(1, 1), (1, 3), (50, 2)])
+def test_gae_is_its_sum(steps: int, rows: int, lam: float, dtype: torch.dtype) -> None:
+    columns = gae_columns(steps, rows, dtype)
+    out = gae(**columns, lam=lam)
+    rewards, values, bootstrap, discounts = (column.double().numpy() for column in columns.values())
+    following = np.concatenate([values[1:], bootstrap[None]])
+    for b in range(rows):
+        for s in range(steps):
+            expected = 0.0
+            for t in range(s, steps):
+                delta = rewards[t, b] + discounts[t, b] * following[t, b] - values[t, b]
+                expected += np.prod(lam * discounts[s:t, b]) * delta
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+            assert float(out.advantages[s, b]) == pytest.approx(expected, abs=tolerance)
+            assert float(out.value_targets[s, b]) == pytest.approx(expected + values[s, b], abs=tolerance)
+    assert out.advantages.dtype == out.value_targets.dtype == dtype
+
+
+def test_gae_is_vtrace_on_policy() -> None:
+    columns = gae_columns(40, 3, torch.float64)
+    zeros = torch.zeros(40, 3, dtype=torch.float64)
+    on_policy = vtrace(
+        zeros, columns["discounts"], columns["rewards"], columns["values"], columns["bootstrap_value"], lam=0.9
+    )
+    torch.testing.assert_close(gae(**columns, lam=0.9).value_targets, on_policy.vs)
+
+
+def test_gae_does_not_see_what_lies_behind_the_end() -> None:
+    columns = gae_columns(40, 2, torch.float64)
+    columns["discounts"][:] = 0.9
+    columns["discounts"][10, 0] = 0.0
+    short = {name: column[..., :1] if column.ndim == 1 else column[:11, :1] for name, column in columns.items()}
+    for name in ("rewards", "values", "discounts"):
+        columns[name][11:, 0] = math.nan
+    out, expected = gae(**columns, lam=0.9), gae(**short, lam=0.9)
+    torch.testing.assert_close(out.advantages[:11, :1], expected.advantages)
+    assert torch.isfinite(out.advantages[:, 1]).all()
+
+
+def test_gae_carries_no_gradient_and_takes_no_steps() -> None:
+    columns = gae_columns(5, 2, torch.float32)
+    columns["values"].requires_grad_()
+    assert not any(x.requires_grad for x in gae(**columns))
+    assert gae(torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(2), torch.zeros(0, 2)).advantages.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"rewards": torch.zeros(4, 2)}, ValueError, "values has shape"),
+        ({"discounts": torch.zeros(5, 2, dtype=torch.float64)}, TypeError, "discounts has dtype"),
+        ({"bootstrap_value": torch.zeros(3)}, ValueError, "bootstrap_value has 3 elements"),
+        ({"lam": 1.1}, ValueError, "lam is 1.1"),
+    ],
+)
+def test_mistakes_in_gae_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        gae(**{**gae_columns(5, 2, torch.float32), **change})

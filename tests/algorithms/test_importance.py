@@ -12,6 +12,8 @@ from impala_llm.algorithms.importance import (
     apply_dead_band,
     effective_sample_size,
     kl_estimates,
+    log_linear_proximal,
+    probability_difference_mask,
     rejection_mask,
     segment_mean,
     segment_sum,
@@ -45,6 +47,42 @@ def test_rejection(level: str, statistic: object) -> None:
             ratio = math.exp(x if statistic is None else statistic(row))
             expected.append(low <= ratio <= high)
     assert rejection_mask(LOG_RATIO, SEGMENT_IDS, level, low, high).tolist() == expected
+
+
+@pytest.mark.parametrize(("level", "spoilt"), [("token", [2]), ("sequence", [2, 3, 4]), ("geometric", [2, 3, 4])])
+def test_nan_is_rejected_and_stays_in_its_row(level: str, spoilt: list[int]) -> None:
+    log_ratio = torch.zeros(7)
+    log_ratio[2] = math.nan
+    expected = [i not in spoilt for i in range(7)]
+    assert rejection_mask(log_ratio, SEGMENT_IDS, level).tolist() == expected
+    assert truncated_weights(log_ratio, SEGMENT_IDS, "sequence", 2.0).isfinite().tolist() == [
+        i not in [2, 3, 4] for i in range(7)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rejection_by_the_difference_of_probabilities(dtype: torch.dtype) -> None:
+    # π, μ, A, kept?
+    cases = [
+        (0.9, 0.6, 1.0, False), (0.9, 0.6, -1.0, True), (0.6, 0.9, 1.0, True), (0.6, 0.9, -1.0, False),
+        (0.9, 0.6, 0.0, True), (0.5, 0.4, 1.0, True), (0.4, 0.5, -2.0, True), (0.01, 1e-6, 5.0, True),
+        (math.nan, 0.5, 1.0, False), (0.5, math.nan, -1.0, False),
+    ]  # fmt: skip
+    pi, mu, advantages, _ = (torch.tensor(column, dtype=dtype) for column in zip(*cases, strict=True))
+    kept = probability_difference_mask(pi.log(), mu.log(), advantages, 0.2)
+    assert kept.tolist() == [case[3] for case in cases]
+    assert probability_difference_mask(LOG_RATIO[:0], LOG_RATIO[:0], LOG_RATIO[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_linear_proximal(dtype: torch.dtype) -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -3.0, -0.5], dtype=dtype, requires_grad=True)
+    behaviour = torch.tensor([-1.5, -1.0, -1.0, -4.5], dtype=dtype)
+    versions = torch.tensor([7, 6, 5, 3], dtype=torch.int32)
+    out = log_linear_proximal(log_probs, behaviour, versions, version=7)
+    # no step and one step away: μ itself; two steps: half way; four steps: three quarters
+    np.testing.assert_allclose(out, [-1.5, -1.0, -2.0, -1.5], rtol=1e-6)
+    assert out.dtype == dtype and not out.requires_grad
 
 
 def test_bounds_of_rejection_are_included() -> None:
@@ -160,6 +198,12 @@ def test_segment_sums_and_means() -> None:
         (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS, "mean", 0.5, 2.0), ValueError, "level is 'mean'"),
         (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS, "token", 2.0, 0.5), ValueError, "low is 2.0"),
         (lambda: rejection_mask(LOG_RATIO, SEGMENT_IDS.flip(0)), ValueError, "segment_ids decreases"),
+        (lambda: probability_difference_mask(*[LOG_RATIO] * 3, limit=1.5), ValueError, "limit is 1.5"),
+        (lambda: probability_difference_mask(LOG_RATIO, LOG_RATIO, LOG_RATIO[1:]), ValueError, "advantages has shape"),
+        (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, LOG_RATIO, 3), TypeError, "versions has dtype"),
+        (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS[1:], 3), ValueError, "versions has shape"),
+        (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS, 2), ValueError, "<= version = 2 is needed"),
+        (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS - 1, 9), ValueError, "lie in .-1, 2."),
         (lambda: effective_sample_size(torch.tensor([1.0, -0.5])), ValueError, "weights holds -0.5"),
         (lambda: kl_estimates(torch.zeros(3, dtype=torch.int64)), TypeError, "log_ratio has dtype"),
     ],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.algorithms.vtrace import turn_vtrace, vtrace, vtrace_packed
+from impala_llm.algorithms.vtrace import token_vtrace, turn_vtrace, vtrace, vtrace_packed
 
 Row = dict[str, list[float]]
 
@@ -229,6 +229,95 @@ def test_one_turn_of_one_token_is_the_textbook() -> None:
     torch.testing.assert_close(turns.advantages * log_rhos.exp().clamp(max=2.0), tokens.pg_advantages)
 
 
+@pytest.mark.parametrize("dead_band", [0.0, 0.01])
+def test_tokens_equal_the_double_sum_over_tokens(dead_band: float) -> None:
+    caps = {"rho_bar": 1.5, "c_bar": 1.1, "lam": 0.95}
+    values = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    out = token_vtrace(
+        TOKEN_LOG_RATIOS, TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, values, TURN_BOOTSTRAP,
+        discount=0.9, dead_band=dead_band, **caps,
+    )  # fmt: skip
+    log_ratios = [0.0 if abs(x) < dead_band else x for x in TOKEN_LOG_RATIOS.tolist()]
+    assert out.log_ratios.tolist() == log_ratios
+    # the reward of a turn and its discount come with its last token: tokens 1, 2, 5 and 6, 8
+    rewards = [0.0, 0.1, 0.0, 0.0, 0.0, 1.0, -0.5, 0.0, 0.25]
+    discounts = [1.0, 0.9, 0.9, 1.0, 1.0, 0.9, 0.9, 1.0, 0.9]
+    for episode, tokens in enumerate([range(0, 6), range(6, 9)]):
+        here = slice(tokens.start, tokens.stop)
+        row = {"log_rhos": log_ratios[here], "discounts": discounts[here], "rewards": rewards[here]}
+        row["values"] = values[here].tolist()
+        vs, _ = reference(row, float(TURN_BOOTSTRAP[episode]), **caps)
+        following = [*vs[1:], float(TURN_BOOTSTRAP[episode])]
+        steps = zip(rewards[here], discounts[here], following, row["values"], strict=True)
+        advantages = [reward + gamma * after - value for reward, gamma, after, value in steps]
+        np.testing.assert_allclose(out.vs[here], vs, rtol=1e-12)
+        np.testing.assert_allclose(out.advantages[here], advantages, rtol=1e-12)
+
+
+def test_tokens_and_turns_are_the_same_where_a_turn_is_a_token() -> None:
+    ids, rows = torch.arange(9), torch.tensor([0] * 6 + [1] * 3)
+    rewards, values = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    arguments = (TOKEN_LOG_RATIOS, ids, rows, rewards, values, TURN_BOOTSTRAP, 0.9)
+    for a, b in zip(token_vtrace(*arguments), turn_vtrace(*arguments), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_dead_band_takes_small_log_ratios_for_none(form: str) -> None:
+    row = random_row(np.random.default_rng(11), 30)
+    row["log_rhos"] = [x / 100 for x in row["log_rhos"]]
+    within = {**row, "log_rhos": [0.0 if abs(x) < 0.02 else x for x in row["log_rhos"]]}
+    assert within != row and any(within["log_rhos"])
+    columns, segment_ids = packed([row])
+    bootstrap = torch.tensor([0.5], dtype=torch.float64)
+    caps = {"rho_bar": 2.0, "c_bar": 2.0, "pg_rho_bar": 2.0}
+    if form == "packed":
+        out = vtrace_packed(*columns, bootstrap, segment_ids, **caps, dead_band=0.02)
+    else:
+        out = vtrace(*(c[:, None] for c in columns), bootstrap, **caps, dead_band=0.02)
+    vs, advantages = reference(within, 0.5, **caps)
+    np.testing.assert_allclose(out.vs.flatten(), vs, rtol=1e-10)
+    np.testing.assert_allclose(out.pg_advantages.flatten(), advantages, rtol=1e-10)
+
+
+@pytest.mark.parametrize("extreme", [5.0, -5.0])
+def test_extreme_ratios_in_float32(extreme: float) -> None:
+    row = random_row(np.random.default_rng(7), 40)
+    row["log_rhos"] = [extreme] * 40
+    columns, segment_ids = packed([row], torch.float32)
+    caps = {"rho_bar": 2.0, "c_bar": 1.0, "pg_rho_bar": 3.0}
+    out = vtrace_packed(*columns, torch.tensor([0.25]), segment_ids, **caps)
+    vs, advantages = reference(row, 0.25, **caps)
+    np.testing.assert_allclose(out.vs, vs, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out.pg_advantages, advantages, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_in_observations_and_padding_does_not_leak() -> None:
+    # what is no action is not gathered; what lies behind the end of a padded row is not looked at
+    rng = np.random.default_rng(2)
+    rows = [random_row(rng, steps) for steps in (5, 9)]
+    for row in rows:
+        row["discounts"][-1] = 0.0
+    columns, segment_ids = packed(rows)
+    everything = [torch.full((40,), math.nan, dtype=torch.float64) for _ in columns]
+    is_action = torch.zeros(40, dtype=torch.bool)
+    is_action[torch.tensor([3, 4, 7, 8, 9, 15, 16, 17, 18, 20, 25, 31, 32, 39])] = True
+    for full, column in zip(everything, columns, strict=True):
+        full[is_action] = column
+    bootstrap = torch.full((2,), math.nan, dtype=torch.float64)  # both ended: discount 0
+    out = vtrace_packed(*(full[is_action] for full in everything), bootstrap, segment_ids)
+    padded = [torch.full((12, 2), math.nan, dtype=torch.float64) for _ in columns]
+    for b in range(2):
+        for rectangle, column in zip(padded, columns, strict=True):
+            rectangle[: len(rows[b]["rewards"]), b] = column[segment_ids == b]
+    rectangles = vtrace(*padded, bootstrap)
+    for b, row in enumerate(rows):
+        vs, advantages = reference(row, 0.0)
+        np.testing.assert_allclose(out.vs[segment_ids == b], vs, rtol=1e-12)
+        np.testing.assert_allclose(rectangles.vs[: len(vs), b], vs, rtol=1e-12)
+        np.testing.assert_allclose(rectangles.pg_advantages[: len(vs), b], advantages, rtol=1e-12)
+
+
 def test_noise_halves_credit_over_tokens_but_not_over_turns() -> None:
     # 10 turns of 200 tokens, one reward at the end, no critic, noise of mean |l| = 0.011 and no staleness
     generator = torch.Generator().manual_seed(0)
@@ -263,6 +352,7 @@ def test_noise_halves_credit_over_tokens_but_not_over_turns() -> None:
         ({"pg_rho_bar": math.nan}, ValueError, "pg_rho_bar is nan"),
         ({"c_bar": -1.0}, ValueError, "c_bar is -1.0"),
         ({"lam": 1.5}, ValueError, "lam is 1.5"),
+        ({"dead_band": -0.1}, ValueError, "width is -0.1"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
@@ -292,3 +382,25 @@ def test_mistakes_in_turns_are_named(change: dict[str, object], error: type[Exce
     }  # fmt: skip
     with pytest.raises(error, match=match):
         turn_vtrace(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"turn_ids": torch.tensor([0, 0, 1, 2, 2, 2, 4, 4, 4])}, ValueError, "turn_ids names 4 of the 5 turns"),
+        ({"turn_ids": TURN_IDS.flip(0)}, ValueError, "turn_ids decreases"),
+        ({"turn_segment_ids": TURN_SEGMENT_IDS + 1}, ValueError, "turn_segment_ids holds 2"),
+        ({"token_values": TURN_VALUES}, ValueError, "token_values has shape"),
+        ({"turn_rewards": TURN_REWARDS.float()}, TypeError, "turn_rewards has dtype"),
+        ({"discount": -0.1}, ValueError, "discount is -0.1"),
+    ],
+)
+def test_mistakes_in_tokens_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
+    good = {
+        "token_log_ratios": TOKEN_LOG_RATIOS, "turn_ids": TURN_IDS, "turn_segment_ids": TURN_SEGMENT_IDS,
+        "turn_rewards": TURN_REWARDS, "token_values": torch.zeros(9, dtype=torch.float64),
+        "bootstrap_value": TURN_BOOTSTRAP,
+    }  # fmt: skip
+    token_vtrace(**good)
+    with pytest.raises(error, match=match):
+        token_vtrace(**{**good, **change})

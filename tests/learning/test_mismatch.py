@@ -5,7 +5,6 @@ import gc
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from impala_llm.algorithms.advantages import group_relative
 from impala_llm.config import Config
-from impala_llm.learner import update
+from impala_llm.learner import Trainer
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
@@ -21,7 +20,7 @@ from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import METRICS, MetricLog, StageTimer
+from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import make_batch, save_lm
 
@@ -226,40 +225,32 @@ def test_nothing_to_compare_leaves_no_figures_and_the_alarm_as_it_was(model: Pol
 # --- in an update
 
 
-class PlayedFeed:
-    """What `update` asks of a feed; `arriving` comes in the middle of the next update."""
+class NoPriorities:
+    """What an update asks of a buffer."""
 
-    def __init__(self, received: Sequence[Trajectory]) -> None:
-        self.received = list(received)
-        self.arriving: list[Trajectory] = []
-        self.buffer = SimpleNamespace(update_advantages=lambda ids, values: None)
-
-    def collect(self, version: int, timeout_s: float) -> None:
-        self.received += self.arriving
-        self.arriving = []
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        return None
 
 
 class Run:
     """A learner without its surroundings."""
 
     def __init__(self, directory: Path, config: Config) -> None:
-        self.config = config
         self.model = PolicyModel.from_pretrained(directory)
-        self.monitor = MismatchMonitor(config, self.model, CPU)
-        self.optimizer = Optimizer(self.model, config.learner)
-        self.feed = PlayedFeed([])
+        self.log = MetricLog()
+        self.trainer = Trainer(config, Ranks("cpu"), self.model, NoPriorities(), self.log)  # type: ignore[arg-type]
+        self.arriving: list[Trajectory] = []
         self.version = VERSION
 
     def update(self, rows: Sequence[Trajectory]) -> dict[str, float]:
-        log = MetricLog()
         batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(t.group_id for t in rows), 1.0)
-        update(
-            self.config, Ranks("cpu"), self.model, self.optimizer, self.monitor, batch, self.feed,  # type: ignore[arg-type]
-            self.version, 0.1, StageTimer(), log,
-        )  # fmt: skip
+        self.trainer.update(batch, self.version, 0.1, self.take_arrivals)
         self.version += 1
-        self.feed.received.clear()
-        return log.flush()
+        return self.log.flush()
+
+    def take_arrivals(self) -> list[Trajectory]:
+        taken, self.arriving = self.arriving, []
+        return taken
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
@@ -271,7 +262,7 @@ def test_never_leaves_the_update_as_it_was_to_the_last_bit(tmp_path: Path) -> No
     config.learner.token_budget = 60
     run, model = Run(directory, config), PolicyModel.from_pretrained(directory)
     rows = sampled_by(model, noise=0.3, versions=[VERSION, VERSION - 1])
-    run.feed.arriving = sampled_by(model, noise=0.1)
+    run.arriving = sampled_by(model, noise=0.1)
     seen = run.update(rows)
     assert seen["mismatch/recomputed_share"] == 0 and seen["mismatch/alarm"] == 1
 
@@ -316,7 +307,7 @@ def test_what_arrives_before_the_step_of_its_version_is_scored_by_that_version(t
     run = Run(save_lm(tmp_path), config)
     first, later = sampled_by(run.model), sampled_by(run.model, noise=0.4)
     of_sampler = injected(run.model, later) + np.concatenate([t.behaviour_logprobs[t.action_mask] for t in later])
-    run.feed.arriving = later
+    run.arriving = later
     run.update(first)
     for _ in range(2):
         now = np.concatenate([log_probs_of(run.model, t)[t.action_mask] for t in later])
@@ -363,7 +354,7 @@ def test_values_go_with_their_trajectories(model: PolicyModel) -> None:
 def test_a_synchronous_batch_needs_no_probe(tmp_path: Path) -> None:
     """What a batch compares by itself is enough: nothing else is looked at, and arrivals are left to the next one."""
     run = Run(save_lm(tmp_path), settings())
-    run.monitor.begin([], VERSION)
-    run.feed.arriving = sampled_by(run.model)
+    run.trainer.monitor.begin([], VERSION)
+    run.arriving = sampled_by(run.model)
     seen = run.update(sampled_by(run.model, noise=0.01))
-    assert seen["mismatch/tokens"] == 90 and len(run.feed.arriving) == 12
+    assert seen["mismatch/tokens"] == 90 and len(run.arriving) == 12

@@ -1,0 +1,163 @@
+"""Backward recursions as compiled loops over tensors in main memory: `scan` has the same functions for other devices.
+
+They run on one thread and release the GIL. Invariant: what follows a step whose discount or decay is exactly 0 is not
+looked at, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
+passed on.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def padded_targets(
+    ratio: Tensor,
+    discounts: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap_value: Tensor,
+    rho_bar: float,
+    c_bar: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B].
+
+    ratio, discounts, rewards, values: float[T, B]; bootstrap_value: float[B].
+    """
+    vs, advantages = _empty_pair(values)
+    _padded(
+        _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value),
+        _constants(vs, rho_bar, c_bar, lam), vs.numpy(), advantages.numpy(),
+    )  # fmt: skip
+    return vs, advantages
+
+
+def packed_targets(
+    ratio: Tensor,
+    discounts: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap_value: Tensor,
+    segment_ids: Tensor,
+    rho_bar: float,
+    c_bar: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end.
+
+    ratio, discounts, rewards, values: float[N]; bootstrap_value: float[num_segments]; segment_ids: int64[N], whose
+    values must have been checked: the loop does not.
+    """
+    vs, advantages = _empty_pair(values)
+    _packed(
+        _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value), _array(segment_ids),
+        _constants(vs, rho_bar, c_bar, lam), vs.numpy(), advantages.numpy(),
+    )  # fmt: skip
+    return vs, advantages
+
+
+def scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
+    """x_t = terms_t + decays_t x_{t+1} along dimension 0, with x = 0 past the end. [T, B]."""
+    x = torch.empty(terms.shape, dtype=terms.dtype)
+    _scan(_array(terms), _array(decays), x.numpy())
+    return x
+
+
+def _empty_pair(like: Tensor) -> tuple[Tensor, Tensor]:
+    # not empty_like: it keeps strides, and one layout means one compilation
+    return torch.empty(like.shape, dtype=like.dtype), torch.empty(like.shape, dtype=like.dtype)
+
+
+def _array(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().contiguous().numpy()
+
+
+def _constants(like: Tensor, rho_bar: float, c_bar: float, lam: float) -> np.ndarray[Any, Any]:
+    """rho_bar, c_bar, lam and 0 in the dtype of the data: a Python float would draw all arithmetic to float64."""
+    return torch.tensor([rho_bar, c_bar, lam, 0.0], dtype=like.dtype).numpy()
+
+
+def _compiled(function: _Function) -> _Function:
+    """Compile at the first call, and keep the result on disk where some folder can be written to."""
+    # contract: a product and a sum may be one instruction, which shortens the chain from step to step
+    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
+        return numba.njit(**options)(function)
+
+
+@_compiled
+def _padded(
+    ratio: np.ndarray[Any, Any],
+    discounts: np.ndarray[Any, Any],
+    rewards: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+    bootstrap_value: np.ndarray[Any, Any],
+    constants: np.ndarray[Any, Any],
+    vs: np.ndarray[Any, Any],
+    advantages: np.ndarray[Any, Any],
+) -> None:
+    rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+    next_value = bootstrap_value.copy()
+    next_error = np.zeros_like(bootstrap_value)  # v_{t+1} - V_{t+1}
+    for t in range(values.shape[0] - 1, -1, -1):
+        for b in range(values.shape[1]):
+            rho, gamma, value = ratio[t, b], discounts[t, b], values[t, b]
+            ends = gamma == zero
+            following = zero if ends else next_value[b]
+            error = zero if ends else next_error[b]
+            gain = rewards[t, b] - value
+            advantages[t, b] = gain + gamma * (following + error)
+            # compared this way round, and not by min(): NaN stays NaN
+            delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * following)
+            error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
+            vs[t, b] = value + error
+            next_value[b] = value
+            next_error[b] = error
+
+
+@_compiled
+def _packed(
+    ratio: np.ndarray[Any, Any],
+    discounts: np.ndarray[Any, Any],
+    rewards: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+    bootstrap_value: np.ndarray[Any, Any],
+    segment_ids: np.ndarray[Any, Any],
+    constants: np.ndarray[Any, Any],
+    vs: np.ndarray[Any, Any],
+    advantages: np.ndarray[Any, Any],
+) -> None:
+    rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+    segment = np.int64(-1)
+    next_value = error = zero
+    for t in range(values.size - 1, -1, -1):
+        if segment_ids[t] != segment:
+            segment = segment_ids[t]
+            next_value, error = bootstrap_value[segment], zero
+        rho, gamma, value = ratio[t], discounts[t], values[t]
+        if gamma == zero:
+            next_value, error = zero, zero
+        gain = rewards[t] - value
+        advantages[t] = gain + gamma * (next_value + error)
+        delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * next_value)
+        error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
+        vs[t] = value + error
+        next_value = value
+
+
+@_compiled
+def _scan(terms: np.ndarray[Any, Any], decays: np.ndarray[Any, Any], x: np.ndarray[Any, Any]) -> None:
+    following = np.zeros_like(terms[0])
+    for t in range(terms.shape[0] - 1, -1, -1):
+        for b in range(terms.shape[1]):
+            decay = decays[t, b]
+            following[b] = terms[t, b] if decay == 0 else terms[t, b] + decay * following[b]
+            x[t, b] = following[b]

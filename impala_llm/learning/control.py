@@ -1,0 +1,78 @@
+"""Numbers that follow the training: the entropy bonus, the scale of rewards, and the alarm of a collapse.
+
+Invariant: all are fed with sums over all ranks and hold the same on every rank.
+"""
+
+import math
+
+from impala_llm.config import AlgorithmConfig
+from impala_llm.pipeline.complaints import Complaints
+
+_FIRST_UPDATES = 5
+"""Updates whose mean is what later ones are compared with."""
+_GOOD_SCORE = 0.9
+_ALARM_INTERVAL_S = 60.0
+
+
+class EntropyControl:
+    """The coefficient of the entropy bonus; with a target it is an integral controller."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._target, self._rate = config.entropy_target, config.entropy_rate
+        self.coef = config.entropy_coef
+
+    def observe(self, entropy: float) -> None:
+        """entropy: mean of the update's action tokens, in nats."""
+        if self._target is not None and math.isfinite(entropy):
+            self.coef = max(0.0, self.coef + self._rate * (self._target - entropy))
+
+
+class RewardScale:
+    """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._count = self._sum = self._squares = 0.0
+
+    def observe(self, count: float, total: float, squares: float) -> None:
+        """Of the returns of the episodes of a batch: their number, sum, and sum of squares."""
+        self._count += count
+        self._sum += total
+        self._squares += squares
+
+    @property
+    def divisor(self) -> float:
+        if not self._enabled or self._count < 2:
+            return 1.0
+        variance = self._squares / self._count - (self._sum / self._count) ** 2
+        return math.sqrt(variance) if variance > 1e-12 else 1.0
+
+
+class CollapseAlarm:
+    """Entropy or answers that have shrunk to a small share of what they were at first, while scores are not good.
+
+    A policy that has solved its tasks is also certain and brief: that is no collapse.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._shares = {"entropy": config.entropy_alarm, "length": config.length_alarm}
+        self._first: dict[str, list[float]] = {"entropy": [], "length": []}
+        self._complaints = Complaints(_ALARM_INTERVAL_S)
+        self.collapsed: dict[str, bool] = {"entropy": False, "length": False}
+
+    def observe(self, entropy: float, length: float, score: float) -> None:
+        """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1]."""
+        for name, value in (("entropy", entropy), ("length", length)):
+            first = self._first[name]
+            if len(first) < _FIRST_UPDATES:
+                first.append(value)
+                continue
+            limit = self._shares[name] * sum(first) / len(first)
+            self.collapsed[name] = value < limit and score < _GOOD_SCORE
+            if self.collapsed[name]:
+                self._complaints.log(
+                    f"{name.upper()} COLLAPSE",
+                    f"mean {name} is {value:.3g}, below algorithm.{name}_alarm={self._shares[name]:g} of what it was "
+                    f"at first, and the mean score is {score:.2f}: lower learner.learning_rate or "
+                    "algorithm.max_staleness, or set algorithm.entropy_target",
+                )

@@ -1,0 +1,100 @@
+"""What other models say of the tokens that the policy sampled: a reference to stay near, a teacher to learn from.
+
+Invariant: nothing here has a gradient, and a score belongs to the action token of the same place in the micro-batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from impala_llm.algorithms.distillation import insert_context
+from impala_llm.config import Config, model_directory
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import PackedBatch
+from impala_llm.learning.policy_files import resolve_policy
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """float32[N] each, log-probabilities of the action tokens; None where nothing asks for them."""
+
+    reference: Tensor | None = None
+    teacher: Tensor | None = None
+
+
+@torch.no_grad()
+def action_log_probs(model: PolicyModel, batch: PackedBatch, temperature: float) -> Tensor:
+    """float32[N]: log-probabilities of the micro-batch's action tokens at this temperature."""
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+    actions = batch.action_positions
+    return model.action_log_probs(hidden[actions - 1], batch.tokens[actions], temperature)[0]
+
+
+class Scorers:
+    """The other models of a run, as its settings name them.
+
+    Args:
+        policy: the learner's model, which is its own teacher in context distillation.
+
+    Raises:
+        ValueError: another model has another vocabulary than the policy.
+    """
+
+    def __init__(self, config: Config, policy: PolicyModel, device: torch.device) -> None:
+        algorithm = config.algorithm
+        self._temperature = config.engine.temperature
+        self._context: Tensor | None = None
+        self._reference = self._teacher = None
+        if algorithm.kl_coef > 0 or algorithm.loss == "dpo":
+            self._reference = _frozen(config, algorithm.reference, policy, device)
+        if algorithm.advantage == "distillation":
+            self._teacher = policy
+            if algorithm.teacher is not None:
+                self._teacher = _frozen(config, algorithm.teacher, policy, device)
+            if algorithm.teacher_context:
+                tokenizer = AutoTokenizer.from_pretrained(resolve_policy(config))
+                ids = tokenizer.encode(algorithm.teacher_context, add_special_tokens=False)
+                self._context = torch.tensor(ids, dtype=torch.int64, device=device)
+
+    def scores(self, batch: PackedBatch) -> TokenScores:
+        return TokenScores(self.reference(batch), self.teacher(batch))
+
+    def reference(self, batch: PackedBatch) -> Tensor | None:
+        return None if self._reference is None else action_log_probs(self._reference, batch, self._temperature)
+
+    def teacher(self, batch: PackedBatch) -> Tensor | None:
+        """With its context before each row, where it has one."""
+        if self._teacher is None:
+            return None
+        if self._context is None:
+            return action_log_probs(self._teacher, batch, self._temperature)
+        num_rows, size = len(batch.lengths), len(self._context)
+        rows = insert_context(
+            batch.tokens,
+            batch.lengths,
+            self._context.repeat(num_rows),
+            torch.full_like(batch.lengths, size),
+            torch.zeros_like(batch.lengths),
+        )
+        starts = rows.lengths.cumsum(0) - rows.lengths
+        position_ids = torch.arange(len(rows.tokens), device=rows.tokens.device) - starts.repeat_interleave(
+            rows.lengths
+        )
+        with torch.no_grad():
+            hidden = self._teacher.hidden(rows.tokens, position_ids, rows.lengths)
+            actions = rows.positions[batch.action_positions]
+            return self._teacher.action_log_probs(hidden[actions - 1], rows.tokens[actions], self._temperature)[0]
+
+
+def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch.device) -> PolicyModel:
+    directory = resolve_policy(config) if path is None else model_directory(path)
+    assert directory is not None  # config.problems has looked
+    model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
+    if model.vocab_size != policy.vocab_size:
+        raise ValueError(
+            f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "
+            "algorithm.reference and algorithm.teacher must share the policy's tokenizer"
+        )
+    return model

@@ -1,0 +1,85 @@
+"""What a rank measures in each step, beyond the update itself: episodes, buffer, tickets, actors."""
+
+import psutil
+
+from impala_llm.learning.feed import Batch, Feed
+from impala_llm.learning.parallel import Ranks
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.pipeline.receiver import Receiver
+
+
+class Meters:
+    """Numbers of one rank's step, and their sum over ranks."""
+
+    TOTALS = {
+        "received": "pipeline/received",
+        "trajectories_refused": "pipeline/refused",
+        "duplicates": "pipeline/duplicates",
+        "regranted": "pipeline/regranted",
+        "failed": "actor/failed_episodes",
+        "tickets_expired": "pipeline/expired",
+        "recovered": "pipeline/recovered",
+        "messages_malformed": "pipeline/malformed",
+        "peers_refused": "pipeline/peers_refused",
+    }
+
+    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
+        self.log = MetricLog()
+        self._receiver, self._ranks = receiver, ranks
+        # What was taken over from a killed process belongs to the first step.
+        self._totals = {**receiver.counters(), "recovered": 0.0}
+
+    def observe(self, feed: Feed, batch: Batch, version: int) -> None:
+        """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
+        log = self.log
+        for t in feed.received:
+            log.update(
+                {
+                    "rollout/reward": float(t.rewards.sum()),
+                    "rollout/score": t.score,
+                    "rollout/success_rate": float(t.success),
+                    "rollout/length_tokens": t.num_tokens,
+                    "rollout/action_tokens": t.num_action_tokens,
+                    "rollout/turns": len(t.turns),
+                    "rollout/episodes": 1,
+                }
+            )
+            for key, value in t.stats.items():
+                log.add(f"env/{key}", value)
+        for t in feed.evicted:
+            log.add("buffer/evicted", 1)
+            log.add("buffer/evicted_length_tokens", t.num_tokens)
+            log.add("buffer/evicted_reward", float(t.rewards.sum()))
+        feed.received.clear()
+        feed.evicted.clear()
+        stats = feed.buffer.stats()
+        log.add("buffer/fill", stats.fill)
+        log.add("buffer/trajectories", stats.num_trajectories)
+        log.add("buffer/size_gb", stats.num_bytes / 1e9)
+        log.add("buffer/reuse", batch.mean_reuse)
+        if stats.oldest_version is not None:
+            log.add("staleness/in_buffer", version - stats.oldest_version)
+        totals = self._receiver.counters()
+        for key, name in self.TOTALS.items():
+            log.add(name, totals[key] - self._totals[key])
+        self._totals = totals
+        log.add("pipeline/outstanding_tickets", totals["open"])
+        log.add("pipeline/replay_arena_fill", totals["arena_fill"])
+        log.add("staleness/in_flight", totals["staleness_in_flight"])
+        log.add("learner/version", version)
+        log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
+        for figures in self._receiver.actor_stats().values():
+            for name, value in figures.items():
+                log.add(name, value)
+
+    def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
+        self.log.update(times)
+        self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
+
+    def gather(self) -> dict[str, float]:
+        """All ranks' numbers as one; the same on every rank."""
+        merged = MetricLog()
+        for state in self._ranks.gather(self.log.state()):
+            merged.merge(state)
+        self.log.flush()
+        return merged.flush()

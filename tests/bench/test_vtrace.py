@@ -1,0 +1,41 @@
+import importlib.util
+import math
+
+import pytest
+
+from impala_llm.bench import vtrace
+from impala_llm.bench.frame import BenchError
+
+
+@pytest.mark.parametrize("options", [{"steps": "x"}, {"rows": "0"}, {"rounds": "-1"}, {"rounds": "1.5"}])
+def test_options_that_make_no_sense_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(BenchError, match="--steps"):
+        vtrace.run(options)
+
+
+def test_figures_follow_from_the_times() -> None:
+    times = {
+        "ours": [(0.001, 0.1), (0.002, 0.1), (0.001, 0.1)],
+        "ours_packed": [(0.0005, 0.1), (0.0004, 0.3), (0.0009, 0.2)],
+        "torchrl": [(0.008, 0.1), (0.01, 0.1), (0.02, 0.1)],
+        "rlax": [(0.002, 0.1), (0.002, 0.1), (0.002, 0.1)],
+    }
+    assert vtrace.figures_of(times) == pytest.approx(
+        {"packed_ms": 0.5, "ratio_torchrl_padded": 8.0, "time_vs_rlax_padded": 0.5}
+    )
+    assert vtrace.rows_of(times)[1] == pytest.approx(
+        {"contender": "ours_packed", "ms": 0.5, "least_ms": 0.4, "most_ms": 0.9, "clock_ms": 200.0}
+    )
+
+
+def test_without_peers_their_figures_are_missing() -> None:
+    assert list(vtrace.figures_of({"ours": [(0.001, 0.1)], "ours_packed": [(0.001, 0.1)]})) == ["packed_ms"]
+
+
+@pytest.mark.system
+def test_a_small_run_measures_whatever_is_installed() -> None:
+    figures, rows = vtrace.run({"steps": "64", "rows": "4", "rounds": "2"})
+    installed = [peer for peer in vtrace.PEERS if importlib.util.find_spec(peer)]
+    assert {row["contender"] for row in rows} == {"ours", "ours_packed", *installed}
+    assert len(figures) == 1 + len(installed)
+    assert all(math.isfinite(value) and value > 0 for value in figures.values())
