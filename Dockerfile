@@ -23,10 +23,12 @@ WORKDIR /opt/impala_llm
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
 COPY impala_llm impala_llm
-# The image's own packages are what SGLang was built against: they bind here, constraints.txt does not.
+# The image's own packages are what SGLang was built against: they bind here, constraints.txt does not. SGLang itself is
+# there already; the last line ends the build if this Python does not find it, as another SGLANG_IMAGE might have it.
 RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/image.txt \
  && pip install --no-cache-dir -c /tmp/image.txt . \
- && rm /tmp/image.txt
+ && rm /tmp/image.txt \
+ && python3 -c "from importlib.metadata import version; print('SGLang', version('sglang'))"
 ENV NUMBA_CACHE_DIR=/tmp/numba
 WORKDIR /workspace
 ENTRYPOINT ["impala-llm"]

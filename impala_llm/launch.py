@@ -31,6 +31,8 @@ from impala_llm.pipeline.weights import WeightReader
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
+GUARD_S = 3.0
+"""What orphans get to end by themselves."""
 POLL_S = 0.1
 MAX_RESTARTS = 20
 FAMILY = "IMPALA_LLM_FAMILY"
@@ -268,6 +270,8 @@ def end(children: Sequence[Child], polite: bool) -> None:
 def _kill_relatives(children: Sequence[Child]) -> None:
     """What dead children have left of their descendants: a torchrun that was killed leaves its workers."""
     relatives = _relatives({child.environment[FAMILY] for child in children})
+    # The guard of a server ends by itself when its owner is gone, and removes the server's files then.
+    _, relatives = psutil.wait_procs(relatives, timeout=GUARD_S)
     for relative in relatives:
         try:
             relative.kill()

@@ -12,6 +12,10 @@ export PATH=$root/.venv/bin:$PATH
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 failed=()
+# SGLang for a CPU, about 80 s the first time. SKIP_SGLANG=1 leaves it out: its tests are then skipped, and counted.
+if [ -z "${SKIP_SGLANG:-}${IMPALA_LLM_SGLANG_PYTHON:-}" ]; then
+  "$root/tools/install_sglang_cpu.sh" || failed+=("SGLang could not be installed")
+fi
 collected=0
 
 check() {
@@ -47,6 +51,9 @@ from xml.etree import ElementTree
 suites = [suite for report in Path(sys.argv[1]).glob("*.xml") for suite in ElementTree.parse(report).iter("testsuite")]
 tests, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
 print(f"{tests} tests, {skipped} of them skipped")
+wanting = sum("NO SGLANG HERE" in (skip.get("message") or "") for suite in suites for skip in suite.iter("skipped"))
+if wanting:
+    print(f"{wanting} TESTS SKIPPED FOR WANT OF SGLANG: tools/install_sglang_cpu.sh installs it")
 PY
 [ "$collected" -eq 1 ] || failed+=("no test was selected")
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -1,0 +1,133 @@
+"""Entry: stands between an owner and one SGLang server, and is started by `SGLangServer` alone.
+
+    python sglang_guard.py OWNER_PID COMMAND...
+
+Invariant: when this process ends, nothing that the server started lives on, and its files in shared memory and in its
+temporary folder are gone; and it ends when the server does, when its owner says so (SIGTERM), or when its owner is
+dead, be it by SIGKILL.
+
+A death signal on the server alone would not do: SGLang's children ask for theirs only after seconds of imports, and a
+server that is killed unlinks nothing. The owner asks by SIGUSR1, once the server is up, to note which files those are;
+a line on standard output says that it is done. All else that is printed goes to standard error.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHARED_MEMORY = "/dev/shm/"
+TRACKER_GRACE_S = 2.0
+"""Time for Python's resource trackers, which unlink semaphores once all others are dead, and then end by themselves."""
+WAKE_UPS = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1})
+
+
+def main(owner: int, command: Sequence[str]) -> int:
+    """Run the command to its end. Returns its exit code, 128 + n after signal n, or 0 if it was ended from here."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAKE_UPS)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != owner:  # it died before it could be asked for its death signal
+        return 0
+    files: set[str] = set()
+    with tempfile.TemporaryDirectory(prefix="impala-sglang-", ignore_cleanup_errors=True) as folder:
+        try:
+            server = subprocess.Popen(
+                command,
+                env=_environment(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                preexec_fn=_prepare_server,
+            )
+            return _watch(owner, server, files)
+        finally:
+            files |= _shared_memory()
+            _end_descendants()
+            for file in files:
+                Path(file).unlink(missing_ok=True)
+
+
+def _watch(owner: int, server: subprocess.Popen[bytes], files: set[str]) -> int:
+    while True:
+        number = signal.sigwait(WAKE_UPS)
+        for pid, code in _reap():
+            if pid == server.pid:
+                server.returncode = code
+                return code if code >= 0 else 128 - code
+        if number == signal.SIGUSR1:
+            files |= _shared_memory()
+            print("noted", flush=True)
+        elif number == signal.SIGTERM or os.getppid() != owner:
+            # SIGHUP also comes when only the thread ended that started us: then the owner is still our parent.
+            return 0
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """For the server: its temporary files in the folder; of compiled code what outlives it; no path of our packages."""
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    environment = {**os.environ, "TMPDIR": folder}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def _prepare_server() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WAKE_UPS)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _reap() -> list[tuple[int, int]]:
+    """Pid and exit code of each child that has ended, adopted ones included."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def _shared_memory() -> set[str]:
+    """The files in shared memory that our descendants have mapped and that still have a name."""
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            paths = [region.path for region in process.memory_maps()]
+        except psutil.Error:
+            continue
+        files |= {path for path in paths if path.startswith(SHARED_MEMORY) and Path(path).exists()}
+    return files
+
+
+def _end_descendants() -> None:
+    """Kill until nobody is left: whoever loses its parent becomes our child."""
+    spare_until = time.monotonic() + TRACKER_GRACE_S
+    while descendants := psutil.Process().children(recursive=True):
+        for process in descendants:
+            try:
+                tracker = any("resource_tracker" in word for word in process.cmdline())
+                if not tracker or time.monotonic() > spare_until:
+                    process.kill()
+            except psutil.Error:
+                continue
+        _reap()
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

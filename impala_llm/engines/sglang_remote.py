@@ -1,0 +1,109 @@
+"""What the engine needs of a server's life, and the servers that others start and stop.
+
+Invariant: `start` returns only when the server answers; whether it has the right weights is the engine's question.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+import aiohttp
+
+from impala_llm.engines.base import EngineError
+from impala_llm.engines.sglang_client import SGLangClient
+
+_POLL_S = 0.5
+
+
+class ServerUnfit(EngineError):
+    """A server that another start would not help."""
+
+
+class Server(Protocol):
+    """One SGLang server. `start` may follow on `close`: that is a restart."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it was started."""
+        ...
+
+    async def start(self) -> None:
+        """Bring it up. Raises EngineError with its last words where it does not come up, ServerUnfit where no further
+        attempt should be made."""
+        ...
+
+    async def wait_dead(self) -> EngineError:
+        """Return, with the reason, when the server has died or was closed."""
+        ...
+
+    async def close(self) -> None:
+        """End it, if it is the caller's to end."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def _patience(url: str, timeout_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise ServerUnfit(
+            f"{url} did not answer for {timeout_s:g} s: is the server up, and is engine.urls right?"
+        ) from None
+
+
+async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["RemoteServer"]:
+    """The servers at given URLs, and, for the URL of an SGLang router, those behind it.
+
+    A router is asked once: it passes on requests, but neither weights nor pauses, so its workers are used directly.
+
+    Args:
+        timeout_s: how long to wait for a router and its first worker; and later for each server.
+
+    Raises:
+        EngineError: a malformed URL, or nothing that answers there in time.
+    """
+    found: list[str] = []
+    async with aiohttp.ClientSession() as http:
+        for url in urls:
+            client = SGLangClient(http, url)
+            async with _patience(url, timeout_s):
+                while not (workers := await client.workers()) and not await client.healthy():
+                    await asyncio.sleep(_POLL_S)
+            found += workers or [client.url]
+    return [RemoteServer(url, timeout_s) for url in dict.fromkeys(found)]
+
+
+class RemoteServer:
+    """A server by its URL. It is never started or ended from here, only waited for."""
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        """
+        Args:
+            timeout_s: how long to wait for it, at first and whenever it went away.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise EngineError(f"engine.urls has {url!r}: http://HOST:PORT is expected")
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+
+    @property
+    def url(self) -> str:
+        """As given."""
+        return self._url
+
+    async def start(self) -> None:
+        """Wait until it answers. Raises ServerUnfit after the timeout."""
+        async with _patience(self._url, self._timeout_s), aiohttp.ClientSession() as http:
+            client = SGLangClient(http, self._url)
+            while not await client.healthy():
+                await asyncio.sleep(_POLL_S)
+
+    async def wait_dead(self) -> EngineError:
+        """Never returns: only its clients notice that it is gone."""
+        never: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def close(self) -> None:
+        """Nothing: the server is not ours."""

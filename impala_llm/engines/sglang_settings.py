@@ -1,0 +1,177 @@
+"""What an SGLang server is started with: settings, its command line, its variables, and what is wrong with them.
+
+Invariant: settings that `check_model` and `check_python` pass can only fail for what SGLang alone knows.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from impala_llm.engines.base import EngineError
+from impala_llm.engines.sglang_remote import ServerUnfit
+
+HOST = "127.0.0.1"
+PROBE_S = 60.0
+"""Most time for an interpreter to say which SGLang it has."""
+OLDEST = (0, 5, 21)
+"""Versions of token spans came with 0.5.19, begin_weight_update with 0.5.21."""
+SPARE_POSITIONS = 7
+"""What SGLang keeps free of its context length: a prompt must be 7 tokens shorter, prompt and answer together 2."""
+INSTALL = "engine.python names the interpreter; tools/install_sglang_cpu.sh makes one that has SGLang for a CPU"
+
+
+class ServerError(EngineError):
+    """An SGLang server that cannot start, or that is dead. The message says which, why, and its last words."""
+
+
+class BadServerSettings(ServerError, ServerUnfit):
+    """Settings with which no server will ever start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is started with."""
+
+    model: Path
+    """Hugging Face directory with configuration, tokenizer and weights."""
+    log: Path
+    """File that everything the server prints is appended to."""
+    python: str = sys.executable
+    """Interpreter that has SGLang; a path, or a name on PATH."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    """GPUs that share the model."""
+    max_length: int = 2048
+    """Longest token history including the answer."""
+    max_running: int = 64
+    """Requests that are decoded together; more of them wait."""
+    memory_fraction: float | None = None
+    """Share of the device's memory for weights and KV cache; None: 0.2 on a CPU, SGLang's choice on a GPU."""
+    max_total_tokens: int | None = None
+    """Room of the KV cache, in tokens; None: `max_running` full histories on a CPU, what fits on a GPU."""
+    radix_cache: bool = False
+    """Keep KV of ended requests for later ones that begin alike. A change of weights must flush it."""
+    stream_interval: int = 16
+    """Tokens between two messages of a streamed answer."""
+    extra_arguments: tuple[str, ...] = ()
+    """More words for SGLang's command line; they come last, so they win."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the owner's and of our own, CUDA_VISIBLE_DEVICES for example."""
+    start_timeout_s: float = 300.0
+
+
+def command(settings: ServerSettings, port: int) -> list[str]:
+    """SGLang's command line. Its streams are incremental: every message has only what is new."""
+    context = settings.max_length + SPARE_POSITIONS
+    words: list[object] = [
+        *(
+            settings.python,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            settings.model,
+            "--host",
+            HOST,
+            "--port",
+            port,
+        ),
+        *("--device", settings.device, "--dtype", settings.dtype, "--context-length", context),
+        *("--max-running-requests", settings.max_running, "--weight-version", 0),
+        *("--incremental-streaming-output", "--stream-interval", settings.stream_interval),
+        # Without the first, an idle scheduler burns a core; without the second, every request writes a line.
+        *("--sleep-on-idle", "--log-level-http", "warning"),
+    ]
+    max_total_tokens, memory_fraction = settings.max_total_tokens, settings.memory_fraction
+    if settings.device == "cpu":
+        words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--skip-server-warmup"]
+        # A CPU's "device memory" is the host's, which others use too.
+        max_total_tokens = max_total_tokens or settings.max_running * context
+        memory_fraction = memory_fraction or 0.2
+    if settings.tensor_parallel > 1:
+        words += ["--tp", settings.tensor_parallel]
+    if memory_fraction is not None:
+        words += ["--mem-fraction-static", memory_fraction]
+    if max_total_tokens is not None:
+        words += ["--max-total-tokens", max_total_tokens]
+    if not settings.radix_cache:
+        words.append("--disable-radix-cache")
+    return [*map(str, words), *settings.extra_arguments]
+
+
+def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The server's variables: the inherited ones, ours over them, those of the settings over both."""
+    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if settings.device == "cpu":
+        # One thread: with two, each token of a small model costs ten times as long on two cores.
+        ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**inherited, **ours, **settings.environment}
+
+
+def check_model(settings: ServerSettings) -> None:
+    """Raises BadServerSettings unless the directory has a configuration, weights and positions for `max_length`."""
+    model = settings.model
+    if not model.is_dir():
+        raise BadServerSettings(f"model directory {model} does not exist: model.path names a Hugging Face directory")
+    if not (model / "config.json").is_file():
+        raise BadServerSettings(
+            f"model directory {model} has no config.json: model.path names a Hugging Face directory"
+        )
+    if not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
+        raise BadServerSettings(f"model directory {model} has no weights (*.safetensors or *.bin)")
+    try:
+        positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
+    except (ValueError, AttributeError) as error:
+        raise BadServerSettings(f"{model / 'config.json'} is not a model's configuration: {error}") from error
+    if positions is not None and positions < settings.max_length + SPARE_POSITIONS:
+        raise BadServerSettings(
+            f"engine.max_length={settings.max_length}: {model} has {positions} positions, of which SGLang keeps "
+            f"{SPARE_POSITIONS} free; set it to at most {positions - SPARE_POSITIONS}"
+        )
+
+
+async def check_python(python: str) -> None:
+    """Raises BadServerSettings unless the interpreter exists and has SGLang, new enough."""
+    if shutil.which(python) is None:
+        raise BadServerSettings(f"engine.python={python}: there is no such program. {INSTALL}")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    question = "from importlib.metadata import version; print(version('sglang'))"
+    probe = await asyncio.create_subprocess_exec(
+        *(python, "-c", question), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=clean
+    )
+    try:
+        async with asyncio.timeout(PROBE_S):
+            answer, complaint = await probe.communicate()
+    except TimeoutError:
+        raise BadServerSettings(
+            f"engine.python={python} did not answer within {PROBE_S:.0f} s: is it a Python?"
+        ) from None
+    finally:
+        if probe.returncode is None:
+            probe.kill()
+            await probe.wait()
+    words = answer.decode(errors="replace").strip()
+    if probe.returncode != 0:
+        if b"PackageNotFoundError" in complaint:
+            raise BadServerSettings(f"engine.python={python} has no sglang installed. {INSTALL}")
+        said = complaint.decode(errors="replace").strip().splitlines()[-1:]
+        raise BadServerSettings(f"engine.python={python} cannot tell its SGLang: {' '.join(said)}. {INSTALL}")
+    # A build from source may call itself 0.0.0: it does not know.
+    if (0, 0, 0) < _version(words) < OLDEST:
+        raise BadServerSettings(
+            f"engine.python={python} has SGLang {words}, which lacks calls that are needed: install "
+            f"{'.'.join(map(str, OLDEST))} or newer. {INSTALL}"
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers a version starts with: (0, 5, 21) of "0.5.21.post1"."""
+    start = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in start.group().split("."))[:3] if start else ()

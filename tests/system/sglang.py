@@ -1,0 +1,51 @@
+"""The real SGLang for system tests: where it is, the mark of tests that need it, a small model, settings for a CPU."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from impala_llm.engines.sglang_settings import ServerSettings
+from tests.helpers import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+INTERPRETER = "IMPALA_LLM_SGLANG_PYTHON"
+"""Environment variable that names an interpreter with SGLang."""
+
+
+@cache
+def sglang_python() -> str | None:
+    """An interpreter that has SGLang: the named one, that of .venv-sglang, or the running one. None: there is none.
+
+    A named one is not looked into: where it lacks SGLang, the tests shall fail and not be skipped.
+    """
+    if named := os.environ.get(INTERPRETER):
+        return shutil.which(named) or named
+    installed = ROOT / ".venv-sglang" / "bin" / "python"
+    if installed.is_file():
+        return str(installed)
+    return sys.executable if importlib.util.find_spec("sglang") else None
+
+
+needs_sglang = pytest.mark.skipif(
+    sglang_python() is None,
+    reason=f"NO SGLANG HERE: run tools/install_sglang_cpu.sh, or set {INTERPRETER} to an interpreter that has it",
+)
+
+
+def tiny_checkpoint(path: Path) -> Path:
+    """A random float32 Qwen3 with tokenizer (100 characters) and chat template, 2,048 positions; returns the path."""
+    return make_tiny_model(path)
+
+
+def cpu_settings(model: Path, folder: Path, max_length: int = 512, max_running: int = 16) -> ServerSettings:
+    """Of a server that logs into the folder. Only for tests with the mark `needs_sglang`."""
+    python = sglang_python()
+    assert python is not None
+    return ServerSettings(
+        model=model, log=folder / "sglang.log", python=python, max_length=max_length, max_running=max_running
+    )

@@ -1,0 +1,316 @@
+"""Servers as processes: the real SGLang where it is installed, and stand-ins for the ways in which a start fails."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_settings import BadServerSettings, ServerError, ServerSettings
+from tests.system.sglang import ROOT, cpu_settings, needs_sglang, tiny_checkpoint
+
+DEADLINE_S = 30.0
+STAND_IN = """#!{python}
+# Speaks like an interpreter that has SGLang, and like its server.
+import http.server, mmap, os, pathlib, subprocess, sys, threading, time
+if sys.argv[1] == "-c":
+    print("0.5.21")
+    raise SystemExit
+port = int(sys.argv[sys.argv.index("--port") + 1])
+here = pathlib.Path({folder!r})
+starts = len(list(here.glob("start-*")))
+(here / f"start-{{starts}}").touch()
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+def serve():
+    # A worker that has left its parent's session, ignores polite signals and has a file in shared memory.
+    code = '''
+import mmap, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+time.sleep(600) # like one of multiprocessing's spawn_main
+'''
+    shared = "/dev/shm/impala-test-" + here.name
+    worker = subprocess.Popen([sys.executable, "-c", code, shared], start_new_session=True, stdout=subprocess.PIPE)
+    worker.stdout.readline()
+    http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+
+{code}
+"""
+START_IN_ANOTHER_PROCESS = """
+import asyncio, sys
+from pathlib import Path
+from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_settings import ServerSettings
+async def own():
+    server = SGLangServer(ServerSettings(
+        model=Path(sys.argv[1]), log=Path(sys.argv[2]), python=sys.argv[3], max_length=512, max_running=16
+    ))
+    await server.start()
+    print("up", flush=True)
+    await server.wait_dead()
+asyncio.run(own())
+"""
+
+
+@pytest.fixture
+def stand_in(tiny_model: Path, tmp_path: Path) -> Callable[[str], ServerSettings]:
+    """Settings with an interpreter whose "SGLang" runs this code."""
+
+    def make(code: str) -> ServerSettings:
+        program = tmp_path / "python"
+        program.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path), code=code))
+        program.chmod(0o755)
+        return ServerSettings(model=tiny_model, log=tmp_path / "log", python=str(program), max_length=512)
+
+    return make
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def without_guard(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if "sglang_guard" not in " ".join(each.cmdline())]
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    assert processes
+    left = psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def assert_no_files(folder: Path) -> None:
+    assert not Path(f"/dev/shm/impala-test-{folder.name}").exists()
+
+
+def find(processes: list[psutil.Process], word: str) -> psutil.Process:
+    (found,) = [each for each in processes if any(word in argument for argument in each.cmdline())]
+    return found
+
+
+@pytest.mark.system
+def test_a_port_that_was_taken_meanwhile_is_not_the_end(
+    stand_in: Callable[[str], ServerSettings], tmp_path: Path
+) -> None:
+    busy = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    settings = stand_in(f'serve() if starts == 2 else sys.exit("{busy}")')
+
+    async def scenario() -> None:
+        server = SGLangServer(settings)
+        await server.start()
+        assert (server.starts, len(list(tmp_path.glob("start-*")))) == (1, 3)
+        await server.close()
+        assert "was closed" in await server.wait_dead()
+
+    asyncio.run(scenario())
+    assert descendants() == []
+    assert_no_files(tmp_path)
+
+
+@pytest.mark.system
+def test_the_server_of_somebody_else_at_our_port_is_not_ours(
+    stand_in: Callable[[str], ServerSettings], tmp_path: Path
+) -> None:
+    settings = replace(stand_in("time.sleep(600)"), start_timeout_s=3.0)
+
+    async def scenario() -> None:
+        server = SGLangServer(settings)
+        starting = asyncio.create_task(server.start())
+        while not settings.log.exists() or not (tmp_path / "start-0").exists():
+            assert not starting.done()
+            await asyncio.sleep(0.01)
+        words = find(without_guard(descendants()), "launch_server").cmdline()
+        port = words[words.index("--port") + 1]
+        stranger = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
+        (tmp_path / "health").touch()
+        try:
+            with pytest.raises(ServerError, match="did not come up within 3 s"):
+                await starting
+        finally:
+            stranger.kill()
+            await stranger.wait()
+
+    asyncio.run(scenario())
+    assert descendants() == []
+
+
+@pytest.mark.system
+def test_a_server_that_ends_while_starting_is_told_with_its_last_words(
+    stand_in: Callable[[str], ServerSettings],
+) -> None:
+    async def scenario(settings: ServerSettings, expected: str) -> None:
+        with pytest.raises(ServerError, match=f"ended while starting: {expected}"):
+            await SGLangServer(settings).start()
+
+    asyncio.run(scenario(stand_in('sys.exit("the model is too large")'), "exit code 1.*\n.*the model is too large"))
+    asyncio.run(
+        scenario(stand_in("print('almost', flush=True); os.kill(os.getpid(), 9)"), "killed by SIGKILL.*\n.*almost")
+    )
+    assert descendants() == []
+
+
+@pytest.mark.system
+def test_a_server_that_never_comes_up_is_ended(stand_in: Callable[[str], ServerSettings]) -> None:
+    settings = replace(stand_in('print("loading", flush=True); time.sleep(600)'), start_timeout_s=1.5)
+
+    async def scenario() -> None:
+        server = SGLangServer(settings)
+        with pytest.raises(ServerError, match="did not come up within 1.5 s .engine.start_timeout_s.*\n.*loading"):
+            await server.start()
+        starting = asyncio.create_task(server.start())  # a start that is given up by its caller
+        while len(settings.log.read_text().split("loading")) < 3:
+            assert not starting.done()
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert descendants() == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("victim", "reason"), [("launch_server", "killed by SIGKILL"), ("spawn_main", "lost its process")]
+)
+def test_a_death_is_noticed_and_nothing_is_left(
+    victim: str, reason: str, stand_in: Callable[[str], ServerSettings], tmp_path: Path
+) -> None:
+    settings = stand_in("serve()")
+
+    async def scenario() -> None:
+        server = SGLangServer(settings)
+        for start in (1, 2):
+            await server.start()
+            assert server.starts == start
+            below = without_guard(descendants())
+            find(below, victim).kill()
+            async with asyncio.timeout(DEADLINE_S):
+                assert reason in await server.wait_dead()
+            assert_all_end(below)
+            assert_no_files(tmp_path)
+        await server.close()
+
+    asyncio.run(scenario())
+    assert descendants() == []
+
+
+def start_owner(model: Path, log: Path, python: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", START_IN_ANOTHER_PROCESS, str(model), str(log), python],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.system
+def test_a_server_does_not_outlive_its_owner(stand_in: Callable[[str], ServerSettings], tmp_path: Path) -> None:
+    settings = stand_in("serve()")
+    owner = start_owner(settings.model, settings.log, settings.python)
+    assert owner.stdout is not None and owner.stdout.readline() == "up\n"
+    below = psutil.Process(owner.pid).children(recursive=True)
+    assert len(below) == 3  # guard, server, worker
+    owner.kill()
+    owner.wait()
+    assert_all_end(below)
+    assert_no_files(tmp_path)
+
+
+def generate(url: str, prompt: list[int], max_new_tokens: int) -> list[int]:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        tokens: list[int] = json.load(reply)["output_ids"]
+    return tokens
+
+
+def sglang_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("sglang_", "sgl_shm"))}
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+@needs_sglang
+def test_the_real_server_answers_and_its_deaths_are_noticed(tmp_path: Path) -> None:
+    settings = cpu_settings(tiny_checkpoint(tmp_path / "model"), tmp_path, max_length=64)
+
+    async def scenario() -> None:
+        server = SGLangServer(settings)
+        for word, reason in [
+            ("sglang::scheduler", "lost its process sglang::scheduler"),
+            ("sglang.launch_server", "SIGKILL"),
+        ]:
+            await server.start()
+            # The longest histories that the settings promise.
+            assert len(await asyncio.to_thread(generate, server.url, [5] * 63, 1)) == 1
+            assert len(await asyncio.to_thread(generate, server.url, [5] * 10, 54)) == 54
+            tree = descendants()
+            mapped = {Path(region.path).name for each in tree for region in each.memory_maps()} & sglang_files()
+            find(without_guard(tree), word).kill()
+            # SGLang itself needs 6 s to notice the death of its scheduler.
+            async with asyncio.timeout(4.0):
+                assert reason in await server.wait_dead()
+            assert_all_end(tree)
+            assert mapped and not mapped & sglang_files()
+        assert server.starts == 2
+        await server.close()
+
+    asyncio.run(scenario())
+    assert descendants() == []
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@needs_sglang
+def test_a_real_server_that_is_still_starting_does_not_outlive_its_owner(tmp_path: Path) -> None:
+    settings = cpu_settings(tiny_checkpoint(tmp_path / "model"), tmp_path)
+    owner = start_owner(settings.model, settings.log, settings.python)
+    deadline = time.monotonic() + 300
+    below: list[psutil.Process] = []
+    # Until its workers exist, which have no death signal yet while they import.
+    while not any("spawn_main" in word for each in below for word in words_of(each)):
+        assert owner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+        below = psutil.Process(owner.pid).children(recursive=True)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert_all_end(below)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.system
+def test_an_interpreter_without_sglang_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    settings = ServerSettings(
+        model=tiny_model, log=tmp_path / "log", python=str(bare / "bin" / "python"), max_length=99
+    )
+    with pytest.raises(BadServerSettings, match="has no sglang installed.*tools/install_sglang_cpu.sh"):
+        asyncio.run(SGLangServer(settings).start())
