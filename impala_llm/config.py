@@ -292,6 +292,11 @@ class ReplayConfig:
     """Updates that may use a trajectory; 1: each is used once."""
     samples_per_insert: float = 1.0
     """Reuse: samples drawn per trajectory inserted, on average at most."""
+    max_replayed_share: float | None = None
+    """Share of a batch that may have been used before; None: as the priorities draw it."""
+    target_ess: float = 0.0
+    """With max_replayed_share: where the effective sample size of a batch's weights, as a fraction, falls below this,
+    the share falls as well, and rises again slowly."""
 
 
 @dataclass
@@ -439,6 +444,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "replay.correction_exponent": (0, 1),
     "replay.max_replays": (1, math.inf),
     "replay.samples_per_insert": (1e-3, math.inf),
+    "replay.max_replayed_share": (0, 1),
+    "replay.target_ess": (0, 1),
     "pipeline.arena_mb": (1, 1 << 20),
     "pipeline.weight_slots": (2, 64),
     "pipeline.heartbeat_s": (1e-2, math.inf),
@@ -511,6 +518,16 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"replay.samples_per_insert={replay.samples_per_insert} cannot be reached with replay.max_replays="
             f"{replay.max_replays}: set replay.max_replays to at least {math.ceil(replay.samples_per_insert)}"
+        )
+    if replay.max_replayed_share is not None and replay.max_replays == 1:
+        found.append(
+            f"replay.max_replayed_share={replay.max_replayed_share} bounds what replay.max_replays=1 forbids: raise "
+            "replay.max_replays or leave the share out"
+        )
+    if replay.target_ess > 0 and replay.max_replayed_share is None:
+        found.append(
+            f"replay.target_ess={replay.target_ess} steers a share that is not set: set replay.max_replayed_share, "
+            "such as 0.5"
         )
     if algorithm.max_staleness == 0 and replay.max_replays > 1:
         found.append(

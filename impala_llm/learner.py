@@ -55,7 +55,7 @@ from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
-from impala_llm.replay import ReplayBuffer
+from impala_llm.replay import ReplayBuffer, ReplayShare
 from impala_llm.trajectory import Trajectory
 
 
@@ -98,7 +98,7 @@ def learn(config: Config, ranks: Ranks) -> None:
                 view = stack.enter_context(TerminalView(config.learner.total_updates))
 
         meters = Meters(receiver, ranks)
-        trainer = Trainer(config, ranks, model, feed.buffer, meters.log)
+        trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
         timer = trainer.timer
         started = time.monotonic()
         progress = version / config.learner.total_updates
@@ -140,8 +140,17 @@ def learn(config: Config, ranks: Ranks) -> None:
 class Trainer:
     """One rank's part of an optimizer step, and what lives from step to step."""
 
-    def __init__(self, config: Config, ranks: Ranks, model: PolicyModel, buffer: ReplayBuffer, log: MetricLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        model: PolicyModel,
+        buffer: ReplayBuffer,
+        log: MetricLog,
+        share: ReplayShare | None = None,
+    ) -> None:
         self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
+        self.share = share
         self.timer = StageTimer()
         self.optimizer = Optimizer(model, config.learner)
         self.monitor = MismatchMonitor(config, model, ranks.device)
@@ -177,6 +186,7 @@ class Trainer:
             self.monitor.begin(trajectories, version)
         sizes = dict.fromkeys(batch.item_ids, 0.0)
         entropy = 0.0
+        weight_sums = [0.0, 0.0, 0.0]
         for micro in micro_batches:
             members = torch.tensor([teaching[i] for i in micro.members])
             rows = [trajectories[i] for i in members.tolist()]
@@ -199,6 +209,7 @@ class Trainer:
             with timer.stage("backward"):
                 outcome.loss.backward()
             entropy += outcome.entropy
+            weight_sums = [total + part for total, part in zip(weight_sums, outcome.weight_sums, strict=True)]
             self.monitor.record(outcome.comparison)
             self.monitor.keep(rows, outcome.log_probs)
             for name, value, weight in outcome.figures:
@@ -219,6 +230,7 @@ class Trainer:
         with timer.stage("optimize"):
             result = self.optimizer.step(version, progress, train_policy)
         self.watch(trajectories, [trajectories[i] for i in teaching], entropy)
+        self.steer(weight_sums)
         log.add("optimizer/gradient_norm", result.gradient_norm)
         log.add("optimizer/clipped_share", float(result.clipped))
         log.add("optimizer/skipped", float(result.skipped))
@@ -270,6 +282,17 @@ class Trainer:
         for name, value in found.metrics.items():
             self.log.add(f"preference/{name}", value, float(found.num_pairs))
         return found.advantages * (num_sequences / max(1.0, num_pairs))
+
+    def steer(self, weight_sums: Sequence[float]) -> None:
+        """How much of the next batches is replayed follows the effective sample size of this one's weights."""
+        count, total, squares = self.ranks.sum(weight_sums)
+        if squares > 0:
+            size = total * total / (count * squares)
+            self.log.add("buffer/ess", size)
+            if self.share is not None:
+                self.share.update(min(1.0, size))
+        if self.share is not None:
+            self.log.add("buffer/replayed_share", self.share.share)
 
     def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
         """Entropy and length over all ranks: the bonus follows its target, and a collapse is said aloud."""

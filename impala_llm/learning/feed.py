@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from impala_llm.config import Config
 from impala_llm.pipeline.receiver import Receiver
-from impala_llm.replay import EvictedItem, GroupAssembler, OldestFirst, PrioritySampler, ReplayBuffer, SamplesPerInsert
+from impala_llm.replay import (
+    EvictedItem,
+    GroupAssembler,
+    OldestFirst,
+    PrioritySampler,
+    ReplayBuffer,
+    ReplayShare,
+    SamplesPerInsert,
+)
 from impala_llm.trajectory import Trajectory
 
 
@@ -70,7 +78,13 @@ class Feed:
             math.inf if staleness is None else staleness,
             replay.max_replays,
             seed,
+            separate_replayed=replay.max_replayed_share is not None,
         )
+        self.share: ReplayShare | None = None
+        """Steers how much of a batch is replayed, where it is bounded: to be told of each batch's weights."""
+        if replay.max_replayed_share is not None:
+            self.share = ReplayShare(replay.target_ess, replay.max_replayed_share)
+        self._max_replayed: int | None = None
         # Samples never run ahead of inserts · ratio; inserts are paced by the tickets.
         self._rate = SamplesPerInsert(
             replay.samples_per_insert,
@@ -135,10 +149,13 @@ class Feed:
     def _draw(self, version: int) -> Batch | None:
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
             return None
-        sample = self.buffer.sample(self._num_items, version, self._exponent)
+        if self.share is not None and self._max_replayed is None:
+            self._max_replayed = self.share.num_replayed(self._num_items)
+        sample = self.buffer.sample(self._num_items, version, self._exponent, self._max_replayed)
         self._evict(sample.evicted)
         if not sample.items:
             return None
+        self._max_replayed = None
         members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
         members.sort(key=lambda member: member[0].ticket_id)
         self._rate.record_samples(self._num_items * self._group_size)

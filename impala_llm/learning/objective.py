@@ -43,6 +43,9 @@ class Outcome:
     """float32[N]: log π of the action tokens, without gradient."""
     entropy: float
     """Sum over the action tokens, in nats."""
+    weight_sums: tuple[float, float, float]
+    """Of the tokens' final weights (ratio as truncated by `is_cap`, times the draw's weight; 0 where left out): their
+    number, sum, and sum of squares."""
     comparison: Comparison
     """Of the learner's log-probabilities with the engine's."""
     figures: list[tuple[str, float, float]]
@@ -115,9 +118,11 @@ def objective(
         share, tokens = denominators.tokens / len(log_ratio), float(len(log_ratio))
         for name, part in (("policy", policy_loss), ("value", value_loss), ("total", loss)):
             figures.append((f"loss/{name}", part.item() * share, tokens))
+        final = importance.ratios(log_ratio).clamp(max=algorithm.is_cap) * keep * weights[batch.segment_ids]
+        weight_sums = (tokens, float(final.sum()), float(final.square().sum()))
         size = importance.segment_mean(advantages.abs(), batch.segment_ids, len(batch.lengths))
         comparison = compare(log_probs, batch, version)
-    return Outcome(loss, size, log_probs.detach(), float(entropy.detach().sum()), comparison, figures)
+    return Outcome(loss, size, log_probs.detach(), float(entropy.detach().sum()), weight_sums, comparison, figures)
 
 
 def _from_values(

@@ -4,6 +4,7 @@ from impala_llm.replay.buffer import EvictedItem, ReplayBuffer, Sample, SampledI
 from impala_llm.replay.groups import Group, GroupAssembler
 from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
 from impala_llm.replay.rate import SamplesPerInsert, smallest_error
+from impala_llm.replay.share import ReplayShare
 
 __all__ = [
     "EvictedItem",
@@ -12,6 +13,7 @@ __all__ = [
     "OldestFirst",
     "PrioritySampler",
     "ReplayBuffer",
+    "ReplayShare",
     "Sample",
     "SampledItem",
     "Sampler",

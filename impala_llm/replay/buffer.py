@@ -10,19 +10,22 @@ Invariant: an item that was inserted leaves in exactly one way, and the caller i
 `max_staleness` in what is sampled. The same calls with the same seed draw the same items, also across `state_dict`.
 """
 
+import heapq
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from impala_llm.replay.columns import Column, SignatureCounts
-from impala_llm.replay.priorities import ItemColumns, Sampler
+from impala_llm.replay.columns import Column, RowOfItem, SignatureCounts
+from impala_llm.replay.priorities import Sampler
 from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
 from impala_llm.trajectory import Trajectory
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,33 @@ class SampledItem:
     """It has left the buffer with this sample."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
-    items: tuple[SampledItem, ...]
-    """Empty when the buffer held too few."""
+    """k items, as columns in the order of the draw; `items` has them one by one. k is 0 when the buffer held few."""
+
+    item_ids: np.ndarray
+    """int64[k]."""
+    weights: np.ndarray
+    """float64[k], in (0, 1]; the largest is 1."""
+    num_replays: np.ndarray
+    """int64[k]."""
+    is_last: np.ndarray
+    """bool[k]."""
+    trajectories: tuple[tuple[Trajectory, ...], ...]
     evicted: tuple[EvictedItem, ...]
+
+    @cached_property
+    def items(self) -> tuple[SampledItem, ...]:
+        return tuple(
+            map(
+                SampledItem,
+                self.item_ids.tolist(),
+                self.trajectories,
+                self.weights.tolist(),
+                self.num_replays.tolist(),
+                self.is_last.tolist(),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -70,16 +95,6 @@ class BufferStats:
     newest_version: int | None
 
 
-@dataclass
-class _Item:
-    item_id: int
-    trajectories: tuple[Trajectory, ...]
-    signature: str
-    version: int
-    num_bytes: int
-    num_replays: int = 0
-
-
 class ReplayBuffer:
     """Items with priorities.
 
@@ -89,6 +104,7 @@ class ReplayBuffer:
         max_staleness: η >= 0 in policy versions, of an item's oldest token; infinity never evicts by age.
         max_replays: times that an item may be sampled, >= 1.
         seed: >= 0, of all draws.
+        separate_replayed: what was sampled before is a class of its own, and `sample` takes `max_replayed`.
 
     Raises:
         ValueError: a setting that is out of range.
@@ -102,6 +118,7 @@ class ReplayBuffer:
         max_staleness: float = math.inf,
         max_replays: int = 1,
         seed: int = 0,
+        separate_replayed: bool = False,
     ) -> None:
         for name, value, smallest in (
             ("capacity_trajectories", capacity_trajectories, 1),
@@ -117,28 +134,32 @@ class ReplayBuffer:
         self._capacity_bytes = capacity_bytes
         self._max_staleness = max_staleness
         self._max_replays = max_replays
-        self._seed = seed
+        self._separate_replayed = separate_replayed
+        self._rng = np.random.default_rng(seed)
         self._clear()
 
     def _clear(self) -> None:
         self._version = 0
         self._next_id = 0
-        self._num_draws = 0
         self._num_trajectories = 0
         self._num_bytes = 0
-        # Items lie densely in rows, in step with the columns; a removal moves the last row into the gap.
-        self._items: list[_Item] = []
-        self._row_of: dict[int, int] = {}
-        self._versions = Column(np.int64)
-        self._abs_advantages = Column(np.float64)
-        self._advantage_known = Column(np.bool_)
-        self._signature_slots = Column(np.int64)
+        self._num_replayed = 0
+        """Where they are separate."""
+        # Items lie densely in rows, in step with the order; a removal moves the last row into the gap.
+        self._order = self._sampler.order(self._separate_replayed)
+        self._row_of = RowOfItem()
+        self._trajectories = Column(np.object_)
+        self._signature_of: list[str] = []
         self._item_ids = Column(np.int64)
+        self._versions = Column(np.int64)
+        self._num_replays = Column(np.int64)
         self._signatures = SignatureCounts()
+        self._by_age: list[tuple[int, int]] = []
+        """Heap of (version, item_id), where age evicts; items that have left otherwise are still in it."""
 
     def __len__(self) -> int:
         """Items that can be sampled."""
-        return len(self._items)
+        return len(self._signature_of)
 
     def insert(
         self, trajectories: Sequence[Trajectory], version: int, signature: str | None = None
@@ -175,22 +196,21 @@ class ReplayBuffer:
                 f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
             )
         evicted = self.evict_stale(version)
-        known = self._abs_advantages.view[self._advantage_known.view]
-        item = _Item(
-            item_id=self._next_id,
-            trajectories=tuple(trajectories),
-            signature=trajectories[0].signature if signature is None else signature,
-            version=min(t.oldest_version for t in trajectories),
-            num_bytes=num_bytes,
-        )
+        item_id = self._next_id
         self._next_id += 1
-        if self._is_stale(item.version):
-            return (*evicted, EvictedItem(item.item_id, "stale", 0, item.trajectories))
+        oldest = min(t.oldest_version for t in trajectories)
+        if self._version - oldest > self._max_staleness:
+            return (*evicted, EvictedItem(item_id, "stale", 0, tuple(trajectories)))
         evicted += self._make_room(len(trajectories), num_bytes)
-        self._append(item, float(known.max()) if len(known) else 1.0, advantage_known=False)
+        signature = trajectories[0].signature if signature is None else signature
+        slot = self._signatures.add(signature)
+        self._append(item_id, oldest, 0, signature, tuple(trajectories), num_bytes)
+        self._order.append(item_id, oldest, slot, int(self._signatures.counts[slot]))
         return evicted
 
-    def sample(self, num_items: int, version: int, importance_exponent: float = 1.0) -> Sample:
+    def sample(
+        self, num_items: int, version: int, importance_exponent: float = 1.0, max_replayed: int | None = None
+    ) -> Sample:
         """Draw distinct items.
 
         Args:
@@ -198,9 +218,12 @@ class ReplayBuffer:
                 of a whole one, as it does in the tickets, and the batch is a trajectory short.
             version: the learner's, never smaller than before; what is too stale for it is evicted first.
             importance_exponent: b in [0, 1] of the weights; 1 undoes the bias of the draw, 0 leaves it.
+            max_replayed: with `separate_replayed`, and only then: so many items at most have been sampled before, and
+                all that there are if they are fewer; the others are fresh, and come first. Each class is drawn by its
+                own P. N·P of the weights is that of the class, so they do not undo the shares, which are a choice.
 
         Returns:
-            No items when fewer than `num_items` are left: the caller waits for more.
+            No items when fewer than `num_items` are left, or fewer fresh ones than it takes: the caller waits for more.
 
         Raises:
             ValueError: an argument out of range, a version that decreases.
@@ -211,59 +234,82 @@ class ReplayBuffer:
             )
         if not 0.0 <= importance_exponent <= 1.0:
             raise ValueError(f"importance_exponent is {importance_exponent}: it must lie in [0, 1]")
+        if self._separate_replayed != (max_replayed is not None):
+            raise ValueError(
+                f"max_replayed is {max_replayed} and separate_replayed is {self._separate_replayed}: "
+                "give a number exactly where replayed items are separate"
+            )
+        if max_replayed is not None and not 0 <= max_replayed <= num_items:
+            raise ValueError(f"max_replayed is {max_replayed}: it must be at least 0 and at most num_items")
         evicted = self.evict_stale(version)
-        if len(self) < num_items:
-            return Sample((), evicted)
-        # a generator of its own for each draw: two integers are the whole state to be saved
-        rng = np.random.default_rng((self._seed, self._num_draws))
-        self._num_draws += 1
-        draw = self._sampler.draw(self._columns(), num_items, rng)
-        log_weights = -importance_exponent * draw.log_density
-        weights = np.exp(log_weights - log_weights.max())
-        sampled = []
-        for row, weight in zip(draw.rows.tolist(), weights.tolist(), strict=True):
-            item = self._items[row]
-            item.num_replays += 1
-            is_last = item.num_replays >= self._max_replays
-            sampled.append(SampledItem(item.item_id, item.trajectories, weight, item.num_replays, is_last))
-        for chosen in sampled:
-            if chosen.is_last:
-                self._remove(chosen.item_id)
-        return Sample(tuple(sampled), evicted)
+        num_replayed = 0 if max_replayed is None else min(max_replayed, self._num_replayed)
+        num_first = num_items - num_replayed
+        if num_first > len(self) - self._num_replayed:
+            nothing = np.zeros(0, np.int64)
+            return Sample(nothing, np.zeros(0), nothing, np.zeros(0, np.bool_), (), evicted)
+        draws = [self._order.draw(num_first, self._rng)] if num_first else []
+        if num_replayed:
+            draws.append(self._order.draw(num_replayed, self._rng, replayed=True))
+        rows, log_density = draws[0].rows, draws[0].log_density
+        if len(draws) > 1:
+            rows = np.concatenate([rows, draws[1].rows])
+            log_density = np.concatenate([log_density, draws[1].log_density])
+        log_weights = -importance_exponent * log_density
+        num_replays = self._num_replays.view[rows] + 1
+        self._num_replays.view[rows] = num_replays
+        is_last = num_replays >= self._max_replays
+        sample = Sample(
+            item_ids=self._item_ids.view[rows],
+            weights=np.exp(log_weights - log_weights.max()),
+            num_replays=num_replays,
+            is_last=is_last,
+            trajectories=tuple(self._trajectories.view[rows].tolist()),
+            evicted=evicted,
+        )
+        if self._separate_replayed:
+            fresh = rows[num_replays == 1]
+            self._num_replayed += len(fresh)
+            self._order.set_replayed(fresh)
+        if is_last.any():
+            for item_id in sample.item_ids[is_last].tolist():
+                self._remove(self._row_of[item_id])
+        return sample
 
     def evict_stale(self, version: int) -> tuple[EvictedItem, ...]:
         """Remove what is older than `max_staleness` for a learner at `version`; raises ValueError if that decreases."""
         if version < self._version:
             raise ValueError(f"version is {version} after {self._version}: the learner's version never decreases")
         self._version = version
-        if math.isinf(self._max_staleness):
-            return ()
-        stale = self._item_ids.view[version - self._versions.view > self._max_staleness]
-        return tuple(self._evict(item_id, "stale") for item_id in np.sort(stale).tolist())
+        stale = []
+        while self._by_age and version - self._by_age[0][0] > self._max_staleness:
+            item_id = heapq.heappop(self._by_age)[1]
+            if item_id in self._row_of:
+                stale.append(item_id)
+        return tuple(self._evict(item_id, "stale") for item_id in sorted(stale))
 
-    def update_advantages(self, item_ids: Sequence[int], abs_advantages: Sequence[float]) -> None:
+    def update_advantages(
+        self, item_ids: Sequence[int] | np.ndarray, abs_advantages: Sequence[float] | np.ndarray
+    ) -> None:
         """Set |A| of items after they were trained on. Items that have left in the meantime are passed over.
 
         Raises:
             ValueError: different lengths, or a value that is negative or not finite.
         """
-        if len(item_ids) != len(abs_advantages):
-            raise ValueError(
-                f"abs_advantages has {len(abs_advantages)} elements, item_ids has {len(item_ids)}: one each"
-            )
-        for item_id, value in zip(item_ids, abs_advantages, strict=True):
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"abs_advantages of item {item_id} is {value}: it must be finite and at least 0")
-            row = self._row_of.get(item_id)
-            if row is not None:
-                self._abs_advantages.view[row] = value
-                self._advantage_known.view[row] = True
+        values = np.asarray(abs_advantages, np.float64)
+        ids = np.asarray(item_ids, np.int64)
+        if len(ids) != len(values):
+            raise ValueError(f"abs_advantages has {len(values)} elements, item_ids has {len(ids)}: one each")
+        good = (values >= 0.0) & (values < math.inf)
+        if not good.all():
+            i = int(np.argmin(good))
+            raise ValueError(f"abs_advantages of item {ids[i]} is {values[i]}: it must be finite and at least 0")
+        self._order.set_advantages(self._row_of.rows(ids, self._item_ids.view), values)
 
     def stats(self) -> BufferStats:
         versions = self._versions.view
         return BufferStats(
             num_trajectories=self._num_trajectories,
-            num_items=len(self._items),
+            num_items=len(self),
             num_bytes=self._num_bytes,
             num_signatures=len(self._signatures),
             fill=max(self._num_trajectories / self._capacity_trajectories, self._num_bytes / self._capacity_bytes),
@@ -275,21 +321,16 @@ class ReplayBuffer:
         """Everything but the settings, as dicts, lists, arrays, numbers and strings."""
         return {
             "format": STATE_FORMAT,
-            "seed": self._seed,
+            # its numbers are larger than those of most formats
+            "generator": json.dumps(self._rng.bit_generator.state),
             "version": self._version,
             "next_id": self._next_id,
-            "num_draws": self._num_draws,
-            "abs_advantages": self._abs_advantages.view.copy(),
-            "advantage_known": self._advantage_known.view.copy(),
-            "items": [
-                {
-                    "item_id": item.item_id,
-                    "signature": item.signature,
-                    "num_replays": item.num_replays,
-                    "trajectories": [trajectory_to_state(t) for t in item.trajectories],
-                }
-                for item in self._items
-            ],
+            "item_ids": self._item_ids.view.copy(),
+            "num_replays": self._num_replays.view.copy(),
+            "slots": np.array([self._signatures.slot(signature) for signature in self._signature_of], np.int64),
+            "signatures": list(self._signature_of),
+            "trajectories": [[trajectory_to_state(t) for t in members] for members in self._trajectories.view],
+            "order": self._order.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -301,42 +342,40 @@ class ReplayBuffer:
         if state["format"] != STATE_FORMAT:
             raise ValueError(f"format is {state['format']}: this version reads replay states of format {STATE_FORMAT}")
         self._clear()
-        self._seed = state["seed"]
+        self._rng.bit_generator.state = json.loads(state["generator"])
         self._version = state["version"]
         self._next_id = state["next_id"]
-        self._num_draws = state["num_draws"]
-        advantages = zip(state["abs_advantages"].tolist(), state["advantage_known"].tolist(), strict=True)
-        for saved, (abs_advantage, known) in zip(state["items"], advantages, strict=True):
-            trajectories = tuple(map(trajectory_from_state, saved["trajectories"]))
-            item = _Item(
-                item_id=saved["item_id"],
-                trajectories=trajectories,
-                signature=saved["signature"],
-                version=min(t.oldest_version for t in trajectories),
-                num_bytes=sum(t.nbytes for t in trajectories),
-                num_replays=saved["num_replays"],
-            )
-            self._append(item, abs_advantage, known)
+        self._signatures.restore(state["signatures"], state["slots"].tolist())
+        items = zip(
+            state["item_ids"].tolist(),
+            state["num_replays"].tolist(),
+            state["signatures"],
+            state["trajectories"],
+            strict=True,
+        )
+        for item_id, num_replays, signature, saved in items:
+            members = tuple(map(trajectory_from_state, saved))
+            oldest = min(t.oldest_version for t in members)
+            self._append(item_id, oldest, num_replays, signature, members, sum(t.nbytes for t in members))
+        self._order.load_state_dict(
+            state["order"],
+            self._item_ids.view,
+            self._versions.view,
+            state["slots"],
+            self._signatures.counts,
+            self._num_replays.view > 0,
+        )
         if self._num_trajectories > self._capacity_trajectories or self._num_bytes > self._capacity_bytes:
             raise ValueError(
                 f"the saved buffer holds {self._num_trajectories} trajectories of {self._num_bytes} bytes, and room is "
                 f"for {self._capacity_trajectories} of {self._capacity_bytes} bytes: raise the capacity to resume"
             )
 
-    def _is_stale(self, version: int) -> bool:
-        return self._version - version > self._max_staleness
-
     def _make_room(self, num_trajectories: int, num_bytes: int) -> tuple[EvictedItem, ...]:
         """Evict by priority until an item of this size fits."""
         evicted: list[EvictedItem] = []
-        if self._fits(num_trajectories, num_bytes):
-            return ()
-        columns = self._columns()
-        order = np.lexsort((columns.item_ids, self._sampler.log_priorities(columns)))
-        for item_id in columns.item_ids[order].tolist():
-            if self._fits(num_trajectories, num_bytes):
-                break
-            evicted.append(self._evict(item_id, "capacity"))
+        while not self._fits(num_trajectories, num_bytes):
+            evicted.append(self._evict(self._order.first_to_go(), "capacity"))
         return tuple(evicted)
 
     def _fits(self, num_trajectories: int, num_bytes: int) -> bool:
@@ -346,43 +385,43 @@ class ReplayBuffer:
         )
 
     def _evict(self, item_id: int, reason: Literal["stale", "capacity"]) -> EvictedItem:
-        item = self._remove(item_id)
-        return EvictedItem(item.item_id, reason, item.num_replays, item.trajectories)
+        row = self._row_of[item_id]
+        num_replays = int(self._num_replays.view[row])
+        return EvictedItem(item_id, reason, num_replays, self._remove(row))
 
-    def _columns(self) -> ItemColumns:
-        return ItemColumns(
-            item_ids=self._item_ids.view,
-            versions=self._versions.view,
-            abs_advantages=self._abs_advantages.view,
-            signature_counts=self._signatures.counts[self._signature_slots.view],
-        )
+    def _append(
+        self,
+        item_id: int,
+        version: int,
+        num_replays: int,
+        signature: str,
+        trajectories: tuple[Trajectory, ...],
+        num_bytes: int,
+    ) -> None:
+        """All of a new row but its order and its signature's count."""
+        self._row_of[item_id] = len(self._signature_of)
+        self._trajectories.append(trajectories)
+        self._signature_of.append(signature)
+        self._item_ids.append(item_id)
+        self._versions.append(version)
+        self._num_replays.append(num_replays)
+        self._num_trajectories += len(trajectories)
+        self._num_bytes += num_bytes
+        self._num_replayed += self._separate_replayed and num_replays > 0
+        if self._max_staleness < math.inf:
+            heapq.heappush(self._by_age, (version, item_id))
 
-    def _append(self, item: _Item, abs_advantage: float, advantage_known: bool) -> None:
-        self._row_of[item.item_id] = len(self._items)
-        self._items.append(item)
-        self._item_ids.append(item.item_id)
-        self._versions.append(item.version)
-        self._abs_advantages.append(abs_advantage)
-        self._advantage_known.append(advantage_known)
-        self._signature_slots.append(self._signatures.add(item.signature))
-        self._num_trajectories += len(item.trajectories)
-        self._num_bytes += item.num_bytes
-
-    def _remove(self, item_id: int) -> _Item:
-        row = self._row_of.pop(item_id)
-        item, last = self._items[row], self._items.pop()
-        if last is not item:
-            self._items[row] = last
-            self._row_of[last.item_id] = row
-        for column in (
-            self._item_ids,
-            self._versions,
-            self._abs_advantages,
-            self._advantage_known,
-            self._signature_slots,
-        ):
+    def _remove(self, row: int) -> tuple[Trajectory, ...]:
+        del self._row_of[int(self._item_ids.view[row])]
+        self._num_replayed -= self._separate_replayed and bool(self._num_replays.view[row] > 0)
+        trajectories: tuple[Trajectory, ...] = self._trajectories.view[row]
+        signature, last_signature = self._signature_of[row], self._signature_of.pop()
+        for column in (self._trajectories, self._item_ids, self._versions, self._num_replays):
             column.remove(row)
-        self._signatures.remove(item.signature)
-        self._num_trajectories -= len(item.trajectories)
-        self._num_bytes -= item.num_bytes
-        return item
+        if row < len(self._signature_of):
+            self._signature_of[row] = last_signature
+            self._row_of[int(self._item_ids.view[row])] = row
+        self._order.remove(row, self._signatures.remove(signature))
+        self._num_trajectories -= len(trajectories)
+        self._num_bytes -= sum(t.nbytes for t in trajectories)
+        return trajectories

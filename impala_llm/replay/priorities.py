@@ -1,58 +1,26 @@
-"""Which items are drawn, and how likely each one was.
+"""Which items are drawn, and how likely each one is: the settings.
 
     p_i = e^(-age_i/τ) · (|A_i| + ε)^α · n(signature_i)^-β        P_i = (1 - u) p_i / Σp + u/N
 
 A τ of infinity or an exponent of 0 turns its factor off; all off is uniform. Draws are without replacement, one after
 the other: each takes an item with probability P_i over the sum of P of those still there.
-
-Invariant: the age enters as e^(version_i/τ), which is the same up to a factor common to all items, so nothing is
-rewritten when the learner's version advances. Everything is in logarithms: no priority over- or underflows.
-
-A sampler sees the items as columns and returns rows, so that another one (a sum tree, for millions of items) can take
-its place without a change in the buffer.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-
-@dataclass(frozen=True)
-class ItemColumns:
-    """The M items of a buffer, a row each."""
-
-    item_ids: np.ndarray
-    """int64[M]: rises with the time of insertion."""
-    versions: np.ndarray
-    """int64[M]: policy version of the oldest token."""
-    abs_advantages: np.ndarray
-    """float64[M]: |A|, mean over the item."""
-    signature_counts: np.ndarray
-    """int64[M]: items in the buffer that share the signature, itself included."""
-
-    def __len__(self) -> int:
-        return len(self.item_ids)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """k items in the order in which they were drawn."""
-
-    rows: np.ndarray
-    """int64[k]."""
-    log_density: np.ndarray
-    """float64[k]: log(N·P_i), P_i the probability of the first draw; 0 under uniform sampling."""
+from impala_llm.replay.forest import PriorityForest
+from impala_llm.replay.order import Order, QueueOrder
 
 
 class Sampler(Protocol):
-    def log_priorities(self, items: ItemColumns) -> np.ndarray:
-        """float64[M]: log p_i up to a common constant; the lowest are evicted first when the buffer is full."""
-        ...
+    def order(self, separate: bool) -> Order:
+        """A new, empty order by these settings. separate: fresh and replayed items are drawn from one by one.
 
-    def draw(self, items: ItemColumns, num_items: int, rng: np.random.Generator) -> Draw:
-        """`num_items` distinct rows, 1 <= num_items <= M."""
+        Raises:
+            ValueError: there is no such order.
+        """
         ...
 
 
@@ -86,31 +54,15 @@ class PrioritySampler:
         if not 0.0 <= self.uniform_floor <= 1.0:
             raise ValueError(f"uniform_floor is {self.uniform_floor}: a share lies in [0, 1]")
 
-    def log_priorities(self, items: ItemColumns) -> np.ndarray:
-        log_p = items.versions / self.recency_tau
-        if self.advantage_exponent:
-            log_p = log_p + self.advantage_exponent * np.log(items.abs_advantages + self.advantage_epsilon)
-        if self.rarity_exponent:
-            log_p = log_p - self.rarity_exponent * np.log(items.signature_counts)
-        return log_p
-
-    def draw(self, items: ItemColumns, num_items: int, rng: np.random.Generator) -> Draw:
-        """The smallest E_i/P_i with E_i exponential are a sequential draw without replacement.
-
-        Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006.
-        """
-        count = len(items)
-        log_p = self.log_priorities(items)
-        log_p = log_p - log_p.max()
-        log_p -= np.log(np.exp(log_p).sum())
-        if self.uniform_floor == 1.0:
-            log_p = np.full(count, -math.log(count))
-        elif self.uniform_floor > 0.0:
-            log_p = np.logaddexp(math.log1p(-self.uniform_floor) + log_p, math.log(self.uniform_floor / count))
-        keys = np.log(rng.standard_exponential(count)) - log_p
-        rows = np.argpartition(keys, num_items - 1)[:num_items]
-        rows = rows[np.argsort(keys[rows])]
-        return Draw(rows, log_p[rows] + math.log(count))
+    def order(self, separate: bool) -> PriorityForest:
+        return PriorityForest(
+            self.recency_tau,
+            self.advantage_exponent,
+            self.advantage_epsilon,
+            self.rarity_exponent,
+            self.uniform_floor,
+            separate,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +73,7 @@ class OldestFirst:
     dropped for its age.
     """
 
-    def log_priorities(self, items: ItemColumns) -> np.ndarray:
-        return items.versions.astype(np.float64)
-
-    def draw(self, items: ItemColumns, num_items: int, rng: np.random.Generator) -> Draw:
-        return Draw(np.lexsort((items.item_ids, items.versions))[:num_items], np.zeros(num_items))
+    def order(self, separate: bool) -> QueueOrder:
+        if separate:
+            raise ValueError("separate_replayed is True: a queue uses its items once, give it a PrioritySampler")
+        return QueueOrder()

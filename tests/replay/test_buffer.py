@@ -254,6 +254,82 @@ def test_a_saved_buffer_goes_on_as_if_nothing_had_happened() -> None:
         assert step(restored, twin, version) == step(buffer, rng, version)
 
 
+def test_a_share_of_the_batch_is_replayed_and_the_rest_fresh() -> None:
+    buffer = ReplayBuffer(PrioritySampler(rarity_exponent=1.0), 100, BIG, max_replays=3, separate_replayed=True)
+    fill(buffer, 6)
+    first = buffer.sample(4, version=0, max_replayed=3)  # nothing to replay yet: all are fresh
+    assert first.num_replays.tolist() == [1] * 4
+    second = buffer.sample(4, version=0, max_replayed=2)
+    assert second.num_replays.tolist() == [1, 1, 2, 2]
+    assert set(second.item_ids[2:]) <= set(first.item_ids) and set(second.item_ids[:2]).isdisjoint(first.item_ids)
+    assert buffer.sample(4, version=0, max_replayed=3).items == ()  # nothing is fresh: the caller waits
+    third = buffer.sample(4, version=0, max_replayed=4)
+    assert set(third.num_replays) <= {2, 3} and third.is_last.tolist() == (third.num_replays == 3).tolist()
+    buffer.insert([make_trajectory(ticket_id=6)], version=0)
+    assert sorted(buffer.sample(2, version=0, max_replayed=1).num_replays == 1) == [False, True]
+
+
+def test_weights_of_a_divided_batch_are_those_within_its_classes() -> None:
+    buffer = ReplayBuffer(
+        PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9), 100, BIG, max_replays=9, separate_replayed=True
+    )
+    fill(buffer, 2)
+    buffer.sample(2, version=0, max_replayed=0)
+    fill(buffer, 3)
+    buffer.update_advantages(range(5), [0.25, 0.75, 0.2, 0.2, 0.6])
+    items = buffer.sample(5, version=0, max_replayed=2).items
+    density = {0: 2 * 0.25, 1: 2 * 0.75, 2: 3 * 0.2, 3: 3 * 0.2, 4: 3 * 0.6}  # N·P in the class
+    expected = {item_id: 0.5 / x for item_id, x in density.items()}
+    assert {item.item_id: item.weight for item in items} == pytest.approx(expected)
+
+
+def test_a_divided_buffer_goes_on_after_a_restart() -> None:
+    def make(seed: int) -> ReplayBuffer:
+        sampler = PrioritySampler(3.0, 0.6, 0.01, 0.5, 0.1)
+        return ReplayBuffer(sampler, 60, BIG, 5, max_replays=3, seed=seed, separate_replayed=True)
+
+    def go_on(buffer: ReplayBuffer, versions: range) -> list[tuple[int, float]]:
+        seen = []
+        for version in versions:
+            for i in range(8):
+                buffer.insert([make_trajectory(version=version, signature=f"s{(7 * version + i * i) % 5}")], version)
+            sample = buffer.sample(8, version, 0.5, max_replayed=3)
+            buffer.update_advantages(sample.item_ids, [0.1 * (item_id % 7) for item_id in sample.item_ids.tolist()])
+            seen += [(item.item_id, item.weight) for item in sample.items]
+        return seen
+
+    buffer, restored = make(3), make(4)
+    go_on(buffer, range(12))
+    restored.load_state_dict(buffer.state_dict())
+    assert go_on(restored, range(12, 30)) == go_on(buffer, range(12, 30))
+
+
+def test_max_replayed_goes_with_separate_classes() -> None:
+    buffer = make_buffer()
+    fill(buffer, 2)
+    with pytest.raises(ValueError, match="max_replayed is 1 and separate_replayed is False"):
+        buffer.sample(1, version=0, max_replayed=1)
+    buffer = ReplayBuffer(PrioritySampler(), 10, BIG, separate_replayed=True)
+    with pytest.raises(ValueError, match="max_replayed is None and separate_replayed is True"):
+        buffer.sample(1, version=0)
+    with pytest.raises(ValueError, match="max_replayed is 2"):
+        buffer.sample(1, version=0, max_replayed=2)
+
+
+def test_old_items_are_found_among_many_new_ones() -> None:
+    """An item that outlives many others keeps its row, whatever has taken its place in the quick way to it."""
+    buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9), capacity=8)
+    fill(buffer, 8)
+    buffer.update_advantages([3], [5.0])
+    for i in range(500):
+        (gone,) = buffer.insert([make_trajectory(ticket_id=100 + i)], version=0)
+        assert gone.item_id != 3
+        buffer.update_advantages([8 + i], [1e-3])
+    buffer.update_advantages([3, 9, 507], [2.0, 7.0, 4.0])  # 9 has left
+    weights = {item.item_id: item.weight for item in buffer.sample(8, version=0).items}
+    assert weights[507] == pytest.approx(weights[3] / 2) and 9 not in weights
+
+
 def test_a_smaller_buffer_refuses_the_state() -> None:
     buffer = make_buffer()
     fill(buffer, 5)

@@ -1,0 +1,151 @@
+"""Prioritised sampling: how many cycles a second, a cycle being to draw 256 items without replacement, compute their
+weights, and set new priorities of all of them.
+
+Figures: `ratio_best_N`, our rate over that of the fastest peer that is installed, at N items. Ours is the whole
+`ReplayBuffer` with all three factors and a uniform floor; the peers have the advantage factor alone, and draw with
+replacement. Rows: cycles a second of CPU time of each; medians over rounds in which all take their turn.
+
+One thread in this process; time is the thread's own, so that neighbours cost little but caches.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from impala_llm.replay import PrioritySampler, ReplayBuffer
+from impala_llm.trajectory import Trajectory
+
+OPTIONS = {
+    "sizes": "numbers of items, with commas between; default 100000,1000000",
+    "batch": "items of a draw; default 256",
+    "rounds": "turns of each contender; default 9",
+    "cycles": "cycles of a turn; default 200",
+    "signatures": "different signatures; default 1000",
+}
+PEERS = ("cpprb", "torchrl")
+
+_SAMPLER = PrioritySampler(recency_tau=100.0, advantage_exponent=0.6, rarity_exponent=0.5, uniform_floor=0.1)
+_WEIGHT_EXPONENT = 0.6
+_NUM_VERSIONS = 500
+
+Cycle = Callable[[np.ndarray], object]
+"""A cycle that sets these priorities, float64[batch]."""
+
+
+def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Measures; see the module for figures and rows."""
+    sizes = [int(size) for size in options.get("sizes", "100000,1000000").split(",")]
+    batch, rounds = int(options.get("batch", 256)), int(options.get("rounds", 9))
+    cycles, num_signatures = int(options.get("cycles", 200)), int(options.get("signatures", 1000))
+    figures: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        contenders = {"impala_llm": buffer_cycle(size, batch, num_signatures)}
+        for name, make in (("cpprb", cpprb_cycle), ("torchrl", torchrl_cycle)):
+            peer = make(size, batch)
+            if peer is not None:
+                contenders[name] = peer
+        rates = measure(contenders, batch, rounds, cycles)
+        peers = [rate for name, rate in rates.items() if name in PEERS]
+        if peers:
+            figures[f"ratio_best_{size}"] = rates["impala_llm"] / max(peers)
+        rows += [{"items": size, "contender": name, "cycles_per_s": rate} for name, rate in rates.items()]
+    return figures, rows
+
+
+def measure(contenders: dict[str, Cycle], batch: int, rounds: int, cycles: int) -> dict[str, float]:
+    """Median rate of each, in cycles a second of CPU time, after a turn that does not count."""
+    values = np.random.default_rng(1).random((cycles, batch))
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, cycle in contenders.items():
+            begin = time.thread_time()
+            for row in values:
+                cycle(row)
+            if turn:
+                rates[name].append(cycles / (time.thread_time() - begin))
+    return {name: statistics.median(found) for name, found in rates.items()}
+
+
+def buffer_cycle(size: int, batch: int, num_signatures: int) -> Cycle:
+    """Ours, as the learner uses it. All items hold one and the same trajectory: what it weighs is not measured."""
+    rng = np.random.default_rng(0)
+    buffer = ReplayBuffer(_SAMPLER, size, 1 << 60, max_replays=1 << 60)
+    names = [f"signature {i}" for i in range(num_signatures)]
+    members = [[_trajectory(version)] for version in range(_NUM_VERSIONS)]
+    for i, signature in enumerate(rng.integers(num_signatures, size=size).tolist()):
+        version = i * _NUM_VERSIONS // size
+        buffer.insert(members[version], version, names[signature])
+    buffer.update_advantages(np.arange(size), rng.random(size))
+
+    def cycle(values: np.ndarray) -> object:
+        sample = buffer.sample(batch, _NUM_VERSIONS, _WEIGHT_EXPONENT)
+        buffer.update_advantages(sample.item_ids, values)
+        return sample
+
+    return cycle
+
+
+def cpprb_cycle(size: int, batch: int) -> Cycle | None:
+    """cpprb's PrioritizedReplayBuffer, whose items hold one number."""
+    try:
+        from cpprb import PrioritizedReplayBuffer
+    except ImportError:
+        return None
+    buffer = PrioritizedReplayBuffer(size, {"x": {}}, alpha=0.6, eps=1e-3)
+    buffer.add(x=np.zeros(size), priorities=np.random.default_rng(0).random(size))
+
+    def cycle(values: np.ndarray) -> object:
+        sample = buffer.sample(batch, _WEIGHT_EXPONENT)
+        buffer.update_priorities(sample["indexes"], values)
+        return sample["weights"]
+
+    return cycle
+
+
+def torchrl_cycle(size: int, batch: int) -> Cycle | None:
+    """torchrl's PrioritizedSampler, without a storage; None where its compiled part does not load."""
+    try:
+        import torch
+        import torchrl._torchrl  # noqa: F401
+        from torchrl.data.replay_buffers import ListStorage, PrioritizedSampler
+    except (ImportError, OSError):
+        return None
+    torch.set_num_threads(1)
+    sampler = PrioritizedSampler(size, alpha=0.6, beta=_WEIGHT_EXPONENT, eps=1e-3)
+    storage = ListStorage(size)
+    storage._storage = [0] * size
+    sampler.extend(torch.arange(size))
+    sampler.update_priority(torch.arange(size), torch.from_numpy(np.random.default_rng(0).random(size)).float())
+
+    def cycle(values: np.ndarray) -> object:
+        index, info = sampler.sample(storage, batch)
+        sampler.update_priority(index, torch.from_numpy(values).float())
+        return info
+
+    return cycle
+
+
+def _trajectory(version: int) -> Trajectory:
+    return Trajectory(
+        tokens=np.arange(2, dtype=np.int32),
+        action_mask=np.array([False, True]),
+        behaviour_logprobs=np.zeros(2, np.float32),
+        versions=np.array([-1, version], np.int32),
+        rewards=np.zeros(2, np.float32),
+        turns=np.array([[1, 2]], np.int32),
+        bootstrap=False,
+        episode_id="episode",
+        group_id=0,
+        task_id=0,
+        env="none",
+        actor_id="actor",
+        ticket_id=0,
+        signature="",
+        score=0.0,
+        success=False,
+        stats={},
+    )
