@@ -1,0 +1,62 @@
+"""What follows the training: the entropy bonus, the scale of rewards, the alarm of a collapse."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from impala_llm.config import AlgorithmConfig
+from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+
+
+def test_the_entropy_bonus_rises_below_its_target_and_falls_above() -> None:
+    control = EntropyControl(AlgorithmConfig(entropy_coef=0.1, entropy_target=1.0, entropy_rate=0.05))
+    control.observe(0.4)
+    assert control.coef == pytest.approx(0.1 + 0.05 * 0.6)
+    control.observe(3.0)
+    assert control.coef == pytest.approx(0.13 - 0.05 * 2.0)
+    control.observe(9.0)
+    assert control.coef == 0.0, "never a penalty"
+    control.observe(float("nan"))
+    assert control.coef == 0.0
+
+
+def test_without_a_target_the_bonus_stays() -> None:
+    control = EntropyControl(AlgorithmConfig(entropy_coef=0.1))
+    control.observe(0.0)
+    assert control.coef == 0.1
+
+
+def test_rewards_are_divided_by_the_standard_deviation_of_all_so_far() -> None:
+    returns = np.random.default_rng(0).normal(5.0, 3.0, (4, 50))
+    scale = RewardScale(True)
+    assert scale.divisor == 1.0
+    for batch in returns:
+        scale.observe(len(batch), batch.sum(), (batch**2).sum())
+    assert scale.divisor == pytest.approx(returns.std())
+    off = RewardScale(False)
+    off.observe(50, returns[0].sum(), (returns[0] ** 2).sum())
+    assert off.divisor == 1.0
+
+
+def test_equal_rewards_are_left_as_they_are() -> None:
+    scale = RewardScale(True)
+    scale.observe(3, 3.0, 3.0)
+    assert scale.divisor == 1.0
+
+
+def test_a_collapse_is_said_and_a_solved_task_is_not_one(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = CollapseAlarm(AlgorithmConfig())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            alarm.observe(2.0, 100.0, 0.1)
+        alarm.observe(0.5, 60.0, 0.1)
+        assert alarm.collapsed == {"entropy": False, "length": False} and not caplog.records
+        alarm.observe(0.05, 60.0, 0.95)
+        assert not any(alarm.collapsed.values()), "certain, and right"
+        alarm.observe(0.05, 10.0, 0.3)
+    assert alarm.collapsed == {"entropy": True, "length": True}
+    for word in ("ENTROPY COLLAPSE", "LENGTH COLLAPSE", "algorithm.entropy_alarm=0.05", "algorithm.entropy_target"):
+        assert word in caplog.text
+    alarm.observe(1.0, 60.0, 0.3)
+    assert not any(alarm.collapsed.values())

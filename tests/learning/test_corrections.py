@@ -1,0 +1,227 @@
+"""Every correction that a configuration can name reaches the gradient as its definition says."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from impala_llm.config import AlgorithmConfig, Config
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.objective import Denominators, Outcome, objective
+from impala_llm.learning.packing import PackedBatch, pack
+from impala_llm.learning.scoring import TokenScores, action_log_probs
+from tests.learning.builders import make_batch, save_lm
+
+VERSION = 6  # three above that of the builders' trajectories
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path_factory.mktemp("lm")))
+    torch.manual_seed(0)
+    for p in model.value_head.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def batch() -> PackedBatch:
+    (packed,) = pack(make_batch(), 1000)
+    return packed
+
+
+def settings(**algorithm: object) -> Config:
+    config = Config()
+    config.algorithm = AlgorithmConfig(**{"value_coef": 0.0, **algorithm})  # type: ignore[arg-type]
+    return config
+
+
+def run(
+    config: Config, model: PolicyModel, batch: PackedBatch, advantages: Tensor | None = None, **options: object
+) -> Outcome:
+    """With one denominator of 1, so that sums stay sums."""
+    model.zero_grad()
+    ones = torch.ones(len(batch.lengths))
+    outcome = objective(config, model, batch, advantages, ones, Denominators(1, 1, 1), VERSION, **options)  # type: ignore[arg-type]
+    outcome.loss.backward()
+    return outcome
+
+
+def gradient(model: PolicyModel) -> Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.lm.parameters() if p.grad is not None])
+
+
+def expected(model: PolicyModel, batch: PackedBatch, per_token: Tensor) -> Tensor:
+    """Gradient of the sum of per_token · log π, per_token constant."""
+    model.zero_grad()
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+    actions = batch.action_positions
+    log_probs, _ = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], 1.0)
+    (per_token * log_probs).sum().backward()
+    return gradient(model)
+
+
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0, 2.0, 0.0])
+
+
+def weights_by_definition(name: str, log_pi: Tensor, log_mu: Tensor, advantages: Tensor, rows: Tensor) -> Tensor:
+    """d loss / d log π of each token."""
+    ratio = (log_pi - log_mu).exp()
+    rising, falling = advantages > 0, advantages < 0
+    if name == "reinforce":
+        return -advantages
+    if name == "truncated_is":
+        return -ratio.clamp(max=1.5) * advantages
+    if name == "sequence":
+        total = torch.stack([(log_pi - log_mu)[rows == row].sum() for row in rows])
+        return -total.exp().clamp(max=1.5) * advantages
+    if name == "cispo":
+        return -ratio.clamp(max=1.28) * advantages
+    if name == "ppo_clip":
+        free = ~((rising & (ratio > 1.28)) | (falling & ((ratio < 0.8) | (ratio > 3.0))))
+        return torch.where(free, -ratio * advantages, 0.0)
+    if name == "decoupled_ppo":  # all tokens are three versions old: the proximal policy is two thirds of the way
+        weight, step = ((2 / 3) * (log_pi - log_mu)).exp(), ((1 / 3) * (log_pi - log_mu)).exp()
+        free = ~((rising & (step > 1.28)) | (falling & ((step < 0.8) | (step > 3.0))))
+        return torch.where(free, -weight.clamp(max=2.0) * step * advantages, 0.0)
+    if name == "recomputed":  # π_prox is π: the ratio is 1, and the weight is all
+        return -ratio.clamp(max=2.0) * advantages
+    assert name == "gspo"
+    result = torch.zeros_like(ratio)
+    for row in rows.unique():
+        mine = rows == row
+        share, a = (log_pi - log_mu)[mine].mean().exp(), advantages[mine]
+        free = ~(((a > 0) & (share > 1.28)) | ((a < 0) & ((share < 0.8) | (share > 3.0))))
+        # each token of the row moves the row's mean, and with it all of the row's terms
+        result[mine] = torch.where(free, -share * a, 0.0).mean()
+    return result
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "reinforce": {"loss": "reinforce"},
+    "truncated_is": {"loss": "truncated_is", "is_cap": 1.5},
+    "sequence": {"loss": "truncated_is", "is_cap": 1.5, "is_level": "sequence"},
+    "cispo": {"loss": "cispo"},
+    "ppo_clip": {"loss": "ppo_clip"},
+    "decoupled_ppo": {"loss": "decoupled_ppo", "proximal_cap": 2.0},
+    "recomputed": {"loss": "decoupled_ppo", "proximal": "recomputed", "proximal_cap": 2.0},
+    "gspo": {"loss": "gspo"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_gradient_of_each_loss_is_that_of_its_definition(model: PolicyModel, batch: PackedBatch, name: str) -> None:
+    outcome = run(settings(advantage="group_relative", **SETTINGS[name]), model, batch, ADVANTAGES)
+    found = gradient(model)
+    weights = weights_by_definition(
+        name, outcome.log_probs, batch.behaviour_logprobs, ADVANTAGES[batch.segment_ids], batch.segment_ids
+    )
+    scale = float(found.abs().max())  # the weights of whole rows are small here
+    assert scale > 1e-6
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5 * max(scale, 1e-3), rtol=1e-3)
+
+
+def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch) -> None:
+    config = settings(advantage="group_relative", loss="reinforce", reject="token", reject_low=0.5, reject_high=2.0)
+    outcome = run(config, model, batch, ADVANTAGES)
+    found = gradient(model)
+    ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
+    keep = (ratio >= 0.5) & (ratio <= 2.0)
+    assert 0 < int(keep.sum()) < len(keep)
+    weights = torch.where(keep, -ADVANTAGES[batch.segment_ids], 0.0)
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
+    share = dict((name, value) for name, value, _ in outcome.figures)["ratio/rejected_share"]
+    assert share == pytest.approx(1 - keep.float().mean().item())
+    weights_of_kept = ratio[keep].clamp(max=1.0)
+    count, total, squares = outcome.weight_sums
+    assert (count, total) == pytest.approx((len(keep), weights_of_kept.sum().item()), rel=1e-4)
+    assert squares == pytest.approx(weights_of_kept.square().sum().item(), rel=1e-4)
+
+
+def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: PackedBatch) -> None:
+    config = settings(advantage="group_relative", loss="reinforce", probability_limit=0.05)
+    outcome = run(config, model, batch, ADVANTAGES)
+    found = gradient(model)
+    advantages = ADVANTAGES[batch.segment_ids]
+    moved = outcome.log_probs.exp() - batch.behaviour_logprobs.exp()
+    keep = ~(((advantages > 0) & (moved > 0.05)) | ((advantages < 0) & (moved < -0.05)))
+    assert 0 < int(keep.sum()) < len(keep)
+    weights = torch.where(keep, -advantages, 0.0)
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+@pytest.mark.parametrize("advantage", ["vtrace", "gae"])
+def test_advantages_of_the_value_head_by_turn_and_by_token(
+    model: PolicyModel, batch: PackedBatch, advantage: str, granularity: str
+) -> None:
+    """Against the recursion written out step by step in float64, without corrections for gae."""
+    config = settings(advantage=advantage, granularity=granularity, loss="reinforce", lam=0.9, discount=0.95)
+    outcome = run(config, model, batch)
+    found = gradient(model)
+    with torch.no_grad():
+        hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+        actions = batch.action_positions
+        at = actions - 1 if granularity == "token" else batch.turn_value_positions
+        values = model.values(hidden[at]).double()
+        last = model.values(hidden[batch.last_positions]).double()
+    log_ratio = (outcome.log_probs - batch.behaviour_logprobs).double()
+    num_tokens, turn_of = len(actions), batch.turn_ids
+    if granularity == "token":
+        ends = [i for i in range(num_tokens) if i + 1 == num_tokens or turn_of[i + 1] != turn_of[i]]
+        rewards = torch.zeros(num_tokens, dtype=torch.float64)
+        discounts = torch.ones(num_tokens, dtype=torch.float64)
+        rewards[ends], discounts[ends] = batch.turn_rewards.double(), 0.95
+        ratio, rows = log_ratio.exp(), batch.segment_ids
+    else:
+        num_turns = len(batch.turn_rewards)
+        ratio = torch.stack([log_ratio[turn_of == k].mean().exp() for k in range(num_turns)])
+        rewards, discounts = batch.turn_rewards.double(), torch.full((num_turns,), 0.95, dtype=torch.float64)
+        rows = batch.turn_segment_ids
+    if advantage == "gae":
+        ratio = torch.ones_like(ratio)
+    steps = torch.zeros_like(values)
+    for i in reversed(range(len(values))):
+        ends_row = i + 1 == len(values) or rows[i + 1] != rows[i]
+        after = (last[rows[i]] if batch.bootstrap[rows[i]] else 0.0) if ends_row else values[i + 1]
+        clipped = min(1.0, float(ratio[i]))
+        carried = 0.0 if ends_row else steps[i + 1]
+        delta = clipped * (rewards[i] + discounts[i] * after - values[i])
+        steps[i] = delta + discounts[i] * 0.9 * clipped * carried  # v - V
+    if advantage == "gae":
+        by_step = steps
+    else:
+        targets = steps + values
+        by_step = torch.zeros_like(values)
+        for i in range(len(values)):
+            ends_row = i + 1 == len(values) or rows[i + 1] != rows[i]
+            after = (last[rows[i]] if batch.bootstrap[rows[i]] else 0.0) if ends_row else targets[i + 1]
+            by_step[i] = rewards[i] + discounts[i] * after - values[i]
+    of_tokens = by_step if granularity == "token" else by_step[turn_of]
+    torch.testing.assert_close(found, expected(model, batch, -of_tokens.float()), atol=2e-3, rtol=1e-3)
+
+
+def test_the_divergence_from_the_reference_is_pushed_down(
+    model: PolicyModel, batch: PackedBatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = PolicyModel.from_pretrained(save_lm(tmp_path_factory.mktemp("other"), seed=1))
+    scores = TokenScores(reference=action_log_probs(other, batch, 1.0))
+    config = settings(advantage="group_relative", loss="reinforce", kl_coef=0.5)
+    outcome = run(config, model, batch, torch.zeros(6), scores=scores)
+    found = gradient(model)
+    assert scores.reference is not None
+    weight = (outcome.log_probs - batch.behaviour_logprobs).exp().clamp(max=1.0)
+    # d/dlog π of e^x - x - 1 with x = log ref - log π
+    slope = 1 - (scores.reference - outcome.log_probs).exp()
+    torch.testing.assert_close(found, expected(model, batch, 0.5 * weight * slope), atol=1e-4, rtol=1e-3)
+
+
+def test_the_teacher_takes_the_place_of_the_advantage(model: PolicyModel, batch: PackedBatch) -> None:
+    teacher = torch.linspace(-3.0, -0.1, len(batch.action_positions))
+    config = settings(advantage="distillation", loss="truncated_is", is_cap=math.inf)
+    outcome = run(config, model, batch, scores=TokenScores(teacher=teacher))
+    found = gradient(model)
+    ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
+    weights = -ratio * (teacher - outcome.log_probs)
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-3, rtol=1e-3)

@@ -1,0 +1,131 @@
+"""Other models' views of the policy's tokens: a teacher that reads more, and pairs as a policy gradient."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from impala_llm.config import Config, load
+from impala_llm.learner import Trainer
+from impala_llm.learning.feed import Batch
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import pack
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.preferences import pair_advantages
+from impala_llm.learning.scoring import Scorers, action_log_probs
+from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.observability.metrics import MetricLog
+from tests.learning.builders import make_batch, make_trajectory, save_lm
+
+CPU = torch.device("cpu")
+
+
+def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None:
+    """Each row by itself, the context in front: the same log-probabilities of the same tokens."""
+    directory = make_scratch_policy(tmp_path / "policy")
+    config = load(
+        ["model=scratch", f"run.dir={tmp_path}", "algorithm.advantage=distillation", "algorithm.teacher_context=hint b"]
+    )
+    model = PolicyModel.from_pretrained(directory)
+    scorers = Scorers(config, model, CPU)
+    rows = make_batch()
+    (batch,) = pack(rows, 1000)
+    found = scorers.teacher(batch)
+    assert found is not None
+    context = scorers._context
+    assert context is not None and len(context) == len("hint b")
+    expected = []
+    for place in batch.members:
+        row = rows[place]
+        tokens = torch.cat([context, torch.tensor(row.tokens, dtype=torch.int64)])
+        with torch.no_grad():
+            hidden = model.hidden(tokens, torch.arange(len(tokens)), torch.tensor([len(tokens)]))
+            log_probs = model.logits(hidden).log_softmax(-1)
+        at = torch.tensor(row.action_mask).nonzero()[:, 0] + len(context)
+        expected.append(log_probs[at - 1, tokens[at]])
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, action_log_probs(model, batch, 1.0), atol=1e-3)
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = load(["model=scratch", f"run.dir={tmp_path}", "algorithm.kl_coef=0.1"])
+    make_scratch_policy(tmp_path / "scratch-0")
+    policy = PolicyModel.from_pretrained(save_lm(tmp_path / "lm"))
+    with pytest.raises(ValueError, match="vocabulary of .* the policy one of 50"):
+        Scorers(config, policy, CPU)
+
+
+def test_pairs_are_the_gradient_of_dpo() -> None:
+    torch.manual_seed(0)
+    log_probs, reference = torch.randn(8), torch.randn(8)
+    scores, groups = torch.tensor([0.0, 1, 0.5, 0.5, 0.2, 0.9, 0.1, 0.4]), torch.tensor([0, 0, 1, 1, 2, 2, 2, 2])
+    found = pair_advantages(log_probs, reference, scores, groups, beta=0.7)
+    policy = log_probs.clone().requires_grad_()
+    total = torch.zeros(())
+    for better, worse in ((1, 0), (5, 6)):  # group 1 is a tie
+        margin = (policy[better] - reference[better]) - (policy[worse] - reference[worse])
+        total = total - torch.nn.functional.logsigmoid(0.7 * margin)
+    total.backward()
+    torch.testing.assert_close(found.advantages, -policy.grad)
+    assert found.num_pairs == 2 and found.loss == pytest.approx(total.item(), rel=1e-5)
+
+
+class NoPriorities:
+    def update_advantages(self, ids: list[int], values: list[float]) -> None:
+        return None
+
+
+def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None:
+    """By plain gradient descent on the loss written out, over micro-batches that part the pairs."""
+    directory = save_lm(tmp_path / "lm")
+    config = Config()
+    config.model.path = str(directory)
+    config.algorithm.advantage, config.algorithm.loss, config.algorithm.group_size = "group_relative", "dpo", 2
+    config.algorithm.aggregate, config.algorithm.dpo_beta = "sequence_mean_token_sum", 0.3
+    config.learner.token_budget, config.learner.max_grad_norm = 24, 1e9
+    rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(4)]
+    rows = [_scored(row, score) for row, score in zip(rows, (0.1, 0.8, 0.6, 0.2), strict=True)]
+    model = PolicyModel.from_pretrained(directory)
+    with torch.no_grad():
+        for p in model.lm.parameters():
+            p.add_(0.01 * torch.randn_like(p))  # away from the reference
+    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    gradients: list[torch.Tensor] = []
+
+    def record(version: int, progress: float, train_policy: bool) -> object:
+        gradients.extend(p.grad.clone() for p in model.lm.parameters() if p.grad is not None)
+        return step(version, progress, train_policy)
+
+    step = trainer.optimizer.step
+    trainer.optimizer.step = record  # type: ignore[method-assign,assignment]
+    before = {name: p.detach().clone() for name, p in model.lm.named_parameters()}
+    trainer.update(Batch(tuple(rows), (1.0,) * 4, (0, 0, 1, 1), 1.0), 3, 0.0)
+
+    model.lm.load_state_dict(before, strict=False)
+    model.zero_grad()
+    reference = PolicyModel.from_pretrained(directory)
+    loss = torch.zeros(())
+    for better, worse in ((1, 0), (2, 3)):
+        margin = torch.zeros(())
+        for place, sign in ((better, 1), (worse, -1)):
+            for scorer, side in ((model, 1), (reference, -1)):
+                margin = margin + sign * side * _sum_log_probs(scorer, rows[place])
+        loss = loss - torch.nn.functional.logsigmoid(0.3 * margin) / 2
+    loss.backward()
+    expected = [p.grad for p in model.lm.parameters() if p.grad is not None]
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-3)
+
+
+def _scored(row, score):
+    import dataclasses
+
+    return dataclasses.replace(row, score=score)
+
+
+def _sum_log_probs(model: PolicyModel, row) -> torch.Tensor:
+    tokens = torch.tensor(row.tokens, dtype=torch.int64)
+    hidden = model.hidden(tokens, torch.arange(len(tokens)), torch.tensor([len(tokens)]))
+    log_probs = model.logits(hidden).log_softmax(-1)
+    at = torch.tensor(row.action_mask).nonzero()[:, 0]
+    return log_probs[at - 1, tokens[at]].sum()
