@@ -15,16 +15,17 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import psutil
 from transformers import AutoTokenizer
 
-from impala_llm.config import Config, ConfigError, load, threads_per_process
+from impala_llm.config import WITH_VALUES, Config, ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
-from impala_llm.engines.torch_engine import EngineStats
+from impala_llm.engines.base import Engine, EngineError, EngineStats
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
@@ -39,6 +40,10 @@ from impala_llm.pipeline.wire import Grant, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 RELAY_POLL_S = 0.05
+MAX_BACKOFF_S = 60.0
+"""Between two attempts to bring an engine up."""
+ABORT_GRACE_S = 5.0
+"""What an episode gets to hand over what it has when its time is up."""
 
 
 class Actor:
@@ -47,13 +52,23 @@ class Actor:
     def __init__(self, config: Config, index: int) -> None:
         policy = resolve_policy(config)
         self.config = config
+        self.index = index
+        self.policy = policy
         self.actor_id = actor_name(config, index)
         self.suite = make_suite(config.env)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(policy), self.suite.system_prompt)
         self.limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
-        self.engine = make_engine(config, policy, version=-1)  # the learner announces the first version
         run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
         self.weights = WeightReader(run_dir.weights_path)
+        self.engine = self.make_engine()
+        self.is_up = False
+        """Whether the engine has been started."""
+        self.starting: asyncio.Task[None] | None = None
+        self.failed_starts = 0
+        self.start_at = 0.0
+        """Monotonic time before which it is not started again."""
+        # Without a value past its end a part of an episode teaches nothing.
+        self.keep_aborted = config.algorithm.advantage in WITH_VALUES
         self.channel = ActorChannels([self.connect(run_dir, rank) for rank in range(config.learner.num_ranks)])
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -82,10 +97,10 @@ class Actor:
     async def run(self) -> None:
         """Until the learner says stop, or is silent for too long. A defect of our own code is raised."""
         self.channel.hello()
-        self.channel.request(self.config.actor.max_episodes)
         reporter = Reporter(self.engine.stats())
         try:
             while not self.stopping:
+                self.tend_engine()
                 self.start_episodes()
                 for event in await self.channel.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
                     self.handle(event)
@@ -94,12 +109,56 @@ class Actor:
                 if reporter.due(self.config.pipeline.heartbeat_s):
                     self.channel.report(reporter.figures(self.engine.stats(), self))
         finally:
-            tasks = [*self.running.values(), *([self.loading] if self.loading else [])]
+            tasks = [*self.running.values(), *filter(None, (self.loading, self.starting))]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.engine.close()
             self.channel.close()
+
+    def make_engine(self) -> Engine:
+        return make_engine(self.config, self.policy, version=-1, index=self.index, weights=self.newest_weights)
+
+    @contextmanager
+    def newest_weights(self) -> Iterator[tuple[Path, int]]:
+        """For an engine's server that was started anew."""
+        with self.weights.lease() as lease:
+            yield lease.path, lease.version
+
+    def tend_engine(self) -> None:
+        """Start the engine, and another one where it has failed for good; meanwhile this actor asks for no tickets."""
+        if self.is_up and self.engine.failure is not None:
+            self.engine_failed(self.engine.failure)
+        if not self.is_up and self.starting is None and time.monotonic() >= self.start_at:
+            self.starting = asyncio.create_task(self.start_engine())
+
+    async def start_engine(self) -> None:
+        try:
+            if self.failed_starts:
+                await self.engine.close()
+                self.engine = self.make_engine()
+            # A server that comes up is given the newest weights: there must be some.
+            while self.weights.latest() is None:
+                await asyncio.sleep(RELAY_POLL_S)
+            await self.engine.start()
+        except EngineError as error:
+            self.engine_failed(error)
+        except Exception as error:
+            self.failure = error
+        else:
+            self.is_up, self.failed_starts = True, 0
+            self.channel.request(self.config.actor.max_episodes)
+            self.start_loading()
+        finally:
+            self.starting = None
+
+    def engine_failed(self, error: EngineError) -> None:
+        delay = min(MAX_BACKOFF_S, 2.0**self.failed_starts)
+        print(f"{self.actor_id}: {error}; again in {delay:.0f} s", file=sys.stderr, flush=True)
+        self.is_up = False
+        self.failed_starts += 1
+        self.start_at = time.monotonic() + delay
+        self.channel.request(0)
 
     def handle(self, event: object) -> None:
         if isinstance(event, Grant):
@@ -117,7 +176,7 @@ class Actor:
 
     def start_episodes(self) -> None:
         """Start what waits, in the order of the tickets, as far as there is room and the weights are new enough."""
-        while self.waiting and len(self.running) < self.config.actor.max_episodes:
+        while self.is_up and self.waiting and len(self.running) < self.config.actor.max_episodes:
             if self.waiting[0].min_version > self.engine.version:
                 return
             ticket = self.waiting.popleft()
@@ -142,18 +201,28 @@ class Actor:
             actor_id=self.actor_id,
             signature=self.suite.signature(ticket.task_id),
         )
+        timeout_s = self.config.actor.episode_timeout_s
+        abort = None
+        if self.keep_aborted:
+            abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
+            timeout_s += ABORT_GRACE_S
         try:
-            async with asyncio.timeout(self.config.actor.episode_timeout_s):
-                trajectory = await play_episode(spec, self.suite.session(True), self.engine, self.chat, self.limits)
+            async with asyncio.timeout(timeout_s):
+                trajectory = await play_episode(
+                    spec, self.suite.session(True), self.engine, self.chat, self.limits, keep_aborted=self.keep_aborted
+                )
             self.channel.send(trajectory)
         except Exception as error:
             # Environments and engines are other people's code: one broken episode must not end the others. The ticket
             # goes back with the reason, which the learner counts and logs.
             self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
+        finally:
+            if abort is not None:
+                abort.cancel()
 
     def start_loading(self) -> None:
         """Swap in the newest weights in the background, unless that is under way or they are here already."""
-        if self.loading is None and self.announced > self.engine.version:
+        if self.is_up and self.loading is None and self.announced > self.engine.version:
             self.loading = asyncio.create_task(self.load_newest())
             self.loading.add_done_callback(self.loaded)
 
@@ -163,15 +232,20 @@ class Actor:
             await asyncio.sleep(RELAY_POLL_S)
         with self.weights.lease() as lease:
             started = time.monotonic()
-            self.engine.load_shared(lease, lease.version)
+            await self.engine.load_shared(lease)
             self.load_seconds = time.monotonic() - started
 
     def loaded(self, task: asyncio.Task[None]) -> None:
         self.loading = None
         if task.cancelled():
             return
-        self.failure = task.exception()
-        if self.failure is None:
+        error = task.exception()
+        if isinstance(error, EngineError):
+            # The old weights stay in use, and the next announcement is another attempt.
+            print(f"{self.actor_id}: {error}", file=sys.stderr, flush=True)
+        elif error is not None:
+            self.failure = error
+        else:
             self.start_loading()  # what was announced meanwhile
             self.start_episodes()  # what waited for this version
 
@@ -204,6 +278,10 @@ class Reporter:
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
             "pipeline/queue_fill": actor.channel.arena_fill,
             "weights/load_s": actor.load_seconds,
+            "weights/pause_s": stats.pause_seconds,
+            "weights/transfer_s": stats.transfer_seconds,
+            "actor/engine_up": float(actor.is_up),
+            "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
         }
 
 

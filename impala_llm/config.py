@@ -111,12 +111,11 @@ class EngineConfig:
     python: str | None = None
     """sglang: the Python that has SGLang installed, where it is another than ours; None: ours."""
     urls: list[str] | None = None
-    """sglang: running servers, dealt out among the actors of this host, instead of one started by each actor."""
-    router: str | None = None
-    """sglang: a router in front of all `engine.urls`; prompts go to it, weights to the servers themselves."""
-    in_flight: str = "keep_kv"
-    """sglang, new weights while answers are under way: keep_kv (go on over the old keys and values) | recompute_kv
-    (compute them again) | drain (let the answers end first). What each means for the ratios: docs/engines.md."""
+    """sglang: running servers, or a router in front of them, instead of a server started by each actor; dealt out among
+    the actors of this host."""
+    in_flight: str = "recompute_kv"
+    """sglang, new weights while answers are under way: recompute_kv (go on with new keys and values) | keep_kv (go on
+    over the old ones) | drain (let the answers end first). What each means for the ratios: docs/engines.md."""
     transfer: str = "disk"
     """sglang, how weights come: disk (the weight board's directory) | distributed (a process group with the learner:
     NCCL on GPUs, gloo elsewhere)."""
@@ -608,7 +607,7 @@ def _engine_problems(config: Config) -> list[str]:
     engine, found = config.engine, []
     defaults = EngineConfig()
     if engine.name == "torch":
-        for key in ("python", "urls", "router", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
+        for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
             if getattr(engine, key) != getattr(defaults, key):
                 found.append(
                     f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers and engine.name=torch has "
@@ -625,14 +624,9 @@ def _engine_problems(config: Config) -> list[str]:
             f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
             "loads weights into servers of its own; lower actor.num_actors or add servers"
         )
-    if engine.router is not None and (engine.urls is None or config.actor.num_actors != 1):
-        found.append(
-            f"engine.router={engine.router} needs engine.urls, all servers behind it, and actor.num_actors=1: one "
-            "actor loads the weights of all"
-        )
-    for url in [*(engine.urls or ()), *([engine.router] if engine.router else ())]:
+    for url in engine.urls or ():
         if not url.startswith(("http://", "https://")):
-            found.append(f"engine.urls or engine.router has {url!r}: write it as http://host:port")
+            found.append(f"engine.urls has {url!r}: write it as http://host:port")
     if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
         found.append(
             f"engine.python={engine.python} is no interpreter: give the path of the python that has SGLang, see "

@@ -105,6 +105,7 @@ def evaluate(
                 return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
 
         try:
+            await engine.start()
             return await asyncio.gather(*(play(i, task) for i, task in enumerate(tasks)))
         finally:
             await engine.close()

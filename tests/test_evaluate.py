@@ -62,6 +62,9 @@ class ScriptedEngine:
     def release(self, session_id: str) -> None:
         self.released.append(session_id)
 
+    async def start(self) -> None:
+        return None
+
     async def close(self) -> None:
         self.closed = True
 

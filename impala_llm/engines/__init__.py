@@ -1,24 +1,32 @@
 """Token generators by name."""
 
+import json
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from impala_llm.config import Config
 from impala_llm.engines.base import Engine
 
 
-def make_engine(config: Config, policy: Path, version: int) -> Engine:
-    """The engine that `engine.name` means, with the weights of a Hugging Face directory.
+def make_engine(config: Config, policy: Path, version: int, index: int = 0, weights: Any = None) -> Engine:
+    """The engine that `engine.name` means, with the weights of a Hugging Face directory. `await engine.start()` next.
 
     Args:
         version: policy version of those weights.
+        index: of the actor on this host: the log and, of given servers, its share.
+        weights: where a server that was started anew gets the newest weights from: `sglang_engine.WeightsSource`.
     """
     import torch
-
-    from impala_llm.engines.torch_engine import TorchEngine
 
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.engine.name == "sglang":
+        return _sglang_engine(config, policy, version, index, weights, device)
+    from impala_llm.engines.torch_engine import TorchEngine
+
     return TorchEngine.from_pretrained(
         policy,
         version=version,
@@ -26,4 +34,43 @@ def make_engine(config: Config, policy: Path, version: int) -> Engine:
         device=device,
         max_sessions=config.actor.max_episodes,
         max_length=config.engine.max_length,
+    )
+
+
+def _sglang_engine(config: Config, policy: Path, version: int, index: int, weights: Any, device: str) -> Engine:
+    from impala_llm.engines.sglang_engine import SGLangEngine
+    from impala_llm.engines.sglang_remote import find_servers
+    from impala_llm.engines.sglang_server import SGLangServer
+    from impala_llm.engines.sglang_settings import ServerSettings
+
+    engine = config.engine
+    servers: Any
+    if engine.urls is not None:
+        own = engine.urls[index :: config.actor.num_actors]
+        servers = partial(find_servers, own, engine.start_timeout_s)
+    else:
+        settings = ServerSettings(
+            model=policy,
+            log=Path(config.run.dir) / "logs" / f"sglang-{index}.log",
+            python=engine.python or sys.executable,
+            device="cuda" if device == "cuda" else "cpu",
+            dtype=engine.dtype,
+            tensor_parallel=engine.tensor_parallel,
+            max_length=engine.max_length,
+            max_running=config.actor.max_episodes,
+            memory_fraction=engine.memory_fraction,
+            radix_cache=engine.prefix_cache,
+            extra_arguments=tuple(engine.server_args),
+            start_timeout_s=engine.start_timeout_s,
+        )
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        servers = [SGLangServer(settings)]
+    return SGLangEngine(
+        servers,
+        vocab_size=json.loads((policy / "config.json").read_text())["vocab_size"],
+        max_length=engine.max_length,
+        version=version,
+        in_flight=engine.in_flight,  # type: ignore[arg-type]  # checked by config.py
+        weights=weights,
+        request_timeout_s=engine.request_timeout_s,
     )

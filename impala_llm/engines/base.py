@@ -3,7 +3,7 @@
 Invariant: an engine never turns ids into text or text into ids, so what the learner sees is what was sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -50,12 +50,60 @@ class Generation:
     finish_reason: FinishReason
 
 
+@dataclass
+class EngineStats:
+    """Counters since the start (differences give rates), and the load now."""
+
+    steps: int = 0
+    decode_tokens: int = 0
+    """Tokens sampled."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed. A token whose keys and values were in the cache is not counted."""
+    busy_seconds: float = 0.0
+    """Time spent in steps."""
+    weight_loads: int = 0
+    weight_load_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    """How long answers stood still for the latest change of weights."""
+    transfer_seconds: float = 0.0
+    """The part of it in which weights were read."""
+    restarts: int = 0
+    """How often a server went away and came back."""
+    running: int = 0
+    """Sessions with an answer under way."""
+    waiting: int = 0
+    """Requests that wait for a free slot."""
+
+
+class WeightSource(Protocol):
+    """Weights in shared memory that stay as they are while they are loaded, such as `pipeline.weights.WeightLease`."""
+
+    version: int
+    path: Path
+    """The same weights as a Hugging Face directory."""
+
+    def tensors(self, verify: bool = True) -> Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]:
+        """name -> (safetensors dtype, shape, uint8[bytes]). verify: raises where a byte is not as it was written."""
+
+    def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
+        """Copy to uint8[bytes] each. Raises, with the targets to be filled again, where a byte is not as written."""
+
+
 class Engine(Protocol):
     """A policy that many episodes share. All methods are called from one asyncio loop."""
 
     version: int
     """Policy version of the weights in use."""
     vocab_size: int
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no answer can be had any more; None while there is hope."""
+        ...
+
+    async def start(self) -> None:
+        """Comes first. Raises EngineError where the engine does not come up."""
+        ...
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a token history.
@@ -83,6 +131,14 @@ class Engine(Protocol):
         Raises:
             EngineError: the directory does not fit the model; the old weights stay in use.
         """
+        ...
+
+    async def load_shared(self, source: WeightSource) -> None:
+        """The same from a weight board, which holds the version still meanwhile."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters and load, as of now."""
         ...
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """One forward of a causal LM over a packed batch of new tokens, the rest of every history being in the KV cache.
 
-Invariant: both decoders compute what the Hugging Face model computes, on the Hugging Face model's own parameters.
+Invariant: all decoders compute what the Hugging Face model computes, on the Hugging Face model's own parameters.
 Whoever writes new values into those parameters in place calls `refresh` before the next batch.
 """
 
@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from impala_llm.engines.attention import LOG2_E, QueryRows, Segment, attend_rows, attend_segment
+from impala_llm.engines.attention import LOG2_E, QueryRows, Segment, attend_rows, attend_segment, query_rows, segment
 from impala_llm.engines.base import EngineError
+from impala_llm.engines.compact_layers import CompactWeights
+from impala_llm.engines.cpu_decoder import CpuDecoder
 from impala_llm.engines.kv_cache import KVCache
+from impala_llm.engines.scheduling import Plan
 
 _ATTENTION_NAME = "impala_llm_cached"
 _COMPACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _POSITION_ONLY_ROPE = ("default", "linear", "llama3", "yarn")
+_MAX_CPU_THREADS = 2  # the loops of CpuDecoder run on one thread; torch's operators use all
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,35 @@ class PackedBatch:
     """The wanted tokens once more, as queries: the last layer computes nothing but these. None where none is wanted."""
 
 
-class Decoder(Protocol):
-    """What computes a batch."""
+def pack(plan: Plan, cache: KVCache, device: torch.device) -> PackedBatch:
+    """A plan with the indices that torch's operators need."""
 
-    def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
-        """Write the new tokens into the cache; return the logits float32[R, vocab] of the wanted ones."""
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    num_rows, num_tokens = plan.num_rows, len(plan.token_slots)
+    rows = query_rows(cache, plan.slots[:num_rows], plan.lengths[:num_rows], device) if num_rows else None
+    sample_rows = rows
+    if plan.sample_index is not None:
+        num_sampled = len(plan.sampled)
+        sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device) if num_sampled else None
+    places = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
+    return PackedBatch(
+        tokens=tensor(plan.tokens),
+        positions=tensor(plan.positions),
+        cache_rows=tensor(places),
+        rows=rows,
+        segments=[segment(cache, *part, device) for part in plan.segments()],
+        sample_index=None if plan.sample_index is None else tensor(plan.sample_index),
+        sample_rows=sample_rows,
+    )
+
+
+class Decoder(Protocol):
+    """What computes a step."""
+
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        """Write the new tokens into the cache; return the logits float32[>= R, vocab] of the sampled ones."""
         ...
 
     def refresh(self) -> None:
@@ -68,13 +96,16 @@ def _attend(
 
 
 def make_decoder(model: PreTrainedModel, max_length: int) -> Decoder:
-    """The compact decoder where the model is of a known kind, its own modules otherwise."""
+    """The fastest decoder that computes this model: for a CPU's few threads, for a known kind, for any."""
     config = model.config
     plain_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if config.model_type in _COMPACT_MODEL_TYPES and plain_layers and rope in _POSITION_ONLY_ROPE:
-        return CompactDecoder(model, max_length)
-    return HuggingFaceDecoder(model)
+    if config.model_type not in _COMPACT_MODEL_TYPES or not plain_layers or rope not in _POSITION_ONLY_ROPE:
+        return HuggingFaceDecoder(model)
+    is_plain = model.device.type == "cpu" and model.dtype == torch.float32 and config.hidden_act == "silu"
+    if is_plain and torch.get_num_threads() <= _MAX_CPU_THREADS:
+        return CpuDecoder(model, max_length)
+    return CompactDecoder(model, max_length)
 
 
 class HuggingFaceDecoder:
@@ -88,7 +119,8 @@ class HuggingFaceDecoder:
         model.set_attn_implementation(_ATTENTION_NAME)
         self._model = model
 
-    def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        batch = pack(plan, cache, self._model.device)
         output = self._model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -130,43 +162,26 @@ def _cached_attention(
 
 
 class CompactDecoder:
-    """Llama, Qwen2 and Qwen3 in few, fused operators: on small models the modules' overhead is a third of the time.
-
-    Projections that read the same input are stored end to end, and the model's own parameters become views of them.
-    """
+    """Llama, Qwen2 and Qwen3 in few, fused operators of torch, on any device and in any dtype."""
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
-        trunk: Any = model.model
-        config = model.config
-        self._layers = [_CompactLayer(layer) for layer in trunk.layers]
-        self._embedding = trunk.embed_tokens.weight.data
-        self._norm = trunk.norm.weight.data
-        self._head = _Linear([model.lm_head])
-        self._head.refresh()
-        self._eps = config.rms_norm_eps
-        self._heads = config.num_attention_heads
-        self._kv_heads = config.num_key_value_heads
-        self._activation = trunk.layers[0].mlp.act_fn
-        places = torch.arange(max_length, device=self._embedding.device)[None]
-        with torch.no_grad():
-            cos, sin = trunk.rotary_emb(self._embedding[:1].float(), places)
-        half = cos.shape[-1] // 2
-        self._half = half
-        self._cos = cos[0, :, None].clone()
-        self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], dim=-1)
+        self._weights = CompactWeights(model, max_length)
 
-    def __call__(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
-        eps, heads, half = self._eps, self._heads, self._half
-        turned = heads + self._kv_heads
-        hidden = F.embedding(batch.tokens, self._embedding)
-        cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        weights = self._weights
+        eps, heads, head_dim = weights.eps, weights.heads, weights.head_dim
+        turned, half = heads + weights.kv_heads, head_dim // 2
+        batch = pack(plan, cache, weights.embedding.device)
+        hidden = F.embedding(batch.tokens, weights.embedding)
+        cos = weights.cos.index_select(0, batch.positions)[:, None]
+        sin = weights.sin.index_select(0, batch.positions)[:, None]
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
-            projected = layer.qkv(normed).view(hidden.shape[0], -1, 2 * half)
+            projected = layer.qkv(normed).view(hidden.shape[0], -1, head_dim)
             to_turn = projected[:, :turned]
             if layer.normalises_heads:
-                to_turn = F.rms_norm(to_turn, (2 * half,), None, eps)
+                to_turn = F.rms_norm(to_turn, (head_dim,), None, eps)
             to_turn = to_turn * layer.head_weights
             swapped = torch.cat([to_turn[..., half:], to_turn[..., :half]], dim=-1)
             rotated = torch.addcmul(to_turn * cos, swapped, sin)
@@ -174,7 +189,7 @@ class CompactDecoder:
             queries = rotated[:, :heads]
             if index == last:
                 if batch.sample_rows is None:
-                    return hidden.new_empty(0, self._head.outputs, dtype=torch.float32)
+                    return hidden.new_empty(0, weights.head.outputs, dtype=torch.float32)
                 if batch.sample_index is not None:
                     hidden = hidden.index_select(0, batch.sample_index)
                     queries = queries.index_select(0, batch.sample_index)
@@ -184,98 +199,10 @@ class CompactDecoder:
             hidden = hidden + layer.output(mixed.to(hidden.dtype))
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden + layer.down(self._activation(gate) * up)
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self._norm, eps)
-        return self._head(normed).float()
+            hidden = hidden + layer.down(weights.activation(gate) * up)
+        normed = F.rms_norm(hidden, hidden.shape[-1:], weights.norm, eps)
+        return weights.head(normed).float()
 
     def refresh(self) -> None:
         """Pack the new values."""
-        for layer in self._layers:
-            layer.refresh()
-        self._head.refresh()
-
-
-class _CompactLayer:
-    """The weights of one layer, by the name of what they compute."""
-
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Linear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = _Linear([attention.o_proj])
-        self.gate_up = _Linear([mlp.gate_proj, mlp.up_proj])
-        self.down = _Linear([mlp.down_proj])
-        self.input_norm = layer.input_layernorm.weight.data
-        self.mlp_norm = layer.post_attention_layernorm.weight.data
-        self.normalises_heads = hasattr(attention, "q_norm")
-        self._attention = attention
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """The parameters have changed: derive again what is derived from them."""
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.refresh()
-        attention = self._attention
-        heads = attention.config.num_attention_heads
-        kv_heads = attention.config.num_key_value_heads
-        query = key = torch.ones(attention.head_dim, device=self.input_norm.device)
-        if self.normalises_heads:
-            query, key = attention.q_norm.weight.float(), attention.k_norm.weight.float()
-        # Weights of the head norms, with the scale of the scores in those of the queries: [heads + kv_heads, head_dim].
-        # They and all up to the scores are float32: rounded to bfloat16, the scale would be a wrong temperature.
-        scaled = query * (attention.scaling * LOG2_E)
-        self.head_weights = torch.cat([scaled.expand(heads, -1), key.expand(kv_heads, -1)])
-
-
-class _Linear:
-    """Projections of the same input as one product; their parameters become views of one weight.
-
-    In float32 on a CPU this is oneDNN's product on a copy of the weight in its own layout, and not MKL's as in
-    F.linear: about even on some processors, twice as fast on those where MKL leaves AVX-512 unused.
-    """
-
-    def __init__(self, modules: Sequence[nn.Linear]) -> None:
-        self._weight = _joined([module.weight for module in modules])
-        biases = [module.bias for module in modules if module.bias is not None]
-        if len(biases) not in (0, len(modules)):
-            raise EngineError(
-                f"{len(biases)} of {len(modules)} projections of one input have a bias: expected all or none"
-            )
-        self._bias = _joined(biases) if biases else None
-        self._packs = (
-            self._weight.device.type == "cpu"
-            and self._weight.dtype == torch.float32
-            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        )
-        self._packed: torch.Tensor | None = None
-
-    @property
-    def outputs(self) -> int:
-        return self._weight.shape[0]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """The weight has changed: pack it again."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None) if self._packs else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None or x.shape[0] == 1:
-            return F.linear(x, self._weight, self._bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-
-
-def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(parameters) == 1:
-        return parameters[0].data
-    joined = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return joined
-
-
-def pad_rows(rows: int) -> int:
-    """Number of rows that a batch of `rows` is padded to: oneDNN compiles a kernel for every new number (2 ms)."""
-    if rows <= 1:
-        return rows
-    step = 4 if rows <= 8 else 8 if rows <= 16 else 16 if rows <= 256 else 64
-    return -(-rows // step) * step
+        self._weights.refresh()

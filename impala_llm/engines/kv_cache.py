@@ -41,6 +41,7 @@ class KVCache:
         self._pool = torch.empty(shape, dtype=dtype, device=device).zero_()
         self._flat = [layer.view(-1, head_dim) for layer in self._pool]
         self._by_head = [tuple(part.view(-1, BLOCK, head_dim) for part in layer) for layer in self._pool]
+        self._arrays = list(self._pool.numpy()) if device.type == "cpu" and dtype == torch.float32 else []
         self.slots = slots
         self.max_length = max_length
         self.kv_heads = kv_heads
@@ -52,6 +53,10 @@ class KVCache:
         self._free = list(range(self.num_blocks))
         heads = np.arange(kv_heads, dtype=np.int64) * BLOCK
         self._head_rows = np.concatenate([heads, heads + (self.num_blocks + 1) * kv_heads * BLOCK])
+
+    def layer_array(self, layer: int) -> np.ndarray:
+        """A layer's part of a CPU's pool, to read and to write: [2, blocks + 1, kv_heads, BLOCK, head_dim]."""
+        return self._arrays[layer]
 
     @property
     def nbytes(self) -> int:

@@ -6,30 +6,15 @@ leaves the old one as it was.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from impala_llm.engines.base import EngineError
+from impala_llm.engines.base import EngineError, WeightSource
 
 WEIGHTS_FILE = "model.safetensors"
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class WeightSource(Protocol):
-    """Weights in shared memory that stay as they are while they are loaded, such as `pipeline.weights.WeightLease`."""
-
-    path: Path
-    """The same weights as a Hugging Face directory."""
-
-    def tensors(self, verify: bool = True) -> Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]:
-        """name -> (safetensors dtype, shape, uint8[bytes]). verify: raises where a byte is not as it was written."""
-
-    def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
-        """Copy to uint8[bytes] each. Raises, with the targets to be filled again, where a byte is not as written."""
 
 
 class ModelWeights:

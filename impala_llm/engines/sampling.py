@@ -9,33 +9,47 @@ import math
 import numpy as np
 import torch
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+from impala_llm.engines import cpu_kernels
+
 _BELOW_ONE = 1.0 - 1e-12
-
-
-def _finalise(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))
 
 
 def stream_key(engine_seed: int, session_seed: int) -> np.uint64:
     """Key of a session's random stream. Seeds of any size and sign are taken modulo 2^64."""
-    seeds = np.array([engine_seed % 2**64, session_seed % 2**64], dtype=np.uint64)
-    mixed = _finalise(seeds + _GOLDEN)
-    return _finalise(mixed[:1] * _GOLDEN + mixed[1:])[0]
+    return np.uint64(cpu_kernels.stream_key(np.uint64(engine_seed % 2**64), np.uint64(session_seed % 2**64)))
 
 
 def uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Draw number `counters` (int64[R]) of the streams `keys` (uint64[R]): float64[R] in [0, 1).
+    """Draw number `counters` (int64[R]) of the streams `keys` (uint64[R]): float64[R] in [0, 1)."""
+    draws = np.empty(len(keys))
+    cpu_kernels.uniforms(keys, counters, draws)
+    return draws
 
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) used as a
-    counter-based generator: its n-th output is a hash of key + n x the golden gamma.
+
+def draw(
+    logits: torch.Tensor, inverse_temperatures: np.ndarray, is_greedy: np.ndarray, draws: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One token a row: sampled, or the most likely one where the row is greedy.
+
+    Args:
+        logits: float32[R, V].
+        inverse_temperatures: float32[R], 1 in greedy rows. is_greedy: bool[R]. draws: float64[R] in [0, 1).
+
+    Returns:
+        tokens int64[R]; logprobs float32[R] at the row's temperature, NaN where its logits are not finite.
     """
-    state = keys + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_finalise(state) >> np.uint64(11)) * 2.0**-53
+    if logits.device.type == "cpu":
+        tokens, logprobs = np.empty(len(draws), dtype=np.int64), np.empty(len(draws), dtype=np.float32)
+        cpu_kernels.draw(logits.numpy(), inverse_temperatures, is_greedy, draws, tokens, logprobs)
+        return tokens, logprobs
+    chosen, chosen_logprobs = greedy(logits)
+    if not is_greedy.all():
+        scales = torch.from_numpy(inverse_temperatures)[:, None].to(logits.device)
+        sampled, sampled_logprobs = sample(logits, scales, torch.from_numpy(draws).to(logits.device))
+        rows = torch.from_numpy(is_greedy).to(logits.device)
+        chosen = torch.where(rows, chosen, sampled)
+        chosen_logprobs = torch.where(rows, chosen_logprobs, sampled_logprobs)
+    return chosen.cpu().numpy(), chosen_logprobs.cpu().numpy()
 
 
 def sample(

@@ -33,7 +33,7 @@ class Server(Protocol):
         attempt should be made."""
         ...
 
-    async def wait_dead(self) -> EngineError:
+    async def wait_dead(self) -> str:
         """Return, with the reason, when the server has died or was closed."""
         ...
 
@@ -100,9 +100,9 @@ class RemoteServer:
             while not await client.healthy():
                 await asyncio.sleep(_POLL_S)
 
-    async def wait_dead(self) -> EngineError:
+    async def wait_dead(self) -> str:
         """Never returns: only its clients notice that it is gone."""
-        never: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
     async def close(self) -> None:

@@ -21,33 +21,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.engines import sampling
-from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams, WeightSource
 from impala_llm.engines.decoder import make_decoder
 from impala_llm.engines.kv_cache import KVCache
-from impala_llm.engines.model_weights import ModelWeights, WeightSource
+from impala_llm.engines.model_weights import ModelWeights
 from impala_llm.engines.scheduling import Plan, plan_step
 from impala_llm.engines.sessions import SessionTable, check_request
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class EngineStats:
-    """Counters since the start (differences give rates), and the load now."""
-
-    steps: int = 0
-    decode_tokens: int = 0
-    """Tokens sampled."""
-    prefill_tokens: int = 0
-    """Prompt tokens computed. A token whose keys and values were in the cache is not counted."""
-    busy_seconds: float = 0.0
-    """Time spent in steps."""
-    weight_loads: int = 0
-    weight_load_seconds: float = 0.0
-    running: int = 0
-    """Sessions with an answer under way."""
-    waiting: int = 0
-    """Requests that wait for a free slot."""
 
 
 @dataclass
@@ -206,6 +187,14 @@ class TorchEngine:
                 answer = self._table.finish(slot, "abort")
             self._resolve(name, answer)
 
+    async def start(self) -> None:
+        """Nothing: the model is in this process."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Always None: what ends this engine ends its process."""
+        return None
+
     async def load_weights(self, directory: Path, version: int) -> None:
         """Copy the weights of a Hugging Face directory (model.safetensors) in place; running answers go on with them.
 
@@ -218,13 +207,13 @@ class TorchEngine:
         self._weights.load_file(directory)
         self._finish_load(version, begin)
 
-    def load_shared(self, source: WeightSource, version: int) -> None:
+    async def load_shared(self, source: WeightSource) -> None:
         """The same from shared memory, with checksums compared and in half the time; raises as `load_weights`, and what
         the source raises for damaged weights: the engine must load again before it is used."""
-        self._check_version(version)
+        self._check_version(source.version)
         begin = time.perf_counter()
         self._weights.load_source(source)
-        self._finish_load(version, begin)
+        self._finish_load(source.version, begin)
 
     def load_state(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """The same from tensors in memory, for a learner in this process."""
@@ -292,11 +281,11 @@ class TorchEngine:
     @torch.inference_mode()
     def _step(self) -> None:
         table = self._table
-        plan = plan_step(table, self._cache, self._prefill_budget, self._device)
+        plan = plan_step(table, self._prefill_budget)
         if plan is None:
             return
         of_prompts = np.clip(table.prompt_length[plan.slots] - table.cached[plan.slots], 0, plan.computed).sum()
-        logits = self._decoder(plan.batch, self._cache)[: len(plan.sampled)]
+        logits = self._decoder(plan, self._cache)[: len(plan.sampled)]
         table.cached[plan.slots] += plan.computed
         self._stats.steps += 1
         self._stats.prefill_tokens += int(of_prompts)
@@ -305,26 +294,15 @@ class TorchEngine:
 
     def _draw(self, plan: Plan, logits: torch.Tensor) -> None:
         table, slots = self._table, plan.sampled
-        inverse = table.inverse_temperature[slots]
-        draws = torch.from_numpy(sampling.uniforms(table.key[slots], table.drawn[slots])).to(self._device)
-        scales = torch.from_numpy(inverse)[:, None].to(self._device) if (inverse != 1.0).any() else None
-        is_greedy = table.greedy[slots]
-        if is_greedy.all():
-            tokens, logprobs = sampling.greedy(logits)
-        else:
-            tokens, logprobs = sampling.sample(logits, scales, draws)
-            if is_greedy.any():
-                chosen = torch.from_numpy(is_greedy).to(self._device)
-                best, best_logprobs = sampling.greedy(logits)
-                tokens, logprobs = torch.where(chosen, best, tokens), torch.where(chosen, best_logprobs, logprobs)
-        tokens_host, logprobs_host = tokens.cpu().numpy(), logprobs.cpu().numpy()
-        finite = np.isfinite(logprobs_host)
+        draws = sampling.uniforms(table.key[slots], table.drawn[slots])
+        tokens, logprobs = sampling.draw(logits, table.inverse_temperature[slots], table.greedy[slots], draws)
+        finite = np.isfinite(logprobs)
         if not finite.all():
             for slot in slots[~finite]:
                 self._fail(int(slot), f"the weights of version {self.version} give logits that are not finite", None)
                 table.forget(int(slot))
-            slots, tokens_host, logprobs_host = slots[finite], tokens_host[finite], logprobs_host[finite]
-        stopped, at_limit = table.append(slots, tokens_host, logprobs_host, self.version)
+            slots, tokens, logprobs = slots[finite], tokens[finite], logprobs[finite]
+        stopped, at_limit = table.append(slots, tokens, logprobs, self.version)
         self._stats.decode_tokens += len(slots)
         for row in np.flatnonzero(stopped | at_limit):
             slot = int(slots[row])

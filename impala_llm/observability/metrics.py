@@ -131,6 +131,12 @@ _DECLARED = (
     ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
     ("actor/prefill_tokens_per_s", _SUM, "prompt and observation tokens computed per second, all actors together"),
     ("actor/idle_share", _MEAN, "share of wall-clock time in which the engine had nothing to compute, per actor"),
+    ("actor/engine_up", _MEAN, "share of actors whose engine can answer"),
+    (
+        "actor/engine_restarts",
+        _SUM,
+        "how often engines went away and came back, all actors together, since their start",
+    ),
     ("actor/running_episodes", _SUM, "episodes under way, all actors together"),
     ("actor/failed_episodes", _SUM, "episodes that ended without a trajectory (error or deadline) since the last step"),
     ("actor/resident_memory_gb", _MAX, "resident memory of the largest actor process, 10^9 bytes"),
@@ -163,6 +169,8 @@ _DECLARED = (
     ("buffer/replayed_share", _LAST, "share of the next batch that may have been used before"),
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),
+    ("weights/pause_s", _MEAN, "seconds that answers stood still for the latest change of an engine's weights"),
+    ("weights/transfer_s", _MEAN, "the part of weights/pause_s in which the engine read them"),
     ("weights/load_s", _MEAN, "seconds that an engine takes to load a version, per load"),
     # The learner's step. The shares sum to 1.
     ("time/step_s", _MEAN, "seconds of one learner step, waiting included"),

@@ -35,7 +35,7 @@ def test_weights_from_shared_memory(
     publish(new, tmp_path, 3)
     engine = TorchEngine(make_model(kind, seed=0).to(dtype), max_sessions=1, max_length=128)
     with WeightReader(tmp_path).lease() as lease:
-        engine.load_shared(lease, lease.version)
+        asyncio.run(engine.load_shared(lease))
     assert engine.version == 3
     prompt = np.random.default_rng(2).integers(0, 211, 20).tolist()
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
@@ -48,14 +48,15 @@ def test_weights_of_another_model_and_damaged_ones_are_refused(make_model: MakeM
     engine = TorchEngine(make_model("qwen3"), max_sessions=1, max_length=128, version=2)
     publish(make_model("qwen3", vocab_size=300), tmp_path / "shape", 3)
     with WeightReader(tmp_path / "shape").lease() as lease, pytest.raises(EngineError, match="another shape"):
-        engine.load_shared(lease, 3)
-    with WeightReader(tmp_path / "shape").lease() as lease, pytest.raises(EngineError, match="older"):
-        engine.load_shared(lease, 1)
+        asyncio.run(engine.load_shared(lease))
+    publish(make_model("qwen3"), tmp_path / "old", 1)
+    with WeightReader(tmp_path / "old").lease() as lease, pytest.raises(EngineError, match="older"):
+        asyncio.run(engine.load_shared(lease))
     publish(make_model("qwen3", seed=1), tmp_path / "damaged", 3)
     path = next((tmp_path / "damaged").glob("slot-*/model.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with WeightReader(tmp_path / "damaged").lease() as lease, pytest.raises(WeightsError, match="checksum"):
-        engine.load_shared(lease, 3)
+        asyncio.run(engine.load_shared(lease))
     assert engine.version == 2

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from impala_llm.engines import torch_engine
 from impala_llm.engines.base import EngineError, Generation, SamplingParams
-from impala_llm.engines.decoder import CompactDecoder, HuggingFaceDecoder, make_decoder
+from impala_llm.engines.cpu_decoder import CpuDecoder
+from impala_llm.engines.decoder import CompactDecoder, Decoder, HuggingFaceDecoder, make_decoder
 from impala_llm.engines.torch_engine import TorchEngine
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -32,12 +34,29 @@ async def play(engine: TorchEngine, name: str, seed: int, params: SamplingParams
     return answers
 
 
-def test_the_known_architectures_take_the_compact_decoder_and_others_their_own_modules(make_model: MakeModel) -> None:
+def test_each_model_gets_the_fastest_decoder_that_computes_it(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     kinds = {kind: type(make_decoder(make_model(kind), 64)) for kind in ("qwen3", "qwen2", "llama", "mistral")}
-    compact, own = CompactDecoder, HuggingFaceDecoder
-    assert kinds == {"qwen3": compact, "qwen2": compact, "llama": compact, "mistral": own}
+    assert kinds == {"qwen3": CpuDecoder, "qwen2": CpuDecoder, "llama": CpuDecoder, "mistral": HuggingFaceDecoder}
+    assert type(make_decoder(make_model("qwen3").to(torch.bfloat16), 64)) is CompactDecoder
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert type(make_decoder(make_model("qwen3"), 64)) is CompactDecoder
 
 
+@pytest.fixture(params=[CpuDecoder, CompactDecoder])
+def compact_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
+    """The decoder of the models that both know."""
+
+    def make(model: PreTrainedModel, max_length: int) -> Decoder:
+        return HuggingFaceDecoder(model) if model.config.model_type == "mistral" else request.param(model, max_length)
+
+    monkeypatch.setattr(torch_engine, "make_decoder", make)
+    return request.param
+
+
+@pytest.mark.usefixtures("compact_decoder")
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
@@ -100,6 +119,7 @@ def test_no_prefix_is_computed_twice(make_model: MakeModel) -> None:
     assert engine.stats().decode_tokens == 6 * 3 * 11
 
 
+@pytest.mark.usefixtures("compact_decoder")
 def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_logprobs: Callable) -> None:
     model = make_model("qwen3")
     reference = copy.deepcopy(model)
@@ -117,6 +137,7 @@ def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_
     np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.usefixtures("compact_decoder")
 def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) -> None:
     old, new = make_model("qwen3", seed=0), make_model("qwen3", seed=1)
     engine = TorchEngine(copy.deepcopy(old), max_sessions=1, max_length=128, version=4)
@@ -280,6 +301,7 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(make_model: MakeModel) -
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
 
 
+@pytest.mark.usefixtures("compact_decoder")
 def test_tokens_do_not_depend_on_who_shares_the_batch(make_model: MakeModel) -> None:
     async def run(others: int) -> list:
         engine = TorchEngine(make_model("qwen3"), max_sessions=8, max_length=400, seed=1)
@@ -292,6 +314,7 @@ def test_tokens_do_not_depend_on_who_shares_the_batch(make_model: MakeModel) -> 
         np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-5)
 
 
+@pytest.mark.usefixtures("compact_decoder")
 def test_the_same_calls_give_the_same_bits_and_another_seed_other_tokens(make_model: MakeModel) -> None:
     async def run(seed: int) -> list:
         engine = TorchEngine(make_model("qwen3"), max_sessions=3, max_length=400, seed=seed, prefill_budget=50)
@@ -420,6 +443,7 @@ def test_a_failed_step_fails_its_requests_and_not_the_engine(
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("compact_decoder")
 def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
     make_model: MakeModel, plain_logprobs: Callable
 ) -> None:

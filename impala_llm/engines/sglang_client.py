@@ -1,0 +1,184 @@
+"""HTTP to one SGLang server: the calls that the engine makes, with deadlines, and the server's own words on failure.
+
+Invariant: a call either gives the server's answer, or raises `ServerLost` (no answer: nothing is known about what it
+did) or `ServerRefused` (it answered no: nothing was done).
+"""
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from impala_llm.engines.base import EngineError
+
+CALL_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
+_HALF_LOADED = "Rolling back"
+"""In the answer of a server that found out in the middle, and then reads the same directory again."""
+_EVENT = b"data: "
+_DONE = b"[DONE]"
+
+
+class ServerLost(Exception):
+    """A connection that was refused, broke or timed out."""
+
+
+class ServerRefused(EngineError):
+    """A server answered that it will not do what it was asked for."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What of a server's settings matters to its clients."""
+
+    sglang_version: str
+    incremental_streaming: bool
+    radix_cache: bool
+    max_prompt_length: int
+    """Tokens of a prompt, at most."""
+    model_path: Path
+    """Of the weights in use, as the server sees it."""
+    weight_version: str
+
+
+class SGLangClient:
+    """One server's API. The HTTP session is shared with other clients and belongs to the caller."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._http = http
+
+    async def healthy(self) -> bool:
+        """Whether the server answers. Asks for no token: a server that is paused or busy is healthy too."""
+        try:
+            await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)
+        except (ServerLost, ServerRefused):
+            return False
+        return True
+
+    async def info(self) -> ServerInfo:
+        """Settings, and the version in use."""
+        settings = await self._call("GET", "/server_info")
+        model = await self._call("GET", "/model_info")
+        try:
+            return ServerInfo(
+                sglang_version=str(settings["version"]),
+                incremental_streaming=bool(settings.get("incremental_streaming_output")),
+                radix_cache=not settings["disable_radix_cache"],
+                max_prompt_length=int(settings["max_req_input_len"]),
+                model_path=Path(model["model_path"]),
+                weight_version=str(model["weight_version"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} does not describe itself as an SGLang server does: {error!r}") from error
+
+    async def workers(self) -> list[str]:
+        """URLs of the servers behind a router; empty for a server, or for what does not answer."""
+        try:
+            listed = (await self._call("GET", "/workers", timeout_s=_PROBE_TIMEOUT_S)).get("workers", [])
+            return [str(worker["url"]).rstrip("/") for worker in listed]
+        except (ServerLost, ServerRefused, KeyError, TypeError):
+            return []
+
+    async def pause(self, mode: Literal["in_place", "retract"]) -> None:
+        """Stop decoding. Requests wait until `resume`."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on after a pause; without effect on a server that is not paused."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def update_weights(self, directory: Path, version: int, flush_cache: bool, timeout_s: float) -> None:
+        """Load a Hugging Face directory. A server that is not paused first ends all of its requests."""
+        payload = {"model_path": str(directory), "weight_version": str(version), "flush_cache": flush_cache}
+        try:
+            await self._call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
+        except ServerRefused as error:
+            if _HALF_LOADED in str(error):
+                raise ServerLost(f"{error} (it has neither the old weights nor the new)") from error
+            raise
+
+    async def relabel(self, version: int) -> None:
+        """Give the weights in use another version number."""
+        await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def abort(self, rid: str) -> None:
+        """End a request, and every other whose id begins with this one."""
+        await self._call("POST", "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S)
+
+    async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The pieces of one streamed answer, up to and with the last. No deadline of its own: the caller sets one."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._http.post(f"{self.url}/generate", json=request, timeout=timeout) as response:
+                if response.status >= 500:
+                    raise ServerLost(f"{self.url} failed: {response.status}: {_words(await response.text())}")
+                if response.status != 200:
+                    raise ServerRefused(f"{self.url} refused the request: {_words(await response.text())}")
+                buffer = b""
+                async for data in response.content.iter_any():
+                    *events, buffer = (buffer + data).split(b"\n\n")
+                    for event in events:
+                        if event.startswith(_EVENT):
+                            body = event[len(_EVENT) :]
+                            if body == _DONE:
+                                return
+                            yield self._piece(body)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerLost(f"{self.url}: {error!r}") from error
+        raise ServerLost(f"{self.url} ended an answer in the middle")
+
+    def _piece(self, body: bytes) -> dict[str, Any]:
+        try:
+            piece = json.loads(body)
+        except ValueError as error:
+            raise ServerRefused(f"{self.url} sent what is not JSON: {body[:200]!r}") from error
+        if not isinstance(piece, dict):
+            raise ServerRefused(f"{self.url} sent no object: {body[:200]!r}")
+        if "error" in piece:
+            raise ServerRefused(f"{self.url} refused the request: {_words(piece)}")
+        return piece
+
+    async def _call(
+        self, method: str, path: str, payload: Mapping[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._http.request(method, f"{self.url}{path}", json=payload, timeout=timeout) as response:
+                text = await response.text()
+                status = response.status
+        except TimeoutError as error:
+            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLost(f"{self.url}{path}: {error!r}") from error
+        if status != 200:
+            raise ServerRefused(f"{self.url}{path} answered {status}: {_words(text)}")
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError:
+            return {}
+        if not isinstance(answer, dict):
+            return {}
+        if answer.get("success") is False:
+            raise ServerRefused(f"{self.url}{path} answered: {_words(answer)}")
+        return answer
+
+
+def _words(answer: str | dict[str, Any]) -> str:
+    """The sentence inside of an error answer."""
+    if isinstance(answer, str):
+        try:
+            answer = json.loads(answer)
+        except ValueError:
+            return str(answer)[:500]
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
+        if isinstance(inner, dict):
+            return str(inner.get("message", inner.get("detail", inner)))[:500]
+        return str(inner)[:500]
+    return str(answer)[:500]
