@@ -5,15 +5,13 @@ looked at, so that NaN or infinities behind the end of an episode do not reach t
 passed on.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from impala_llm.compiled import compiled
 
 
 def padded_targets(
@@ -83,14 +81,8 @@ def _constants(like: Tensor, rho_bar: float, c_bar: float, lam: float) -> np.nda
     return torch.tensor([rho_bar, c_bar, lam, 0.0], dtype=like.dtype).numpy()
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compile at the first call, and keep the result on disk where some folder can be written to."""
-    # contract: a product and a sum may be one instruction, which shortens the chain from step to step
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
-        return numba.njit(**options)(function)
+# contract: a product and a sum may be one instruction, which shortens the chain from step to step
+_compiled = compiled(fastmath={"contract"})
 
 
 @_compiled

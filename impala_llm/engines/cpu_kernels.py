@@ -8,15 +8,14 @@ is never turned into a number, so a broken policy shows in the log-probabilities
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from impala_llm.compiled import compiled
 
 # Sums in any order, fused multiply-adds; but numbers that are not finite are still expected.
 _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
@@ -35,24 +34,11 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-53
 
 
-def _compiled(reordered: bool, inline: bool = False) -> Callable[[_Function], _Function]:
-    """Compile at the first call, and keep the result on disk where some folder can be written to.
-
-    reordered: whether sums may be taken in another order. A function without it keeps its own order where it is
-    inlined into one that has it.
-    """
-
-    def compile_(function: _Function) -> _Function:
-        settings: dict[str, Any] = {"nogil": True, "fastmath": _REORDERED if reordered else {"contract"}}
-        settings["error_model"] = "numpy"
-        if inline:
-            settings["forceinline"] = True
-        try:
-            return numba.njit(cache=True, **settings)(function)
-        except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
-            return numba.njit(**settings)(function)
-
-    return compile_
+def _compiled(reordered: bool, inline: bool = False) -> Callable[..., Any]:
+    """reordered: whether sums may be taken in another order. A function without it keeps its own order where it is
+    inlined into one that has it."""
+    fastmath = _REORDERED if reordered else {"contract"}
+    return compiled(fastmath=fastmath, error_model="numpy", **({"forceinline": True} if inline else {}))
 
 
 @intrinsic

@@ -6,16 +6,14 @@ given. Invariant: no input makes a loop read or write outside of its arrays; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from impala_llm.compiled import compiled
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring words get unlike keys
 _LOW = np.uint64(0xFFFFFFFF)
@@ -30,12 +28,7 @@ _LARGE = 4096
 there meanwhile, at half the speed where both fight for the memory's bandwidth."""
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compile at the first call, and keep the result on disk where some folder can be written to."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
-        return numba.njit(nogil=True)(function)
+_compiled = compiled()
 
 
 @_compiled

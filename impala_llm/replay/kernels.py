@@ -13,13 +13,11 @@ they do not depend on `room`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from impala_llm.compiled import compiled
 
 WIDTH = 16
 NUM_CLASSES = 2
@@ -95,12 +93,7 @@ class Search(NamedTuple):
     shift: np.ndarray
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compile at the first call, and keep the result on disk where some folder can be written to."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
-        return numba.njit(nogil=True)(function)
+_compiled = compiled()
 
 
 @_compiled
