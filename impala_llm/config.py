@@ -109,7 +109,7 @@ class EngineConfig:
     dtype: str = "float32"
     """float32 | bfloat16."""
     python: str | None = None
-    """sglang: the Python that has SGLang installed, where it is another than ours; None: ours."""
+    """sglang: the Python that has SGLang; None: ours, or the one that tools/install_sglang_cpu.sh has made."""
     urls: list[str] | None = None
     """sglang: running servers, or a router in front of them, instead of a server started by each actor; dealt out among
     the actors of this host."""

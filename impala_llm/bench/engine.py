@@ -34,16 +34,15 @@ from pathlib import Path
 from typing import Any
 
 from impala_llm.bench.frame import BenchError
+from impala_llm.engines.sglang_settings import find_python
 
 OPTIONS = {
     "rounds": "measured rounds; default 5",
     "slots": "sequences at a time; default 16",
     "only": "embedded or sglang; default both",
     "vllm_python": "Python that has vLLM; default $IMPALA_LLM_VLLM_PYTHON, or this one",
-    "sglang_python": "Python that has SGLang; default $IMPALA_LLM_SGLANG_PYTHON, or this one",
+    "sglang_python": "Python that has SGLang; default $IMPALA_LLM_SGLANG_PYTHON, this one, or that of .venv-sglang",
 }
-PEERS = ("transformers",)
-
 _PARTS = ("embedded", "sglang")
 
 
@@ -74,6 +73,12 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
         figures["actor_overhead"] = ratio(rounds, "actor", "bare")
         rows.extend(table(rounds, {}))
     return figures, rows
+
+
+def left_out(options: dict[str, str]) -> list[str]:
+    """Of vllm and sglang those that were asked for and have no Python here."""
+    wanted = {"vllm": options.get("only") != "sglang", "sglang": options.get("only") != "embedded"}
+    return [name for name in wanted if wanted[name] and python_with(name, options.get(f"{name}_python")) is None]
 
 
 def measure_embedded(
@@ -108,7 +113,7 @@ def python_with(module: str, named: str | None) -> str | None:
     sentence on stderr, where this one lacks it. BenchError where one was named and lacks it."""
     option, variable = f"--{module}-python", f"IMPALA_LLM_{module.upper()}_PYTHON"
     named = named or os.environ.get(variable)
-    python = named or sys.executable
+    python = named or (find_python() if module == "sglang" else sys.executable)
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         found = subprocess.run([python, "-c", look], capture_output=True, check=False).returncode == 0

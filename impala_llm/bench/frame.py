@@ -4,6 +4,7 @@ A benchmark is a module of this package, named as on the command line, with
 
     OPTIONS = {"products": "catalogue size; default 1000"}          what it takes; absent: nothing
     PEERS = ("faster_fifo",)                                        modules it compares with; absent: none
+    def left_out(options: dict[str, str]) -> list[str]              peers that are missing; absent: PEERS not installed
     def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict]]      figures, rows
 
 Figures are the few numbers that a check reads; rows are a table for people, each a flat dict. Invariant: the last line
@@ -20,7 +21,7 @@ import os
 import pkgutil
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -60,6 +61,7 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
             takes = ", ".join(f"--{option} ({meaning})" for option, meaning in known.items()) or "no options"
             raise BenchError(f"benchmark {name!r} does not know --{key}: it takes {takes}")
     peers: Sequence[str] = getattr(module, "PEERS", ())
+    left_out: Callable[[dict[str, str]], list[str]] | None = getattr(module, "left_out", None)
     figures, rows = module.run(options)
     for place in (figures, *rows):
         for key, value in place.items():
@@ -71,7 +73,7 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
         "versions": versions(module, peers),
         "figures": {figure: float(value) for figure, value in figures.items()},
         "rows": rows,
-        "left_out": [peer for peer in peers if not _installed(peer)],
+        "left_out": left_out(options) if left_out else [peer for peer in peers if not _installed(peer)],
     }
 
 

@@ -106,6 +106,11 @@ def cpprb_cycle(size: int, batch: int) -> Cycle | None:
     return cycle
 
 
+def left_out(options: dict[str, str]) -> list[str]:
+    """Peers that are not installed, or do not load."""
+    return [name for name, make in (("cpprb", cpprb_cycle), ("torchrl", torchrl_cycle)) if make(256, 256) is None]
+
+
 def torchrl_cycle(size: int, batch: int) -> Cycle | None:
     """torchrl's PrioritizedSampler, without a storage; None where its compiled part does not load."""
     try:

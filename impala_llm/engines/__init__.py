@@ -1,7 +1,6 @@
 """Token generators by name."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def _sglang_engine(config: Config, policy: Path, version: int, index: int, weigh
     from impala_llm.engines.sglang_engine import SGLangEngine
     from impala_llm.engines.sglang_remote import find_servers
     from impala_llm.engines.sglang_server import SGLangServer
-    from impala_llm.engines.sglang_settings import ServerSettings
+    from impala_llm.engines.sglang_settings import ServerSettings, find_python
 
     engine = config.engine
     servers: Any
@@ -52,7 +51,7 @@ def _sglang_engine(config: Config, policy: Path, version: int, index: int, weigh
         settings = ServerSettings(
             model=policy,
             log=Path(config.run.dir) / "logs" / f"sglang-{index}.log",
-            python=engine.python or sys.executable,
+            python=engine.python or find_python(),
             device="cuda" if device == "cuda" else "cpu",
             dtype=engine.dtype,
             tensor_parallel=engine.tensor_parallel,

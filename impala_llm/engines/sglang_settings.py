@@ -4,6 +4,7 @@ Invariant: settings that `check_model` and `check_python` pass can only fail for
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from impala_llm.config import PACKAGE
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang_remote import ServerUnfit
 
@@ -66,6 +68,14 @@ class ServerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of the owner's and of our own, CUDA_VISIBLE_DEVICES for example."""
     start_timeout_s: float = 300.0
+
+
+def find_python() -> str:
+    """This interpreter, or, where it lacks SGLang, the one that tools/install_sglang_cpu.sh has made."""
+    made = PACKAGE.parent / ".venv-sglang" / "bin" / "python"
+    if importlib.util.find_spec("sglang") is None and made.is_file():
+        return str(made)
+    return sys.executable
 
 
 def command(settings: ServerSettings, port: int) -> list[str]:
