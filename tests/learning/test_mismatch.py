@@ -12,7 +12,6 @@ import torch
 
 from impala_llm.algorithms.advantages import group_relative
 from impala_llm.config import Config
-from impala_llm.learner import Trainer
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
@@ -21,6 +20,7 @@ from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
+from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import make_batch, save_lm
 
