@@ -95,6 +95,10 @@ class BufferStats:
     newest_version: int | None
 
 
+# Together, since a draw wants both: they come into the cache at once.
+_ITEM = np.dtype([("item_id", np.int64), ("num_replays", np.int64)])
+
+
 class ReplayBuffer:
     """Items with priorities.
 
@@ -150,9 +154,8 @@ class ReplayBuffer:
         self._row_of = RowOfItem()
         self._trajectories = Column(np.object_)
         self._signature_of: list[str] = []
-        self._item_ids = Column(np.int64)
+        self._items = Column(_ITEM)
         self._versions = Column(np.int64)
-        self._num_replays = Column(np.int64)
         self._signatures = SignatureCounts()
         self._by_age: list[tuple[int, int]] = []
         """Heap of (version, item_id), where age evicts; items that have left otherwise are still in it."""
@@ -255,11 +258,12 @@ class ReplayBuffer:
             rows = np.concatenate([rows, draws[1].rows])
             log_density = np.concatenate([log_density, draws[1].log_density])
         log_weights = -importance_exponent * log_density
-        num_replays = self._num_replays.view[rows] + 1
-        self._num_replays.view[rows] = num_replays
+        items = self._items.view[rows]
+        num_replays = items["num_replays"] + 1
+        self._items.view["num_replays"][rows] = num_replays
         is_last = num_replays >= self._max_replays
         sample = Sample(
-            item_ids=self._item_ids.view[rows],
+            item_ids=items["item_id"],
             weights=np.exp(log_weights - log_weights.max()),
             num_replays=num_replays,
             is_last=is_last,
@@ -303,7 +307,7 @@ class ReplayBuffer:
         if not good.all():
             i = int(np.argmin(good))
             raise ValueError(f"abs_advantages of item {ids[i]} is {values[i]}: it must be finite and at least 0")
-        self._order.set_advantages(self._row_of.rows(ids, self._item_ids.view), values)
+        self._order.set_advantages(self._row_of.rows(ids, self._items.view["item_id"]), values)
 
     def stats(self) -> BufferStats:
         versions = self._versions.view
@@ -325,8 +329,8 @@ class ReplayBuffer:
             "generator": json.dumps(self._rng.bit_generator.state),
             "version": self._version,
             "next_id": self._next_id,
-            "item_ids": self._item_ids.view.copy(),
-            "num_replays": self._num_replays.view.copy(),
+            "item_ids": self._items.view["item_id"].copy(),
+            "num_replays": self._items.view["num_replays"].copy(),
             "slots": np.array([self._signatures.slot(signature) for signature in self._signature_of], np.int64),
             "signatures": list(self._signature_of),
             "trajectories": [[trajectory_to_state(t) for t in members] for members in self._trajectories.view],
@@ -359,11 +363,11 @@ class ReplayBuffer:
             self._append(item_id, oldest, num_replays, signature, members, sum(t.nbytes for t in members))
         self._order.load_state_dict(
             state["order"],
-            self._item_ids.view,
+            self._items.view["item_id"],
             self._versions.view,
             state["slots"],
             self._signatures.counts,
-            self._num_replays.view > 0,
+            self._items.view["num_replays"] > 0,
         )
         if self._num_trajectories > self._capacity_trajectories or self._num_bytes > self._capacity_bytes:
             raise ValueError(
@@ -386,7 +390,7 @@ class ReplayBuffer:
 
     def _evict(self, item_id: int, reason: Literal["stale", "capacity"]) -> EvictedItem:
         row = self._row_of[item_id]
-        num_replays = int(self._num_replays.view[row])
+        num_replays = int(self._items.view["num_replays"][row])
         return EvictedItem(item_id, reason, num_replays, self._remove(row))
 
     def _append(
@@ -402,9 +406,8 @@ class ReplayBuffer:
         self._row_of[item_id] = len(self._signature_of)
         self._trajectories.append(trajectories)
         self._signature_of.append(signature)
-        self._item_ids.append(item_id)
+        self._items.append((item_id, num_replays))
         self._versions.append(version)
-        self._num_replays.append(num_replays)
         self._num_trajectories += len(trajectories)
         self._num_bytes += num_bytes
         self._num_replayed += self._separate_replayed and num_replays > 0
@@ -412,15 +415,15 @@ class ReplayBuffer:
             heapq.heappush(self._by_age, (version, item_id))
 
     def _remove(self, row: int) -> tuple[Trajectory, ...]:
-        del self._row_of[int(self._item_ids.view[row])]
-        self._num_replayed -= self._separate_replayed and bool(self._num_replays.view[row] > 0)
+        del self._row_of[int(self._items.view["item_id"][row])]
+        self._num_replayed -= self._separate_replayed and bool(self._items.view["num_replays"][row] > 0)
         trajectories: tuple[Trajectory, ...] = self._trajectories.view[row]
         signature, last_signature = self._signature_of[row], self._signature_of.pop()
-        for column in (self._trajectories, self._item_ids, self._versions, self._num_replays):
+        for column in (self._trajectories, self._items, self._versions):
             column.remove(row)
         if row < len(self._signature_of):
             self._signature_of[row] = last_signature
-            self._row_of[int(self._item_ids.view[row])] = row
+            self._row_of[int(self._items.view["item_id"][row])] = row
         self._order.remove(row, self._signatures.remove(signature))
         self._num_trajectories -= len(trajectories)
         self._num_bytes -= sum(t.nbytes for t in trajectories)

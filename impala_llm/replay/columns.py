@@ -12,7 +12,7 @@ import numpy as np
 class Column:
     """A growing array; `remove` moves the last element into the gap."""
 
-    def __init__(self, dtype: type[np.generic]) -> None:
+    def __init__(self, dtype: type[np.generic] | np.dtype) -> None:
         self._data = np.zeros(64, dtype)
         self._length = 0
 
