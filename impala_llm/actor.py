@@ -2,9 +2,9 @@
 
     python impala_llm/actor.py --index 0 experiment=quickstart
 
-An episode starts only with a ticket from the learner and ends in exactly one of two ways: its trajectory is sent, or
-its ticket is given back with the reason. Weights are swapped between two decoding steps while episodes go on; a ticket
-that asks for a newer policy version than the engine has waits for it.
+An episode starts only with a ticket from the learner and ends in exactly one of two ways: its trajectory, or its last
+unroll, is sent, or its ticket is given back with the reason. Weights are swapped between two decoding steps while
+episodes go on; a ticket that asks for a newer policy version than the engine has waits for it.
 
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does.
 """
@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from impala_llm.config import WITH_VALUES, Config, ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats
+from impala_llm.engines.sglang_engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
@@ -36,7 +37,7 @@ from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
-from impala_llm.pipeline.wire import Grant, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.wire import Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 RELAY_POLL_S = 0.05
@@ -57,7 +58,13 @@ class Actor:
         self.actor_id = actor_name(config, index)
         self.suite = make_suite(config.env)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(policy), self.suite.system_prompt)
-        self.limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
+        self.limits = EpisodeLimits(
+            config.engine.temperature,
+            config.engine.max_new_tokens,
+            config.engine.max_length,
+            unroll_turns=config.actor.unroll_turns,
+            unroll_tokens=config.actor.unroll_tokens,
+        )
         run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
         self.weights = WeightReader(run_dir.weights_path)
         self.engine = self.make_engine()
@@ -76,6 +83,8 @@ class Actor:
         self.episodes = 0
         self.load_seconds = 0.0
         self.announced = -1
+        self.distrusts = False
+        """Another learner may have left servers in the middle of a transfer."""
         self.stopping = False
         self.failure: BaseException | None = None
 
@@ -101,6 +110,9 @@ class Actor:
         try:
             while not self.stopping:
                 self.tend_engine()
+                if self.config.engine.transfer == "distributed":
+                    servers = {} if (engine := self.fed_engine) is None else engine.fed
+                    self.channel.offer_engines(Engines(tuple(servers.values()), tuple(servers)))
                 self.start_episodes()
                 for event in await self.channel.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
                     self.handle(event)
@@ -118,6 +130,12 @@ class Actor:
 
     def make_engine(self) -> Engine:
         return make_engine(self.config, self.policy, version=-1, index=self.index, weights=self.newest_weights)
+
+    @property
+    def fed_engine(self) -> SGLangEngine | None:
+        """The engine, if the learner sends new weights to its servers by itself."""
+        is_fed = self.config.engine.transfer == "distributed" and self.is_up
+        return self.engine if is_fed and isinstance(self.engine, SGLangEngine) else None
 
     @contextmanager
     def newest_weights(self) -> Iterator[tuple[Path, int]]:
@@ -166,6 +184,9 @@ class Actor:
         elif isinstance(event, WeightsAnnounced):
             self.announced = event.version
             self.start_loading()
+        elif isinstance(event, HelloWanted) and self.fed_engine is not None:
+            self.distrusts = True
+            self.start_loading()
         elif isinstance(event, Revoked):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.ticket_id not in event.ticket_ids)
             for ticket_id in event.ticket_ids:
@@ -209,7 +230,13 @@ class Actor:
         try:
             async with asyncio.timeout(timeout_s):
                 trajectory = await play_episode(
-                    spec, self.suite.session(True), self.engine, self.chat, self.limits, keep_aborted=self.keep_aborted
+                    spec,
+                    self.suite.session(True),
+                    self.engine,
+                    self.chat,
+                    self.limits,
+                    keep_aborted=self.keep_aborted,
+                    on_unroll=self.channel.send,
                 )
             self.channel.send(trajectory)
         except Exception as error:
@@ -220,13 +247,29 @@ class Actor:
             if abort is not None:
                 abort.cancel()
 
+    def load_times(self, stats: EngineStats) -> dict[str, float]:
+        """Of the latest change of weights."""
+        return {
+            "weights/load_s": self.load_seconds,
+            "weights/pause_s": stats.pause_seconds,
+            "weights/transfer_s": stats.transfer_seconds,
+        }
+
     def start_loading(self) -> None:
         """Swap in the newest weights in the background, unless that is under way or they are here already."""
-        if self.is_up and self.loading is None and self.announced > self.engine.version:
+        is_due = self.distrusts or self.announced > self.engine.version
+        if self.is_up and self.loading is None and is_due:
             self.loading = asyncio.create_task(self.load_newest())
             self.loading.add_done_callback(self.loaded)
 
     async def load_newest(self) -> None:
+        if (fed := self.fed_engine) is not None and self.distrusts:
+            self.distrusts = False
+            with self.weights.lease() as lease:
+                await fed.reclaim(lease)
+            return
+        if fed is not None and await fed.adopt(self.announced):
+            return
         # On another host than the learner's, an announcement is faster than the relay.
         while (latest := self.weights.latest()) is None or latest <= self.engine.version:
             await asyncio.sleep(RELAY_POLL_S)
@@ -277,9 +320,8 @@ class Reporter:
             "actor/running_episodes": float(len(actor.running)),
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
             "pipeline/queue_fill": actor.channel.arena_fill,
-            "weights/load_s": actor.load_seconds,
-            "weights/pause_s": stats.pause_seconds,
-            "weights/transfer_s": stats.transfer_seconds,
+            # Of weights that the learner sends it knows the times itself.
+            **({} if actor.fed_engine is not None else actor.load_times(stats)),
             "actor/engine_up": float(actor.is_up),
             "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
         }

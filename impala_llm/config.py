@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -25,6 +26,7 @@ from impala_llm.hosts import (
     LEARNER_PUBLIC,
     LEARNER_SECRET,
     SECRET_SUFFIX,
+    TcpEndpoint,
     actor_secrets,
     check_bind,
     check_connect,
@@ -161,6 +163,11 @@ class ActorConfig:
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = 300.0
     """Wall-clock budget of an episode, reset included; past it the ticket is given back."""
+    unroll_turns: int | None = None
+    """Learn from an episode before it has ended: after every so many turns, with the value of the state reached in
+    place of what is to come (IMPALA's unrolls). Each unroll is a trajectory of the batch. None: whole episodes."""
+    unroll_tokens: int | None = None
+    """The same after the turn in which an unroll has so many action tokens; with both, whichever comes first."""
 
 
 @dataclass
@@ -393,6 +400,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "actor.num_actors": (1, math.inf),
     "actor.max_episodes": (1, math.inf),
     "actor.episode_timeout_s": (1e-3, math.inf),
+    "actor.unroll_turns": (1, math.inf),
+    "actor.unroll_tokens": (1, math.inf),
     "algorithm.group_size": (1, math.inf),
     "algorithm.discount": (0, 1),
     "algorithm.lam": (0, 1),
@@ -572,6 +581,25 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.max_staleness={staleness} does not allow learner.sync_interval={interval}: nothing would be "
             f"young enough; set it to {'null' if interval is None else f'at least {interval - 1}'}"
         )
+    for key in ("unroll_turns", "unroll_tokens"):
+        value = getattr(config.actor, key)
+        if value is None:
+            continue
+        if algorithm.advantage not in WITH_VALUES:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.advantage={algorithm.advantage}, which judges whole "
+                f"episodes or each token: set actor.{key}=null or algorithm.advantage=vtrace"
+            )
+        if algorithm.group_size > 1:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.group_size={algorithm.group_size}: groups are put "
+                f"together of whole episodes; set actor.{key}=null or algorithm.group_size=1"
+            )
+        if staleness == 0:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
+                "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
+            )
     if algorithm.loss == "gspo" and algorithm.advantage not in AGAINST_GROUP:
         found.append(
             f"algorithm.advantage={algorithm.advantage} does not go with algorithm.loss=gspo, whose ratio is one for a "
@@ -619,6 +647,19 @@ def _engine_problems(config: Config) -> list[str]:
             "engine.prefix_cache=True cannot go with engine.in_flight=keep_kv: the cache would serve keys and values "
             "of an old policy under a new version's label; set engine.in_flight=recompute_kv or drain"
         )
+    if engine.transfer == "distributed" and engine.in_flight == "drain":
+        found.append(
+            "engine.transfer=distributed cannot go with engine.in_flight=drain: the learner would stand still until "
+            "every answer has ended; set engine.in_flight=recompute_kv or keep_kv, or engine.transfer=disk"
+        )
+    is_apart = engine.transfer == "distributed" and config.pipeline.connect is not None
+    if is_apart and (engine.urls is None or any(_is_loopback(url) for url in engine.urls)):
+        found.append(
+            "engine.transfer=distributed needs servers that the learner can reach, and with pipeline.connect="
+            f"{config.pipeline.connect} it is on another host: an actor's own server listens on this one alone; "
+            "start servers at an address of this host and set engine.urls=[http://ADDRESS:PORT], or "
+            "engine.transfer=disk"
+        )
     if engine.urls is not None and len(engine.urls) < config.actor.num_actors:
         found.append(
             f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
@@ -633,6 +674,13 @@ def _engine_problems(config: Config) -> list[str]:
             "tools/install_sglang_cpu.sh"
         )
     return found
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        return TcpEndpoint(urlsplit(url).hostname or "", None).is_loopback
+    except ValueError:
+        return False
 
 
 def _host_problems(config: Config) -> list[str]:

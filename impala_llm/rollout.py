@@ -5,6 +5,7 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,14 +100,29 @@ class EpisodeSpec:
     signature: str
 
 
+Answer = tuple[int, Generation, float]
+"""Place of its first token, what the engine said, reward."""
+
+
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How an answer is sampled and how long it and the episode may become, in tokens."""
+    """How an answer is sampled and how long it and the episode may become, in tokens.
+
+    unroll_turns, unroll_tokens: an unroll ends with the turn in which it has so many turns or action tokens.
+    """
 
     temperature: float
     max_new_tokens: int
     max_length: int
     greedy: bool = False
+    unroll_turns: int | None = None
+    unroll_tokens: int | None = None
+
+    def ends_unroll(self, answers: list[Answer]) -> bool:
+        """Whether an unroll of these answers is complete."""
+        if self.unroll_turns is not None and len(answers) >= self.unroll_turns:
+            return True
+        return self.unroll_tokens is not None and sum(len(a.tokens) for _, a, _ in answers) >= self.unroll_tokens
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,7 @@ async def play_episode(
     limits: EpisodeLimits,
     transcript: list[Turn] | None = None,
     keep_aborted: bool = False,
+    on_unroll: Callable[[Trajectory], object] | None = None,
 ) -> Trajectory:
     """Play one episode to its end.
 
@@ -136,6 +153,8 @@ async def play_episode(
         transcript: if given, filled with the episode as text.
         keep_aborted: where the engine aborts an answer, its tokens so far are the episode's last: an unroll whose value
             past the end is bootstrapped, and which the environment has given no score.
+        on_unroll: gets each unroll, as `limits` cut them, after which the episode goes on; the last one is returned.
+            None: the episode stays whole.
 
     Raises:
         EpisodeAborted: the engine aborted an answer, and it was not to be kept or had no token.
@@ -144,7 +163,8 @@ async def play_episode(
     """
     observation, info = session.reset(spec.task_id)
     tokens: list[int] = chat.first(observation)
-    answers: list[tuple[int, Generation, float]] = []  # (place of the first token, answer, reward)
+    answers: list[Answer] = []  # of this unroll
+    num_turns = num_unrolls = 0
     terminated = truncated = False
     try:
         while not (terminated or truncated):
@@ -152,6 +172,13 @@ async def play_episode(
             if room < 1:
                 truncated = True
                 break
+            # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
+            if on_unroll is not None and limits.ends_unroll(answers):
+                on_unroll(
+                    _assemble(spec, tokens, answers, {}, bootstrap=True, unroll_index=num_unrolls, continues=True)
+                )
+                answers = []
+                num_unrolls += 1
             params = SamplingParams(
                 temperature=limits.temperature,
                 max_new_tokens=min(limits.max_new_tokens, room),
@@ -165,7 +192,7 @@ async def play_episode(
             if answer.finish_reason == "abort":
                 if not keep_aborted or not len(answer.tokens):
                     raise EpisodeAborted(
-                        f"episode {spec.episode_id}: the engine aborted the answer of turn {len(answers)}"
+                        f"episode {spec.episode_id}: the engine aborted the answer of turn {num_turns}"
                     )
                 answers.append((start, answer, 0.0))
                 truncated = True
@@ -174,25 +201,34 @@ async def play_episode(
             before = observation
             observation, reward, terminated, truncated, info = session.step(action)
             answers.append((start, answer, reward))
+            num_turns += 1
             if transcript is not None:
                 transcript.append(Turn(before, action, reward))
             if not (terminated or truncated):
                 tokens = [*tokens, *chat.following(observation, tokens[-1])]
     finally:
         engine.release(spec.episode_id)
-    return _assemble(spec, tokens, answers, truncated and not terminated, info)
+    return _assemble(spec, tokens, answers, info, bootstrap=truncated and not terminated, unroll_index=num_unrolls)
 
 
 def _assemble(
-    spec: EpisodeSpec, tokens: list[int], answers: list[tuple[int, Generation, float]], bootstrap: bool, info: dict
+    spec: EpisodeSpec,
+    tokens: list[int],
+    answers: list[Answer],
+    info: dict,
+    *,
+    bootstrap: bool,
+    unroll_index: int,
+    continues: bool = False,
 ) -> Trajectory:
-    """Lay an episode out as the arrays of a `Trajectory`; what follows the last answer is cut off."""
+    """Lay an unroll out as the arrays of a `Trajectory`. What follows the last answer is cut off, unless the episode
+    goes on: its value is that of the state in which the next turn is decided."""
     if not answers:
         raise ValueError(
             f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an answer: "
             "raise engine.max_length"
         )
-    num_tokens = answers[-1][0] + len(answers[-1][1].tokens)
+    num_tokens = len(tokens) if continues else answers[-1][0] + len(answers[-1][1].tokens)
     mask = np.zeros(num_tokens, np.bool_)
     logprobs = np.zeros(num_tokens, np.float32)
     versions = np.full(num_tokens, NO_VERSION, np.int32)
@@ -213,7 +249,9 @@ def _assemble(
         rewards=rewards,
         turns=turns,
         bootstrap=bootstrap,
+        continues=continues,
         episode_id=spec.episode_id,
+        unroll_index=unroll_index,
         group_id=spec.group_id,
         task_id=spec.task_id,
         env=spec.env,

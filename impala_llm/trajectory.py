@@ -27,6 +27,8 @@ ARRAY_FIELDS: dict[str, np.dtype] = {
 
 NO_VERSION = -1
 """Version of a token that no policy sampled: prompts and observations."""
+MAX_TICKETS = 1 << 48
+"""Ticket ids lie below."""
 
 
 _new, _set = object.__new__, object.__setattr__
@@ -36,9 +38,17 @@ class TrajectoryError(ValueError):
     """A malformed trajectory. The message names the field, the value and what is expected."""
 
 
+def unroll_id(ticket_id: int, unroll_index: int) -> int:
+    """One number for an unroll of a ticket's episode: the ticket's id itself for the first, or only, one."""
+    return ticket_id + unroll_index * MAX_TICKETS
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Trajectory:
     """One episode, or an unroll of one. T tokens, K turns.
+
+    An unroll has the whole history before its own turns as context, without action tokens. One after which the episode
+    goes on ends with the observation that the next turn answers: the state that is bootstrapped from. It has no score.
 
     The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
     unless they lie so already.
@@ -61,6 +71,8 @@ class Trajectory:
     """int32[K, 2]: [start, end) of each action span, in order."""
     bootstrap: bool
     """True where the episode goes on, or was cut, past the last token, so that its value must be bootstrapped."""
+    continues: bool = False
+    """True where another unroll of the episode follows."""
     episode_id: str
     unroll_index: int = 0
     group_id: int
@@ -182,6 +194,10 @@ class Trajectory:
             raise TrajectoryError("episode_id is empty: it names the episode for ever")
         if self.unroll_index < 0:
             raise TrajectoryError(f"unroll_index is {self.unroll_index}: it counts from 0")
+        if self.continues and not self.bootstrap:
+            raise TrajectoryError(
+                "continues is True and bootstrap is False: an episode that goes on has a value to come"
+            )
         if not 0.0 <= self.score <= 1.0:
             raise TrajectoryError(f"score is {self.score}: it must lie in [0, 1]")
         for key, value in self.stats.items():
@@ -193,6 +209,11 @@ class Trajectory:
         largest = int(self.tokens.max())
         if largest >= vocab_size:
             raise TrajectoryError(f"tokens holds id {largest}: the vocabulary has {vocab_size} entries")
+
+    @property
+    def unroll_id(self) -> int:
+        """See `unroll_id`."""
+        return unroll_id(self.ticket_id, self.unroll_index)
 
     @property
     def num_tokens(self) -> int:
@@ -220,6 +241,7 @@ class Trajectory:
 
 METADATA_FIELDS: dict[str, type] = {
     "bootstrap": bool,
+    "continues": bool,
     "episode_id": str,
     "unroll_index": int,
     "group_id": int,

@@ -45,6 +45,15 @@ def test_overrides_and_groups_take_effect():
         ),
         (["learner.batch_size=128", "replay.capacity=64"], ["learner.batch_size=128", "replay.capacity=64", "raise"]),
         (["algorithm=group_relative", "algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
+        (["actor.unroll_turns=0"], ["actor.unroll_turns=0", "at least 1"]),
+        (
+            ["algorithm=group_relative", "actor.unroll_turns=2"],
+            ["actor.unroll_turns=2", "algorithm.advantage=group_relative", "algorithm.group_size=", "=vtrace"],
+        ),
+        (
+            ["algorithm.max_staleness=0", "actor.unroll_tokens=9"],
+            ["actor.unroll_tokens=9", "algorithm.max_staleness=0"],
+        ),
         (["algorithm.group_size=7"], ["algorithm.group_size=7", "64", "multiple of 7"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),
         (["learner.token_budget=100"], ["learner.token_budget=100", "at least 2048"]),
@@ -54,6 +63,23 @@ def test_overrides_and_groups_take_effect():
         (["env.webshop.items=nowhere.json"], ["env.webshop.items=nowhere.json", "not a file"]),
         (["model.path=nowhere"], ["model.path=nowhere", "correct it"]),
         (["engine.in_flight=drain"], ["engine.in_flight=drain", "engine=sglang"]),
+        (
+            ["engine=sglang", "engine.transfer=distributed", "engine.in_flight=drain"],
+            ["engine.transfer=distributed", "engine.in_flight=drain", "recompute_kv or keep_kv"],
+        ),
+        (
+            ["engine=sglang", "engine.transfer=distributed", "pipeline.connect=tcp://127.0.0.1:7400"],
+            ["engine.transfer=distributed", "pipeline.connect=tcp://127.0.0.1:7400", "engine.urls="],
+        ),
+        (
+            [
+                "engine=sglang",
+                "engine.transfer=distributed",
+                "pipeline.connect=tcp://127.0.0.1:7400",
+                "engine.urls=[http://localhost:30000]",
+            ],
+            ["engine.transfer=distributed", "pipeline.connect=tcp://127.0.0.1:7400", "engine.urls="],
+        ),
         (
             ["engine=sglang", "engine.prefix_cache=true", "engine.in_flight=keep_kv"],
             ["engine.prefix_cache=True", "set engine.in_flight"],

@@ -190,3 +190,68 @@ def test_tokenizer_without_template_is_refused(tiny_model):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(tokenizer)
+
+
+# --- unrolls
+
+
+def play_unrolls(tokenizer, answers, session, max_length=200, **limits):
+    """The unrolls of an episode and the whole of it."""
+    unrolls = []
+    chat = ChatFormat(tokenizer)
+    rules = EpisodeLimits(0.7, 10, max_length, **limits)
+    last = asyncio.run(play_episode(SPEC, session, Scripted(answers), chat, rules, on_unroll=unrolls.append))
+    return [*unrolls, last]
+
+
+def make_answers(tokenizer, sizes):
+    """Of so many tokens, each with an end."""
+    return [[*ids(tokenizer, "abcdefgh"[: size - 1]), tokenizer.eos_token_id] for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_turns"),
+    [
+        ({"unroll_turns": 1}, [1, 1, 1, 1, 1]),
+        ({"unroll_turns": 2}, [2, 2, 1]),
+        ({"unroll_turns": 5}, [5]),
+        ({"unroll_tokens": 4}, [2, 1, 1, 1]),  # answers of 3, 2, 4, 5 and 1 tokens
+        ({"unroll_tokens": 1}, [1, 1, 1, 1, 1]),
+        ({"unroll_tokens": 6, "unroll_turns": 3}, [3, 2]),
+        ({}, [5]),
+    ],
+)
+def test_unrolls_are_the_pieces_of_the_episode(scratch, limits, num_turns):
+    sizes = [3, 2, 4, 5, 1]
+    [whole] = play_unrolls(scratch, make_answers(scratch, sizes), Echo(5))
+    unrolls = play_unrolls(scratch, make_answers(scratch, sizes), Echo(5), **limits)
+    assert [len(t.turns) for t in unrolls] == num_turns
+    assert [t.unroll_index for t in unrolls] == list(range(len(unrolls)))
+    assert np.concatenate([t.turns for t in unrolls]).tolist() == whole.turns.tolist()
+    for name in ("tokens", "behaviour_logprobs", "versions", "rewards"):
+        own = np.concatenate([getattr(t, name)[t.action_mask] for t in unrolls])
+        assert own.tolist() == getattr(whole, name)[whole.action_mask].tolist()
+    for t in unrolls:
+        assert t.tokens.tolist() == whole.tokens[: t.num_tokens].tolist(), "with all that was before"
+    for t, following in zip(unrolls, unrolls[1:], strict=False):
+        # The state to bootstrap from is the one in which the next turn was decided.
+        assert t.num_tokens == following.turns[0, 0] and t.bootstrap and t.continues
+        assert (t.score, t.success, t.stats) == (0.0, False, {})
+    last = unrolls[-1]
+    assert not (last.bootstrap or last.continues) and last.num_tokens == whole.num_tokens
+    assert (last.score, last.stats) == (whole.score, whole.stats)
+    assert len({t.episode_id for t in unrolls}) == 1
+
+
+def test_an_episode_that_is_cut_has_no_unroll_to_follow(scratch):
+    """The context is full after the second turn: that is the last unroll, however its turns count."""
+    answers = [[*ids(scratch, "a"), scratch.eos_token_id]] * 2
+    unrolls = play_unrolls(scratch, answers, Echo(9), max_length=24, unroll_turns=1)
+    assert [(t.continues, t.bootstrap) for t in unrolls] == [(True, True), (False, True)]
+
+
+def test_without_somebody_to_hand_unrolls_to_an_episode_stays_whole(scratch):
+    limits = EpisodeLimits(0.7, 10, 200, unroll_turns=1)
+    engine = Scripted(make_answers(scratch, [2, 2]))
+    trajectory = asyncio.run(play_episode(SPEC, Echo(2), engine, ChatFormat(scratch), limits))
+    assert len(trajectory.turns) == 2 and not trajectory.continues

@@ -72,4 +72,5 @@ def _sglang_engine(config: Config, policy: Path, version: int, index: int, weigh
         in_flight=engine.in_flight,  # type: ignore[arg-type]  # checked by config.py
         weights=weights,
         request_timeout_s=engine.request_timeout_s,
+        is_fed=engine.transfer == "distributed",
     )

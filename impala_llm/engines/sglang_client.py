@@ -5,7 +5,7 @@ did) or `ServerRefused` (it answered no: nothing was done).
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,7 @@ class ServerInfo:
     model_path: Path
     """Of the weights in use, as the server sees it."""
     weight_version: str
+    tensor_parallel: int
 
 
 class SGLangClient:
@@ -73,9 +74,15 @@ class SGLangClient:
                 max_prompt_length=int(settings["max_req_input_len"]),
                 model_path=Path(model["model_path"]),
                 weight_version=str(model["weight_version"]),
+                tensor_parallel=int(settings.get("tp_size") or 1),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} does not describe itself as an SGLang server does: {error!r}") from error
+
+    async def weight_version(self) -> int | None:
+        """Of the weights in use, as the server labels them; None for a label that is no number."""
+        label = str((await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)).get("weight_version"))
+        return int(label) if label.removeprefix("-").isdecimal() else None
 
     async def workers(self) -> list[str]:
         """URLs of the servers behind a router; empty for a server, or for what does not answer."""
@@ -102,6 +109,57 @@ class SGLangClient:
             if _HALF_LOADED in str(error):
                 raise ServerLost(f"{error} (it has neither the old weights nor the new)") from error
             raise
+
+    async def begin_update(self) -> None:
+        """Open the server's one session for new weights. Refused while there is one: that makes it a lock.
+
+        A server that is not paused first ends all of its requests.
+        """
+        await self._call("POST", "/begin_weight_update", {})
+
+    async def end_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Close the session, whoever opened it. Refused where there is none."""
+        await self._call("POST", "/end_weight_update", {}, timeout_s=timeout_s)
+
+    async def join_group(self, group: str, address: str, port: int, size: int, backend: str, timeout_s: float) -> None:
+        """Meet a sender of weights, which has rank 0, at its store: all GPUs of the server, from rank 1 on."""
+        payload = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._call("POST", "/init_weights_update_group", payload, timeout_s=timeout_s)
+
+    async def leave_group(self, group: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Forget a sender."""
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": group}, timeout_s=timeout_s)
+
+    async def receive_weights(
+        self,
+        group: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Take part in one broadcast for each tensor, in this order, and load them. Within a session only.
+
+        Args:
+            tensors: (name, torch's name of the dtype, shape) each.
+            version: what the weights in use are from now on; None: there are more to come.
+        """
+        payload = {
+            "names": [name for name, _, _ in tensors],
+            "dtypes": [dtype for _, dtype, _ in tensors],
+            "shapes": [list(shape) for _, _, shape in tensors],
+            "group_name": group,
+            "flush_cache": flush_cache,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._call("POST", "/update_weights_from_distributed", payload, timeout_s=timeout_s)
 
     async def relabel(self, version: int) -> None:
         """Give the weights in use another version number."""

@@ -23,6 +23,7 @@ from impala_llm.engines.sglang_answer import Answer
 from impala_llm.engines.sglang_client import ServerLost, SGLangClient
 from impala_llm.engines.sglang_remote import Server
 from impala_llm.engines.sglang_replica import Replica, check_fit
+from impala_llm.engines.sglang_turns import load_in_turn
 from impala_llm.engines.sglang_weights import (
     IN_FLIGHT,
     InFlight,
@@ -59,6 +60,7 @@ class SGLangEngine:
         update_timeout_s: float = 600.0,
         max_starts: int = 5,
         stream_interval: int = STREAM_INTERVAL,
+        is_fed: bool = False,
     ) -> None:
         """
         Args:
@@ -74,6 +76,7 @@ class SGLangEngine:
             update_timeout_s: deadline of a server for reading weights, or for ending its answers.
             max_starts: attempts to bring a server up again before it is given up; at first there is one.
             stream_interval: tokens in one piece of a stream.
+            is_fed: the learner sends new weights to the servers by itself: see `adopt`. Not with in_flight="drain".
 
         Raises:
             EngineError: no servers, an unknown policy, or a limit that is not positive.
@@ -90,6 +93,8 @@ class SGLangEngine:
         ):
             if value <= 0:
                 raise EngineError(f"{name} is {value}: it must be > 0")
+        if is_fed and in_flight == "drain":
+            raise EngineError("in_flight is 'drain': a learner that sends weights does not wait for answers")
         self.version = version
         self.vocab_size = vocab_size
         self.max_length = max_length
@@ -107,6 +112,7 @@ class SGLangEngine:
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
         self._servers = servers
+        self._is_fed = is_fed
         self._max_starts = max_starts
         self._replicas: list[Replica] = []
         if not callable(servers):
@@ -230,6 +236,50 @@ class SGLangEngine:
             await changed.wait()
             self._check_open()
 
+    @property
+    def fed(self) -> dict[int, str]:
+        """Servers that the learner may send weights to: opening -> URL; see `pipeline.wire.Engines`."""
+        if not self._is_fed:
+            return {}
+        return {replica.opening: replica.server.url for replica in self._replicas if replica.version is not None}
+
+    async def adopt(self, version: int) -> bool:
+        """Take note of a version that the learner has sent to the servers. False where one lacks it: `load_weights`."""
+        self._check_open()
+        async with self._updating:
+            behind = [
+                replica for replica in self._replicas if replica.version is not None and replica.version < version
+            ]
+            labels = await asyncio.gather(*(self._label(replica) for replica in behind))
+            for replica, label in zip(behind, labels, strict=True):
+                if label is not None and label >= version and replica.version is not None:
+                    replica.version = label
+            self._set_version()
+            self._notify()
+            return self.version >= version
+
+    async def reclaim(self, source: WeightSource) -> None:
+        """Load a version into all servers, whatever they say they have: their learner has died, in a transfer perhaps.
+
+        Raises EngineError as `load_weights` does.
+        """
+        self._check_open()
+        directory = Path(source.path).absolute()
+        self._check_layout(directory)
+        async with self._updating:
+            serving = [replica for replica in self._replicas if replica.version is not None]
+            await self._update_all(serving, directory, source.version, anew=True)
+
+    async def _label(self, replica: Replica) -> int | None:
+        assert replica.client is not None
+        try:
+            return await replica.client.weight_version()
+        except ServerLost as error:
+            replica.suspect(error)
+        except EngineError:
+            pass
+        return None
+
     async def load_shared(self, source: WeightSource) -> None:
         """`load_weights` of the directory."""
         await self.load_weights(source.path, source.version)
@@ -335,7 +385,8 @@ class SGLangEngine:
         check_fit(client.url, info, self.max_length, self.in_flight)
         if self._layout is None and info.model_path.is_dir():
             self._layout = read_layout(info.model_path)
-        await client.resume()  # a client that died may have left it paused
+        if not self._is_fed:
+            await client.resume()  # a client that died may have left it paused
         async with self._updating:
             with self._source() if self._source is not None else nullcontext(self._newest) as newest:
                 if newest is None:
@@ -345,20 +396,23 @@ class SGLangEngine:
                     directory, version = newest
                     directory = Path(directory).absolute()
                     self._check_layout(directory)
-                    await client.update_weights(directory, version, flush_cache=True, timeout_s=self._update_timeout_s)
+                    if self._is_fed:
+                        await load_in_turn(client, directory, version, self.in_flight, self._update_timeout_s)
+                    else:
+                        await client.update_weights(directory, version, True, self._update_timeout_s)
             replica.open(client, version)
             self._set_version()
         self._notify()
 
     # Weights
 
-    async def _update_all(self, serving: Sequence[Replica], directory: Path, version: int) -> None:
+    async def _update_all(self, serving: Sequence[Replica], directory: Path, version: int, anew: bool = False) -> None:
         """Raises EngineError where servers refuse; servers that die meanwhile are left to their keepers."""
         before, self._newest = self._newest, (directory, version)
-        behind = [replica for replica in serving if replica.version is not None and replica.version < version]
+        behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
         begin = time.perf_counter()
         outcomes = await asyncio.gather(
-            *(self._update(replica, directory, version) for replica in behind), return_exceptions=True
+            *(self._update(replica, directory, version, anew) for replica in behind), return_exceptions=True
         )
         refusals = []
         for replica, outcome in zip(behind, outcomes, strict=True):
@@ -384,8 +438,18 @@ class SGLangEngine:
                 + "; ".join(str(refusal) for refusal in refusals)
             )
 
-    async def _update(self, replica: Replica, directory: Path, version: int) -> UpdateTimes:
+    async def _update(self, replica: Replica, directory: Path, version: int, anew: bool) -> UpdateTimes:
         assert replica.client is not None
+        if self._is_fed:
+            wanted = None if anew else version
+            loaded = await load_in_turn(
+                replica.client, directory, version, self.in_flight, self._update_timeout_s, wanted
+            )
+            if loaded is None:
+                replica.version = version
+                return UpdateTimes(0.0, 0.0)
+            replica.given(version)
+            return loaded
 
         async def drained() -> None:
             replica.is_draining = True
@@ -418,7 +482,8 @@ class SGLangEngine:
         if not servers:
             raise EngineError("servers is empty: at least one is needed")
         self._replicas = [
-            Replica(server, self._handshake, self._notify, self._updating, self._max_starts) for server in servers
+            Replica(server, self._handshake, self._notify, self._updating, self._max_starts, self._is_fed)
+            for server in servers
         ]
 
     def _leave_home(self, session_id: str) -> None:

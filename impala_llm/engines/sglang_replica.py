@@ -6,6 +6,7 @@ sets it; the death of the server, a broken connection to one that is gone, or ot
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 
 from impala_llm.engines.base import EngineError
@@ -32,6 +33,7 @@ class Replica:
         notify: Callable[[], None],
         updating: asyncio.Lock,
         max_starts: int,
+        is_fed: bool = False,
     ) -> None:
         """
         Args:
@@ -39,8 +41,11 @@ class Replica:
             notify: called after every change.
             updating: held while weights change.
             max_starts: attempts to bring the server up again before it is given up; at first there is one.
+            is_fed: the learner sends it weights, so that it may have newer ones than this knows of.
         """
         self.server = server
+        self.opening = 0
+        """Random number; another one whenever it was given weights from here."""
         self.restarts = 0
         """How often it went away and came back."""
         self.client: SGLangClient | None = None
@@ -59,6 +64,7 @@ class Replica:
         self._notify = notify
         self._updating = updating
         self._max_starts = max_starts
+        self._is_fed = is_fed
 
     @property
     def is_open(self) -> bool:
@@ -74,8 +80,13 @@ class Replica:
     def open(self, client: SGLangClient, version: int) -> None:
         """Give it traffic: it has the weights of this version."""
         self.client = client
-        self.version = version
+        self.given(version)
         self.suspected.clear()
+
+    def given(self, version: int) -> None:
+        """It was given this version from here."""
+        self.version = version
+        self.opening = secrets.randbits(62)
 
     async def keep(self) -> None:
         """Keep a server in traffic until it has to be given up."""
@@ -135,7 +146,8 @@ class Replica:
             async with self._updating:
                 try:
                     async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                        return (await self.client.info()).weight_version == str(self.version)
+                        found = await self.client.weight_version()
+                        return found == self.version or (self._is_fed and (found or 0) >= (self.version or 0))
                 except (EngineError, ServerLost, TimeoutError):
                     pass
             done, _ = await asyncio.wait([dead], timeout=_PROBE_PAUSE_S)

@@ -38,9 +38,13 @@ class UpdateTimes:
 def read_layout(directory: Path) -> Layout:
     """Names and shapes in a Hugging Face directory; the output head of tied embeddings is left out.
 
+    Where a file has one of the names that Hugging Face gives to a model's weights, only such files count: the learner
+    keeps its value head beside them.
+
     Raises EngineError where there are no weights or they are unreadable or cut off.
     """
-    files = sorted(Path(directory).glob("*.safetensors"))
+    directory = Path(directory)
+    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
     if not files:
         raise EngineError(f"{directory}: no *.safetensors there; a local Hugging Face model directory is expected")
     layout: dict[str, tuple[int, ...]] = {}
@@ -51,7 +55,7 @@ def read_layout(directory: Path) -> Layout:
                     layout[name] = tuple(file.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             raise EngineError(f"cannot read the weights {path}: {error}") from error
-    if _is_tied(Path(directory)):
+    if _is_tied(directory):
         layout.pop(_OUTPUT_HEAD, None)
     return layout
 

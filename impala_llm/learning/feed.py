@@ -1,7 +1,7 @@
 """From the receiver's door to a batch: groups are put together, buffered, and drawn by priority.
 
-Invariant: every ticket whose trajectory comes out of the receiver is reported back once as trained or evicted; nothing
-waits in here for a group member that can never come.
+Invariant: every trajectory that comes out of the receiver is reported back once as trained or evicted; nothing waits in
+here for a group member that can never come. An unroll of an episode is a trajectory of its own.
 """
 
 import math
@@ -157,7 +157,7 @@ class Feed:
             return None
         self._max_replayed = None
         members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
-        members.sort(key=lambda member: member[0].ticket_id)
+        members.sort(key=lambda member: (member[0].ticket_id, member[0].unroll_index))
         self._rate.record_samples(self._num_items * self._group_size)
         trajectories, weights, item_ids = zip(*members, strict=True)
         reuse = sum(item.num_replays * len(item.trajectories) for item in sample.items) / len(members)
@@ -169,4 +169,4 @@ class Feed:
     def _drop(self, trajectories: list[Trajectory]) -> None:
         if trajectories:
             self.evicted.extend(trajectories)
-            self._receiver.evicted([t.ticket_id for t in trajectories])
+            self._receiver.evicted([t.unroll_id for t in trajectories])

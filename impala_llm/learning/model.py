@@ -163,17 +163,21 @@ class PolicyModel(nn.Module):
         return self.value_head(hidden.float()).squeeze(-1)
 
     def policy_tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], np.ndarray]]]:
-        """The policy as (name, (safetensors dtype, shape, flat uint8 view)), without the value head.
+        """The policy as (name, (safetensors dtype, shape, flat uint8 view)); see `policy_weights`."""
+        for name, tensor in self.policy_weights():
+            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy())
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy as (name, tensor), not copied, without the value head.
 
         Tied weights come once, under the name that save_pretrained keeps.
         """
         seen = set()
         for name, tensor in self.lm.state_dict().items():
-            if tensor.data_ptr() in seen:
-                continue
-            seen.add(tensor.data_ptr())
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy())
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor.detach()
 
     def save(self, directory: Path, files: dict[str, bytes] | None = None) -> None:
         """Write a Hugging Face directory with the value head beside it.

@@ -6,6 +6,9 @@ from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.trajectory import Trajectory
+
+_MAX_BEGUN = 1 << 14
 
 
 class Meters:
@@ -26,6 +29,8 @@ class Meters:
     def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
         self.log = MetricLog()
         self._receiver, self._ranks = receiver, ranks
+        # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
+        self._begun: dict[int, tuple[float, int, int]] = {}
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0}
 
@@ -33,19 +38,7 @@ class Meters:
         """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
         log = self.log
         for t in feed.received:
-            log.update(
-                {
-                    "rollout/reward": float(t.rewards.sum()),
-                    "rollout/score": t.score,
-                    "rollout/success_rate": float(t.success),
-                    "rollout/length_tokens": t.num_tokens,
-                    "rollout/action_tokens": t.num_action_tokens,
-                    "rollout/turns": len(t.turns),
-                    "rollout/episodes": 1,
-                }
-            )
-            for key, value in t.stats.items():
-                log.add(f"env/{key}", value)
+            self._observe_arrival(t)
         for t in feed.evicted:
             log.add("buffer/evicted", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
@@ -71,6 +64,32 @@ class Meters:
         for figures in self._receiver.actor_stats().values():
             for name, value in figures.items():
                 log.add(name, value)
+
+    def _observe_arrival(self, t: Trajectory) -> None:
+        """An episode counts when its last unroll is here, with all of them."""
+        so_far = (float(t.rewards.sum()), t.num_action_tokens, len(t.turns))
+        if t.unroll_index:
+            before = self._begun.pop(t.ticket_id, (0.0, 0, 0))
+            so_far = (before[0] + so_far[0], before[1] + so_far[1], before[2] + so_far[2])
+        if t.continues:
+            self._begun[t.ticket_id] = so_far
+            if len(self._begun) > _MAX_BEGUN:
+                del self._begun[next(iter(self._begun))]
+            return
+        reward, num_action_tokens, num_turns = so_far
+        self.log.update(
+            {
+                "rollout/reward": reward,
+                "rollout/score": t.score,
+                "rollout/success_rate": float(t.success),
+                "rollout/length_tokens": t.num_tokens,
+                "rollout/action_tokens": num_action_tokens,
+                "rollout/turns": num_turns,
+                "rollout/episodes": 1,
+            }
+        )
+        for key, value in t.stats.items():
+            self.log.add(f"env/{key}", value)
 
     def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
         self.log.update(times)

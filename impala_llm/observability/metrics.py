@@ -171,6 +171,8 @@ _DECLARED = (
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),
     ("weights/pause_s", _MEAN, "seconds that answers stood still for the latest change of an engine's weights"),
     ("weights/transfer_s", _MEAN, "the part of weights/pause_s in which the engine read them"),
+    ("weights/servers_sent", _LAST, "servers that got the latest version by their process groups with the learner"),
+    ("weights/servers_dropped", _SUM, "servers whose transfer failed since the last step; they load from disk"),
     ("weights/load_s", _MEAN, "seconds that an engine takes to load a version, per load"),
     # The learner's step. The shares sum to 1.
     ("time/step_s", _MEAN, "seconds of one learner step, waiting included"),

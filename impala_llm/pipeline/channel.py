@@ -32,6 +32,7 @@ from impala_llm.pipeline.wire import (
     MAX_MESSAGE_BYTES,
     Ack,
     DescriptorBatch,
+    Engines,
     Goodbye,
     Grant,
     Heartbeat,
@@ -62,7 +63,7 @@ _PATIENCE_HEARTBEATS = 5
 _MAX_PATIENCE_S = 60.0
 _ROW = struct.Struct("<5q")  # wire.Descriptor
 
-Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked
+Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted
 
 
 class LearnerLost(RuntimeError):
@@ -70,7 +71,10 @@ class LearnerLost(RuntimeError):
 
 
 _InFlight = tuple[bytes, Place, int]
-"""A record that was not answered yet: its descriptor as it is sent, its place, its ticket's id."""
+"""A record that was not answered yet: its descriptor as it is sent, its place, the id of the ticket that is not held
+any more then, or _GOES_ON."""
+_GOES_ON = -1
+"""Of an unroll with more to come: the ticket is held on."""
 
 
 class ActorChannel:
@@ -124,9 +128,10 @@ class ActorChannel:
         self._next_heartbeat = time.monotonic() + heartbeat_s
         self._next_sequence = 0
         self._want: int | None = None
+        self._engines: Engines | None = None
         self._held: dict[int, Ticket] = {}
         self._stats: dict[str, float] = {}
-        self._outbox: deque[tuple[int, EncodedTrajectory]] = deque()
+        self._outbox: deque[tuple[int, int, EncodedTrajectory]] = deque()
         self._unsent: list[int] = []
         self._unsent_words = 0
         self._in_flight: dict[int, _InFlight] = {}
@@ -151,8 +156,14 @@ class ActorChannel:
         self._want = want
         self._send(TicketRequest(want))
 
+    def offer_engines(self, engines: Engines) -> None:
+        """Say which servers the learner may send weights to. It is repeated by itself, in case it gets lost."""
+        if engines != self._engines:
+            self._engines = engines
+            self._send(engines)
+
     def send(self, trajectory: Trajectory) -> bool:
-        """Hand over a finished trajectory; it is never lost while this process lives.
+        """Hand over a finished trajectory, or an unroll of one; it is never lost while this process lives.
 
         It is offered to the learner at the next `poll`, or when enough of them have gathered. Returns True if it lies
         in the arena, False if the arena is full and it waits here for acknowledgements (then finish no more episodes
@@ -160,7 +171,9 @@ class ActorChannel:
         its ticket then.
         """
         encoded = encode_record(trajectory)
-        if not self._outbox and self._lay(trajectory.ticket_id, encoded):
+        ticket_id = trajectory.ticket_id
+        ended = _GOES_ON if trajectory.continues else ticket_id
+        if not self._outbox and self._lay(ticket_id, ended, encoded):
             if len(self._unsent) >= _MAX_RECORDS or self._unsent_words >= _MAX_WAITING_WORDS:
                 self._offer_unsent()
             elif self._waiter is not None and not self._waiter.done():
@@ -171,7 +184,7 @@ class ActorChannel:
                 f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {8 * encoded.num_words} "
                 f"bytes, the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
             )
-        self._outbox.append((trajectory.ticket_id, encoded))
+        self._outbox.append((ticket_id, ended, encoded))
         return False
 
     def fail(self, ticket_id: int, reason: str) -> None:
@@ -189,7 +202,9 @@ class ActorChannel:
         """What the learner said, waiting up to `timeout_s` seconds for something. Also sends what is due.
 
         Grant holds only tickets that are new to this actor; WeightsAnnounced comes when the version differs from the
-        last one. Raises LearnerLost.
+        last one; Revoked also follows the refusal of an unroll, as the rest of its episode is wanted no more.
+        HelloWanted was answered already: it says that the learner is another, or had given this actor up. Raises
+        LearnerLost.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -244,6 +259,8 @@ class ActorChannel:
             self._next_connect = self._clock.now + self._patience_s
             match message:
                 case HelloWanted():
+                    if not hello_wanted:
+                        events.append(message)
                     hello_wanted = True
                 case Grant(tickets):
                     fresh = tuple(ticket for ticket in tickets if ticket.ticket_id not in self._held)
@@ -254,8 +271,8 @@ class ActorChannel:
                     self._settle(sequences)
                     events.append(message)
                 case Refused(sequence, _):
+                    events += [message, *self._revoked_by_refusal(sequence)]
                     self._settle([sequence])
-                    events.append(message)
                 case WeightsAnnounced(version):
                     if version != self._version:
                         self._version = version
@@ -312,9 +329,17 @@ class ActorChannel:
         for sequence in sequences:
             answered = in_flight.pop(sequence, None)
             if answered is not None:
-                _, place, ticket_id = answered
+                _, place, ended = answered
                 free(place.start)
-                held.pop(ticket_id, None)
+                held.pop(ended, None)
+
+    def _revoked_by_refusal(self, sequence: int) -> list[Revoked]:
+        """What the refusal of a record means for an episode that goes on."""
+        row, _, ended = self._in_flight.get(sequence, (b"", None, 0))
+        if ended != _GOES_ON:
+            return []
+        _, ticket_id, *_ = _ROW.unpack(row)
+        return [Revoked((ticket_id,))] if self._held.pop(ticket_id, None) is not None else []
 
     def _introduce_again(self) -> None:
         # The learner is new, or had given this actor up: it knows nothing of what is under way.
@@ -322,10 +347,12 @@ class ActorChannel:
         self.hello()
         if self._want is not None:
             self.request(self._want)
+        if self._engines is not None:
+            self._send(self._engines)
         self._unsent.clear()
         self._offer(self._in_flight)
 
-    def _lay(self, ticket_id: int, encoded: EncodedTrajectory) -> bool:
+    def _lay(self, ticket_id: int, ended: int, encoded: EncodedTrajectory) -> bool:
         """Into the arena. False where it has no room now."""
         try:
             place = self._arena.write(encoded)
@@ -337,7 +364,7 @@ class ActorChannel:
         self._next_sequence += 1
         start, num_words, checksum = place
         row = _ROW.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
-        self._in_flight[sequence] = (row, place, ticket_id)
+        self._in_flight[sequence] = (row, place, ended)
         self._unsent.append(sequence)
         self._unsent_words += num_words
         return True
@@ -377,6 +404,8 @@ class ActorChannel:
         self._send(Heartbeat(tuple(self._held), self._stats))
         if self._want is not None:
             self._send(TicketRequest(self._want))
+        if self._engines is not None:
+            self._send(self._engines)
         again: list[int] = []
         while self._offered and now - self._offered[0][0] > self._resend_s:
             again += self._offered.popleft()[1]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from impala_llm.pipeline.channel import ActorChannel, Event
 from impala_llm.pipeline.tickets import Ticket
-from impala_llm.pipeline.wire import Grant, WeightsAnnounced
+from impala_llm.pipeline.wire import Engines, Grant, WeightsAnnounced
 from impala_llm.trajectory import Trajectory
 
 
@@ -54,6 +54,10 @@ class ActorChannels:
     def report(self, stats: dict[str, float]) -> None:
         """Figures for the learner's metrics. To the first rank: ranks add theirs up."""
         self._channels[0].report(stats)
+
+    def offer_engines(self, engines: Engines) -> None:
+        """See `ActorChannel.offer_engines`. To the first rank: it is the one that publishes."""
+        self._channels[0].offer_engines(engines)
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
         """See `ActorChannel.poll_async`. A version is reported once, by the rank that announces it first."""

@@ -20,7 +20,9 @@ from impala_llm.pipeline.arena import ArenaError, ArenaReader
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.record import (
+    CONTINUES,
     FACTS,
+    FLAGS,
     GROUP_ID,
     HEADER_WORDS,
     MAGIC,
@@ -236,7 +238,8 @@ class Intake:
                     self._refuse(row, actor_id, reason, settled)
                     continue
             candidates.append(place)
-            keys.append((ticket_id, arena.episode_id(starts[place], facts), facts[UNROLL_INDEX]))
+            episode_id = arena.episode_id(starts[place], facts)
+            keys.append((ticket_id, episode_id, facts[UNROLL_INDEX], facts[FLAGS] & CONTINUES))
         kept = []
         for place, answer in zip(candidates, ledger.received_all(keys), strict=True):
             if answer is Verdict.ACCEPTED:

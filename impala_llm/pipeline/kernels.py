@@ -279,7 +279,7 @@ def take_records(
         for i in range(1, 11):
             facts[n, 2 + i] = np.int64(record[i])
         num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
-        if record[0] != np.uint64(magic) or record[10] > np.uint64(3):
+        if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
             continue
         if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
             continue

@@ -37,6 +37,7 @@ from impala_llm.pipeline.wire import (
     MAX_RECORD_BYTES,
     Ack,
     DescriptorBatch,
+    Engines,
     Goodbye,
     Grant,
     Heartbeat,
@@ -125,6 +126,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._actor_stats: dict[str, dict[str, float]] = {}
+        self._engines: dict[str, dict[int, str]] = {}
         self._step: list[int] = []
         # Owned by the receiver's thread.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
@@ -167,26 +169,26 @@ class Receiver:
     def drain(self, timeout_s: float) -> list[Trajectory]:
         """All trajectories that have arrived, oldest first, waiting up to `timeout_s` seconds for the first.
 
-        Their arrays are writable and belong to the caller; their memory is used again when their ticket has ended and
-        the last of them is gone. After `close` it gives what was acknowledged last. Raises ReceiverError where the
-        receiver has died.
+        Their arrays are writable and belong to the caller; their memory is used again when they were trained on or
+        evicted and the last of them is gone. After `close` it gives what was acknowledged last. Raises ReceiverError
+        where the receiver has died.
         """
         return self._inbox.drain(timeout_s)
 
-    def trained(self, ticket_ids: Iterable[int]) -> None:
-        """These tickets' trajectories go into the step that makes the next version: before the first weight changes.
+    def trained(self, unroll_ids: Iterable[int]) -> None:
+        """These trajectories go into the step that makes the next version: before the first weight changes.
 
-        They are kept until that version is announced: a learner that dies before it was published finds them again. See
-        `TicketLedger.trained`.
+        unroll_ids: `Trajectory.unroll_id`, of a whole episode its ticket's id. They are kept until that version is
+        announced: a learner that dies before it was published finds them again. See `TicketLedger.trained`.
         """
-        step = list(ticket_ids)
+        step = list(unroll_ids)
         self._ledger.trained(step)
         self._step += step
         self._wake()
 
-    def evicted(self, ticket_ids: Iterable[int]) -> None:
+    def evicted(self, unroll_ids: Iterable[int]) -> None:
         """See `TicketLedger.evicted`."""
-        dropped = list(ticket_ids)
+        dropped = list(unroll_ids)
         self._ledger.evicted(dropped)
         self._arena.end(dropped)
         self._wake()
@@ -212,6 +214,11 @@ class Receiver:
         """Latest figures of each connected actor, by actor id."""
         with self._lock:
             return {actor_id: dict(stats) for actor_id, stats in self._actor_stats.items()}
+
+    def engines(self) -> dict[int, str]:
+        """Servers that the connected actors want weights to be sent to: opening -> URL; see `wire.Engines`."""
+        with self._lock:
+            return {opening: url for engines in self._engines.values() for opening, url in engines.items()}
 
     def counters(self) -> dict[str, float]:
         """Those of the ledger, and totals since the start (received_bytes, trajectories_refused: malformed ones,
@@ -260,7 +267,7 @@ class Receiver:
     def _recover(self) -> None:
         kept = self._arena.recovered()
         wanted = self._ledger.recover([(t.ticket_id, t.episode_id, t.unroll_index) for t in kept])
-        self._arena.end([t.ticket_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
+        self._arena.end([t.unroll_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
         found = [t for t, is_wanted in zip(kept, wanted, strict=True) if is_wanted]
         if found:
             _log.warning("took over %d trajectories that an earlier process had acknowledged", len(found))
@@ -341,6 +348,9 @@ class Receiver:
                     self._handle_heartbeat(session, held, stats)
                 case Goodbye():
                     self._drop(session)
+                case Engines(urls, openings):
+                    with self._lock:
+                        self._engines[session.actor_id] = dict(zip(openings, urls, strict=True))
                 case _:
                     raise WireError(f"{type(message).__name__} is a learner's message, and an actor sent it")
         except WireError as error:
@@ -386,13 +396,13 @@ class Receiver:
         now = self._clock.now
         at_actor = set(held)
         missing = [
-            ticket
+            ticket.ticket_id
             for ticket in self._ledger.open_tickets(session.actor_id)
             if ticket.ticket_id not in at_actor
             and now - session.granted_at.get(ticket.ticket_id, now) > self._grant_resend_s
         ]
-        if missing:
-            self._send_grant(session, missing)
+        if missing and (again := self._ledger.lost_by(session.actor_id, missing)):
+            self._send_grant(session, again)
         self._send(session.address, WeightsAnnounced(self._published))
 
     # --- trajectories
@@ -488,6 +498,7 @@ class Receiver:
         self._ledger.actor_lost(session.actor_id)
         with self._lock:
             del self._actor_stats[session.actor_id]
+            self._engines.pop(session.actor_id, None)
 
     def _say_shutdown(self) -> None:
         if self._shutdown_reason is None:

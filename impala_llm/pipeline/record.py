@@ -2,7 +2,7 @@
 
     88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
                   each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
-                  unroll_index; score; flags (1: bootstrap, 2: success)
+                  unroll_index; score; flags (1: bootstrap, 2: success, 4: continues, and then bootstrap as well)
     float64 each  values of the stats
     texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
                   two; then zeros up to a multiple of 8 bytes
@@ -27,14 +27,14 @@ MAX_TOKENS = 1 << 24
 MAX_TEXT_BYTES = (1 << 16) - 1
 """Of each text, and of all names of stats together."""
 MAX_STATS = 256
-MAGIC = 0x0002_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
+MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
 HEADER_WORDS = 11
 _HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _SCORE = struct.Struct("<d")
 _BITS = struct.Struct("<q")
 _PADDING = [bytes(-length % 8) for length in range(8)]
-_BOOTSTRAP, _SUCCESS = 1, 2
+_BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
 
 # What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word.
 OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
@@ -82,7 +82,7 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
             t.task_id,
             t.unroll_index,
             t.score,
-            t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS,
+            t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS + t.continues * CONTINUES,
         )
         if stats:
             header += _doubles(len(stats)).pack(*stats.values())
@@ -147,6 +147,7 @@ def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
         raise RecordError(f"stats has {num_stats} values and the names {names!r:.80}: one each, all different")
     return {
         "bootstrap": bool(facts[FLAGS] & _BOOTSTRAP),
+        "continues": bool(facts[FLAGS] & CONTINUES),
         "episode_id": texts[0],
         "unroll_index": facts[UNROLL_INDEX],
         "group_id": facts[GROUP_ID],
@@ -175,7 +176,7 @@ def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
         ("the number of tokens", NUM_TOKENS, 1, MAX_TOKENS),
         ("the number of turns", NUM_TURNS, 1, MAX_TOKENS),
         ("ticket_id", TICKET_ID, 0, 2**63 - 1),
-        ("flags", FLAGS, 0, _BOOTSTRAP | _SUCCESS),
+        ("flags", FLAGS, 0, _BOOTSTRAP | _SUCCESS | CONTINUES),
     ):
         if not low <= facts[place] <= high:
             raise RecordError(f"{name} is {facts[place]}: it must lie in [{low}, {high}]")

@@ -1,7 +1,7 @@
 """Replay arena: where a learner rank keeps the trajectories that it has acknowledged, in memory that outlives it.
 
-Life of a record: reserved → copied into and checked → committed → ended (its ticket has ended) → its space is used
-again, once nothing views it any more.
+Life of a record: reserved → copied into and checked → committed → ended (it was trained on or evicted) → its space is
+used again, once nothing views it any more.
 
 Invariants. What is committed is whole: the index names a record only after its last byte, so a process that is killed
 at any moment leaves whole records behind, and the next one finds them with `recovered`. Space is used again only after
@@ -26,12 +26,15 @@ import numpy as np
 from impala_llm.pipeline import kernels
 from impala_llm.pipeline.arena import ArenaError, map_new_file, populate
 from impala_llm.pipeline.record import (
+    GROUP_ID,
     HEADER_WORDS,
     NUM_TOKENS,
     NUM_TURNS,
     STATS,
+    TASK_ID,
     TEXTS,
     TICKET_ID,
+    UNROLL_INDEX,
     Facts,
     RecordError,
     block_start,
@@ -39,7 +42,7 @@ from impala_llm.pipeline.record import (
     facts_of,
     metadata_of,
 )
-from impala_llm.trajectory import ARRAY_FIELDS, Trajectory, block_views
+from impala_llm.trajectory import ARRAY_FIELDS, Trajectory, block_views, unroll_id
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"ILLMKEEP"
@@ -51,6 +54,7 @@ _FREE, _COMMITTED, _ENDED = 0, 1, 2
 _STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
 _ROW_WORDS = 8
 _MAX_SERIAL = 1 << 62
+_INTEGERS = {"group_id": GROUP_ID, "task_id": TASK_ID, "unroll_index": UNROLL_INDEX}
 
 
 class _Stored:
@@ -68,6 +72,8 @@ class _Stored:
 
     def __call__(self, name: str) -> object:
         facts = self._facts
+        if name in _INTEGERS:
+            return facts[_INTEGERS[name]]
         if name not in ARRAY_FIELDS and name != "block":
             return metadata_of(self._arena.record(self._start, self._size), facts)[name]
         words = self._arena.view(self._start, self._size)
@@ -115,7 +121,7 @@ class ReplayArena:
         self.dropped: deque[tuple[int, int, int]] = deque()
         """(start, size, row) of records of which nothing is left but their bytes."""
         self._lock = threading.Lock()
-        self._by_ticket: dict[int, list[_Stored]] = {}
+        self._by_unroll: dict[int, list[_Stored]] = {}
         self._free = _FreeSpace()
         self._serial = 0
         self._used = 0
@@ -189,10 +195,10 @@ class ReplayArena:
         self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
         return trajectories
 
-    def end(self, ticket_ids: Iterable[int]) -> None:
-        """These tickets have ended: a later process need not find their records."""
+    def end(self, unroll_ids: Iterable[int]) -> None:
+        """These were trained on or evicted (`Trajectory.unroll_id`): a later process need not find their records."""
         with self._lock:
-            ended = [stored for ticket_id in ticket_ids for stored in self._by_ticket.pop(ticket_id, ())]
+            ended = [stored for number in unroll_ids for stored in self._by_unroll.pop(number, ())]
         self._index[[stored.row for stored in ended], _STATE] = _ENDED
 
     def view(self, start: int, size: int) -> _KeptWords:
@@ -202,12 +208,14 @@ class ReplayArena:
     def _keep(self, row: int, start: int, size: int, facts: Facts) -> Trajectory:
         self._used += -(-size // _UNIT) * _UNIT
         stored = _Stored(self, row, start, size, facts)
-        ticket_id = facts[TICKET_ID]
-        of_ticket = self._by_ticket.get(ticket_id)
-        if of_ticket is None:
-            self._by_ticket[ticket_id] = [stored]
+        ticket_id = number = facts[TICKET_ID]
+        if facts[UNROLL_INDEX]:
+            number = unroll_id(ticket_id, facts[UNROLL_INDEX])
+        known = self._by_unroll.get(number)
+        if known is None:
+            self._by_unroll[number] = [stored]
         else:
-            of_ticket.append(stored)
+            known.append(stored)
         return Trajectory.deferred(stored, ticket_id)
 
     def _reclaim(self) -> None:

@@ -7,6 +7,11 @@ trajectory or is granted again. No ticket is lost, none is counted twice, whoeve
       ▲                │ │
       └──failed, lost──┘ └─malformed, or failed too often─► refused
 
+An episode may come in several unrolls. Its ticket is open until all of them are there, and ends with the last of them:
+trained if any was trained on, else evicted. Once one is there the ticket is not granted again: where the rest cannot
+come (the attempt failed or broke a rule, the actor was lost, the learner began anew) the episode is cut there, and the
+ticket ends with what it has brought. What comes of it nevertheless is taken until then.
+
 Why staleness is bounded. B: batch_size, η: max_staleness, v: the learner's version, all in trajectories of one rank. A
 slot is charged when a ticket leaves the task order. It is free again when the step that trained on the ticket has made
 its version, or when the ticket ends otherwise (for refused members of a group: when the group has ended). At most
@@ -16,6 +21,11 @@ Let W slots be charged that no step has trained on yet, when a ticket is granted
 token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is just
 what makes min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
 u = v = min_version. A learner that takes younger tickets first must drop what that makes too old.
+
+With unrolls a batch is B of them, and W counts those that wait to be trained on and those that are still to come: of a
+ticket that is ready or open as many as an episode has brought on average, less what it has brought, one at least. That
+is a forecast: what it makes too old a learner must drop, last unrolls first, so better few. No batch waits for ever:
+once nothing is open W is exact, and W < B is admitted while no step is under way.
 """
 
 from __future__ import annotations
@@ -31,11 +41,13 @@ import numpy as np
 
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.trajectory import MAX_TICKETS, unroll_id
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
 # Kinds of rows in the journal. A ticket's last row counts; what has arrived is known from the replay arena.
-_MAX_ID = 1 << 48
-_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED = range(6)
+_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED = range(7)
+_MAX_COUNTED = 256
+"""Episodes that the forecast of their unrolls looks back on, roughly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,15 @@ _END_STATES = {kind: state for state, kind in _ROW_KINDS.items()}
 
 
 @dataclass(slots=True)
+class _Parts:
+    """Of a ticket whose episode comes in several unrolls. settled: by unroll, the version that is made of it, 0 where
+    it was evicted. num_unrolls: of the whole episode, once its last one is there."""
+
+    settled: dict[int, int] = field(default_factory=dict)
+    num_unrolls: int | None = None
+
+
+@dataclass(slots=True)
 class _Entry:
     """All that is known of a ticket."""
 
@@ -91,8 +112,11 @@ class _Entry:
     attempts: int = 0
     episode_id: str | None = None
     unrolls: set[int] = field(default_factory=set)
+    """Those that were received."""
     step: int = 0
     """Version that is made of it, once it is trained on: it counts when that version is published."""
+    parts: _Parts | None = None
+    """None as long as all there is is one unroll, the first and last."""
 
 
 @dataclass(slots=True)
@@ -172,6 +196,11 @@ class TicketLedger:
         self._num_open = 0
         self._charged: Counter[int] = Counter()  # by the version of the grant
         self._released: list[int] = []  # trained by the step under way: free at the next version
+        self._trains_parts = False  # the step under way has trained on one of several unrolls
+        self._num_beyond = 0  # of all W, what is beyond one for each ticket that has a slot, without the forecast
+        self._num_begun = 0  # unrolls that open tickets have brought
+        self._mean_unrolls = 1.0  # of an episode, from when the first had several
+        self._num_counted = 0
         self._totals: Counter[str] = Counter()
         self._journal = journal
         self._notes: list[tuple[int, ...]] = []
@@ -239,6 +268,25 @@ class TicketLedger:
             found = map(self._entries.get, ticket_ids)
             return [None if entry is None else entry.ticket for entry in found]
 
+    def lost_by(self, actor_id: str, ticket_ids: Iterable[int]) -> list[Ticket]:
+        """The actor says nothing of these tickets, which are open at it: those that it should be granted once more.
+
+        Of the others an unroll is here: the actor has lost the rest of their episodes, which are cut there.
+        """
+        again = []
+        with self._lock:
+            for ticket_id in ticket_ids:
+                entry = self._entries.get(ticket_id)
+                if entry is None or entry.state is not _State.OPEN or entry.actor_id != actor_id:
+                    continue
+                if entry.episode_id is None:
+                    again.append(entry.ticket)
+                else:
+                    self._leave_queue_or_actor(entry)
+                    self._cut(entry)
+            self._write_notes()
+        return again
+
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
         """What `received` would say, without effect."""
         with self._lock:
@@ -248,47 +296,61 @@ class TicketLedger:
             same_episode = entry.episode_id == episode_id
             if same_episode and unroll_index in entry.unrolls:
                 return Verdict.DUPLICATE
-            if entry.state in _ENDED or (entry.state is _State.RECEIVED and not same_episode):
+            if entry.state in _ENDED or not (same_episode or entry.episode_id is None):
                 return Verdict.SUPERSEDED
             return Verdict.ACCEPTED
 
-    def received(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
+    def received(
+        self, ticket_id: int, episode_id: str, unroll_index: int = 0, continues: bool | int = False
+    ) -> Verdict:
         """A valid trajectory arrived, from whichever attempt; the first episode to arrive is the ticket's.
 
-        Further unrolls of that episode are accepted until the ticket ends: call `trained` after the last.
+        continues: another unroll of the episode will follow. Unrolls may come in any order, and those of an episode
+        that was cut are accepted until its ticket ends.
         """
-        return self.received_all([(ticket_id, episode_id, unroll_index)])[0]
+        return self.received_all([(ticket_id, episode_id, unroll_index, continues)])[0]
 
-    def received_all(self, keys: Sequence[tuple[int, str, int]]) -> list[Verdict]:
-        """`received` for several trajectories, (ticket_id, episode_id, unroll_index), in order."""
+    def received_all(self, keys: Sequence[tuple[int, str, int, bool | int]]) -> list[Verdict]:
+        """`received` for several trajectories, (ticket_id, episode_id, unroll_index, continues), in order."""
         verdicts = []
         with self._lock:
             entries, open_at = self._entries, self._open_at
             num_received = 0
-            for ticket_id, episode_id, unroll_index in keys:
+            for ticket_id, episode_id, unroll_index, continues in keys:
                 entry = entries.get(ticket_id)
-                if entry is not None and entry.state is _State.OPEN:  # the common case, without detours
+                is_whole = not (continues or unroll_index)
+                if is_whole and entry is not None and entry.state is _State.OPEN and entry.episode_id is None:
+                    # The common case, without detours.
                     open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
                     self._num_open -= 1
                     verdict = Verdict.ACCEPTED
                 else:
                     verdict = self.check(ticket_id, episode_id, unroll_index)
-                    if verdict is Verdict.ACCEPTED:
-                        assert entry is not None
-                        self._leave_queue_or_actor(entry)
-                    elif verdict is Verdict.DUPLICATE:
+                    if verdict is Verdict.DUPLICATE:
                         self._totals["duplicates"] += 1
-                if verdict is Verdict.ACCEPTED:
+                    elif verdict is Verdict.ACCEPTED:
+                        assert entry is not None
+                        is_whole = is_whole and entry.episode_id is None
+                        if is_whole:
+                            self._leave_queue_or_actor(entry)
+                        else:
+                            self._receive_part(entry, unroll_index, bool(continues))
+                            entry.episode_id = episode_id
+                            num_received += 1
+                if is_whole and verdict is Verdict.ACCEPTED:
                     assert entry is not None
                     entry.state, entry.actor_id, entry.episode_id = _State.RECEIVED, None, episode_id
-                    entry.unrolls.add(unroll_index)
+                    entry.unrolls.add(0)
                     num_received += 1
+                    if self._num_counted:
+                        self._count_unrolls(1)
                 verdicts.append(verdict)
             self._totals["received"] += num_received
         return verdicts
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
-        """The actor's attempt came to nothing. The ticket is granted again, or refused after max_attempts failures.
+        """The actor's attempt came to nothing. The ticket is granted again, or refused after max_attempts failures;
+        where an unroll of its episode is here, that is cut instead.
 
         Without effect where the ticket is not open at this actor: late news of an attempt that was given up.
         """
@@ -296,9 +358,12 @@ class TicketLedger:
             entry = self._entries.get(ticket_id)
             if entry is None or entry.state is not _State.OPEN or entry.actor_id != actor_id:
                 return
-            entry.attempts += 1
             self._totals["failed"] += 1
-            if entry.attempts >= self._max_attempts:
+            entry.attempts += entry.episode_id is None
+            if entry.episode_id is not None:
+                self._leave_queue_or_actor(entry)
+                self._cut(entry)
+            elif entry.attempts >= self._max_attempts:
                 self._totals["given_up"] += 1
                 self._refuse(entry)
             else:
@@ -307,7 +372,8 @@ class TicketLedger:
             self._write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
-        """The actor's trajectory was malformed: final. Without effect where the ticket is not open at this actor."""
+        """The actor's trajectory was malformed: final. An episode of which an unroll is here is cut instead. Without
+        effect where the ticket is not open at this actor."""
         with self._lock:
             entry = self._entries.get(ticket_id)
             if entry is not None and entry.state is _State.OPEN and entry.actor_id == actor_id:
@@ -315,22 +381,30 @@ class TicketLedger:
                 self._write_notes()
 
     def actor_lost(self, actor_id: str) -> None:
-        """The actor is gone: what was open at it is granted again, oldest first. That is no failure of the ticket."""
+        """The actor is gone: what was open at it is granted again, oldest first, or cut where an unroll is here. That
+        is no failure of the ticket."""
         with self._lock:
             self._wants.pop(actor_id, None)
             for ticket_id in sorted(self._open_at.pop(actor_id, ()), reverse=True):
-                self._grant_again(self._entries[ticket_id])
+                entry = self._entries[ticket_id]
+                if entry.episode_id is None:
+                    self._grant_again(entry)
+                else:
+                    self._num_open -= 1
+                    self._cut(entry)
+            self._write_notes()
 
     # --- the learner's side
 
-    def trained(self, ticket_ids: Iterable[int]) -> None:
-        """These tickets' trajectories went into the step under way. Their slots are free at the next `advance`.
+    def trained(self, unroll_ids: Iterable[int]) -> None:
+        """These went into the step under way: `Trajectory.unroll_id`, of a whole episode its ticket's id.
 
-        So call it before `advance`. A ticket that has ended is passed over (replayed data is trained on again);
-        KeyError for one that was not received.
+        The slots of tickets that end with it are free at the next `advance`: so call it before that. What was trained
+        on or evicted before is passed over (replayed data is trained on again); KeyError for what was not received.
         """
         with self._lock:
-            entries = self._received_entries(ticket_ids, "trained on")
+            whole, in_parts = self._settle(unroll_ids, "trained on", self._version + 1)
+            entries = [*whole, *in_parts]
             for entry in entries:
                 self._released.append(entry.born_version)
                 entry.step = self._version + 1
@@ -339,10 +413,12 @@ class TicketLedger:
             if self.max_staleness is None:
                 self._release()
 
-    def evicted(self, ticket_ids: Iterable[int]) -> None:
-        """These tickets' trajectories were dropped untrained: their slots are free now. KeyError as for `trained`."""
+    def evicted(self, unroll_ids: Iterable[int]) -> None:
+        """These were dropped untrained: the slots of tickets that end with it are free now. Otherwise as `trained`."""
         with self._lock:
-            self._end(self._received_entries(ticket_ids, "evicted"), _State.EVICTED)
+            whole, in_parts = self._settle(unroll_ids, "evicted", 0)
+            self._end([*whole, *(entry for entry in in_parts if not entry.step)], _State.EVICTED)
+            self._end([entry for entry in in_parts if entry.step], _State.TRAINED)
             self._write_notes()
 
     def advance(self, version: int) -> None:
@@ -368,7 +444,7 @@ class TicketLedger:
             return len(self._ready) + self._num_open
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start (granted, regranted, received, duplicates, failed, given_up, trained, evicted,
+        """Totals since the start (granted, regranted, received, duplicates, failed, given_up, cut, trained, evicted,
         refused) and levels now (ready; open; in_buffer: received and not ended; charged: slots; version;
         staleness_in_flight: mean of the versions made since the first grant of an open ticket)."""
         with self._lock:
@@ -379,6 +455,7 @@ class TicketLedger:
                 "duplicates",
                 "failed",
                 "given_up",
+                "cut",
                 "trained",
                 "evicted",
                 "refused",
@@ -407,13 +484,15 @@ class TicketLedger:
                 "groups": [[group_id, g.under_way, g.num_lost] for group_id, g in self._groups.items()],
                 "charged": [[version, count] for version, count in self._charged.items()],
                 "released": list(self._released),
+                "unrolls": [self._mean_unrolls, self._num_counted],
                 "totals": dict(self._totals),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int]:
-        """Go on from a saved state. Tickets that were open are ready to be granted again.
+        """Go on from a saved state. Tickets that were open are ready to be granted again, or their episodes cut.
 
-        Returns the ids of received tickets: those whose trajectories the restored buffer lacks must be evicted.
+        Returns the `unroll_id` of all that was received and is not settled: what the restored buffer lacks must be
+        evicted.
         Raises ValueError where the state is of another format or task order.
         """
         with self._lock:
@@ -428,11 +507,19 @@ class TicketLedger:
             self._released = list(state["released"])
             self._totals = Counter(state["totals"])
             self._open_at, self._wants, self._num_open = {}, {}, 0
-            interrupted = sorted(i for i, entry in self._entries.items() if entry.state is _State.OPEN)
-            for ticket_id in interrupted:
-                self._entries[ticket_id].state = _State.READY
+            self._trains_parts = False
+            self._num_beyond = sum(map(_beyond_slot, self._entries.values()))
+            self._num_begun = sum(len(entry.unrolls) for entry in self._entries.values() if entry.state is _State.OPEN)
+            self._mean_unrolls, self._num_counted = state["unrolls"]
+            interrupted = []
+            for ticket_id, entry in sorted(self._entries.items()):
+                if entry.state is _State.OPEN and entry.episode_id is not None:
+                    self._cut(entry)
+                elif entry.state is _State.OPEN:
+                    entry.state = _State.READY
+                    interrupted.append(ticket_id)
             self._ready = deque([*interrupted, *state["ready"]])
-            return [i for i, entry in self._entries.items() if entry.state is _State.RECEIVED]
+            return [unroll_id(i, unroll) for i, entry in self._entries.items() for unroll in _waiting(entry)]
 
     # --- after a death
 
@@ -441,7 +528,8 @@ class TicketLedger:
 
         received: (ticket_id, episode_id, unroll_index) of what its replay arena holds. A step counts if its version was
         published, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
-        is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again.
+        is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again; episodes of
+        which an unroll had come are cut.
 
         Returns whether each of `received` is still wanted. Raises ValueError where the journal is of another task
         order.
@@ -449,9 +537,10 @@ class TicketLedger:
         with self._lock:
             rows = [] if self._journal is None else self._journal.rows().tolist()
             last: dict[int, list[int]] = {}
+            settled: dict[int, dict[int, int]] = {}
             identity = list(self._order.identity().values())
             for row in rows:
-                if row[0] != _ORDER and not 0 <= row[1] < _MAX_ID:
+                if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
                     raise ValueError(f"the journal is damaged: it has the row {row}. Start under another run.name")
                 if row[0] == _ORDER:
                     if row[1:] != identity:
@@ -461,6 +550,9 @@ class TicketLedger:
                         )
                 elif row[0] == _TAKEN:
                     self._order.skip_to(row[1])
+                elif row[0] == _SETTLED:
+                    if row[3] <= self._version:
+                        settled.setdefault(row[1], {})[row[2]] = row[3]
                 else:
                     last[row[1]] = row
             size = self._order.group_size
@@ -485,10 +577,18 @@ class TicketLedger:
                 if end is not None and entry.step <= self._version:
                     self._end([entry], end)
                     continue
-                entry.step = 0  # the step was lost: another end must not be taken for a part of it
-                if ticket_id in arrived:
+                # Not of a step that was lost: another end must not be taken for a part of it.
+                before = settled.get(ticket_id, {})
+                entry.step = max(before.values(), default=0)
+                entry.episode_id, found = arrived.get(ticket_id, (None, set()))
+                entry.unrolls = found | before.keys()
+                if entry.unrolls - {0} or before:
+                    entry.parts = _Parts(before)
+                if found - before.keys():
                     entry.state = _State.RECEIVED
-                    entry.episode_id, entry.unrolls = arrived[ticket_id]
+                    self._num_beyond += _beyond_slot(entry)
+                elif before:
+                    self._end([entry], _State.TRAINED if entry.step else _State.EVICTED)
                 else:
                     self._ready.append(ticket_id)
             self._charged += Counter()  # drops the zeros
@@ -497,8 +597,8 @@ class TicketLedger:
             if self._journal is not None:
                 self._journal.rewrite(self._account())
             return [
-                entry is not None and entry.state is _State.RECEIVED and entry.episode_id == episode_id
-                for ticket_id, episode_id, _ in received
+                entry is not None and entry.episode_id == episode_id and unroll_index in _waiting(entry)
+                for ticket_id, episode_id, unroll_index in received
                 for entry in [self._entries.get(ticket_id)]
             ]
 
@@ -522,6 +622,12 @@ class TicketLedger:
             (_ORDER, *self._order.identity().values()),
             (_TAKEN, self._order.num_taken, 0, 0, 0, 0),
             *(_row(_ROW_KINDS.get(entry.state, _LIVE), entry) for entry in [*self._entries.values(), *ended]),
+            *(
+                (_SETTLED, entry.ticket.ticket_id, unroll_index, step, 0, 0)
+                for entry in [*self._entries.values(), *ended]
+                if entry.parts is not None
+                for unroll_index, step in entry.parts.settled.items()
+            ),
         ]
 
     # --- admission
@@ -537,14 +643,25 @@ class TicketLedger:
             # version's batch is replaced.
             return False
         spoken_for = max(len(self._released), self._step_under_way() * self.batch_size)
-        return self._num_waiting() + size <= (self.max_staleness + 1) * self.batch_size - spoken_for
+        # However long episodes are: beside a part of a batch there is room for a group.
+        room = max(size, min(size * self._mean_unrolls, self.max_staleness * self.batch_size + 1))
+        return self._num_waiting() + room <= (self.max_staleness + 1) * self.batch_size - spoken_for
 
     def _step_under_way(self) -> int:
-        return 1 if self._released else 0
+        return 1 if self._released or self._trains_parts else 0
 
     def _num_waiting(self) -> int:
-        """Charged slots that no step has trained on yet."""
-        return self._charged.total() - len(self._released)
+        """W: charged slots that no step has trained on yet, and the unrolls beyond one for each."""
+        num_waiting = self._charged.total() - len(self._released) + self._num_beyond
+        if self._mean_unrolls > 1:
+            num_playing = self._num_open + len(self._ready)
+            num_waiting += max(0, round(num_playing * (self._mean_unrolls - 1)) - self._num_begun)
+        return num_waiting
+
+    def _count_unrolls(self, count: int) -> None:
+        """An episode is whole."""
+        self._num_counted = min(self._num_counted + 1, _MAX_COUNTED)
+        self._mean_unrolls += (count - self._mean_unrolls) / self._num_counted
 
     def _start_group(self) -> None:
         """Take a group from the task order and make its tickets ready. They are charged from here on."""
@@ -632,19 +749,76 @@ class TicketLedger:
 
     def _refuse(self, entry: _Entry) -> None:
         self._leave_queue_or_actor(entry)
-        self._end([entry], _State.REFUSED)
+        if entry.episode_id is None:
+            self._end([entry], _State.REFUSED)
+        else:
+            self._cut(entry)
 
-    def _received_entries(self, ticket_ids: Iterable[int], what: str) -> list[_Entry]:
-        entries = []
+    def _cut(self, entry: _Entry) -> None:
+        """The rest of an episode of which an unroll is here will not come: its ticket is open no more."""
+        self._totals["cut"] += 1
+        self._num_begun -= len(entry.unrolls)
+        entry.state, entry.actor_id = _State.RECEIVED, None
+        if _waiting(entry):
+            self._num_beyond -= 1
+        else:
+            self._end([entry], _State.TRAINED if entry.step else _State.EVICTED)
+
+    def _receive_part(self, entry: _Entry, unroll_index: int, continues: bool) -> None:
+        """An unroll that is not all of its episode."""
+        entry.unrolls.add(unroll_index)
+        parts = entry.parts = entry.parts or _Parts()
+        if not continues:
+            parts.num_unrolls = max(parts.num_unrolls or 0, unroll_index + 1)
+        is_whole = parts.num_unrolls == len(entry.unrolls)
+        if entry.state is _State.OPEN and is_whole:
+            self._num_begun -= len(entry.unrolls) - 1
+            self._count_unrolls(len(entry.unrolls))
+        elif entry.state is not _State.READY:
+            self._num_beyond += 1
+            self._num_begun += entry.state is _State.OPEN
+            return
+        # Of an attempt that was given up no more is expected.
+        self._leave_queue_or_actor(entry)
+        entry.state, entry.actor_id = _State.RECEIVED, None
+
+    def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[_Entry], list[_Entry]]:
+        """These were trained on or evicted. Returns whose tickets end with it: of whole episodes, and of several
+        unrolls."""
+        whole, in_parts = [], []
         get = self._entries.get
-        for ticket_id in dict.fromkeys(ticket_ids):
-            entry = get(ticket_id)
-            if entry is None:
-                continue  # it has ended
-            if entry.state is not _State.RECEIVED:
-                raise KeyError(f"ticket {ticket_id} is {entry.state.value}: only a received one can be {what}")
-            entries.append(entry)
-        return entries
+        for number in dict.fromkeys(unroll_ids):
+            entry = get(number)
+            if entry is not None and entry.parts is None:
+                if entry.state is not _State.RECEIVED:
+                    raise KeyError(f"ticket {number} is {entry.state.value}: only a received one can be {what}")
+                whole.append(entry)
+            elif entry is not None or number >= MAX_TICKETS:  # otherwise it has ended
+                in_parts += self._settle_part(number, what, step)
+        return whole, in_parts
+
+    def _settle_part(self, number: int, what: str, step: int) -> list[_Entry]:
+        """The same for one of several unrolls."""
+        unroll_index, ticket_id = divmod(number, MAX_TICKETS)
+        entry = self._entries.get(ticket_id)
+        if entry is None:
+            return []
+        parts = entry.parts
+        if parts is None or unroll_index not in entry.unrolls:
+            raise KeyError(
+                f"unroll {unroll_index} of ticket {ticket_id} has not come: only a received one can be {what}"
+            )
+        if unroll_index in parts.settled:
+            return []
+        parts.settled[unroll_index] = step
+        entry.step = max(entry.step, step)
+        self._trains_parts = self._trains_parts or step > 0
+        if self._journal is not None:
+            self._notes.append((_SETTLED, ticket_id, unroll_index, step, 0, 0))
+        if entry.state is _State.RECEIVED and not _waiting(entry):
+            return [entry]
+        self._num_beyond -= 1
+        return []
 
     def _end(self, ended: Sequence[_Entry], end: _State, charged: bool = False) -> None:
         """charged: the slots stay charged, since the caller has noted when they become free."""
@@ -676,6 +850,17 @@ class TicketLedger:
         self._charged.subtract(self._released)
         self._charged += Counter()  # drops the zeros
         self._released = []
+        self._trains_parts = False
+
+
+def _waiting(entry: _Entry) -> set[int]:
+    """Unrolls that are to be trained on or evicted."""
+    return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
+
+
+def _beyond_slot(entry: _Entry) -> int:
+    """What a ticket with unrolls adds to W beyond its slot."""
+    return 0 if entry.parts is None else len(_waiting(entry)) - (entry.state is not _State.OPEN)
 
 
 def _row(kind: int, entry: _Entry) -> tuple[int, ...]:
@@ -687,10 +872,14 @@ def _entry_state(entry: _Entry) -> list[Any]:
     t = entry.ticket
     return [
         *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
-        *(entry.attempts, entry.episode_id, sorted(entry.unrolls)),
+        *(entry.attempts, entry.episode_id, sorted(entry.unrolls), entry.step),
+        None if entry.parts is None else [entry.parts.num_unrolls, *map(list, entry.parts.settled.items())],
     ]
 
 
 def _entry_from_state(values: list[Any]) -> _Entry:
-    *ticket, born_version, state, attempts, episode_id, unrolls = values
-    return _Entry(Ticket(*ticket), born_version, _State(state), None, attempts, episode_id, set(unrolls))
+    *ticket, born_version, state, attempts, episode_id, unrolls, step, saved = values
+    entry = _Entry(Ticket(*ticket), born_version, _State(state), None, attempts, episode_id, set(unrolls), step)
+    if saved is not None:
+        entry.parts = _Parts(dict(saved[1:]), saved[0])
+    return entry

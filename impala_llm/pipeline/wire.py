@@ -12,6 +12,7 @@ fields in the order of the dataclass].
     4     TicketFailed      actor    my attempt at a ticket came to nothing
     5     Heartbeat         actor    I live; the tickets that I hold; my latest figures
     6     Goodbye           actor    I leave: grant my tickets to others
+    7     Engines           actor    send new weights to these servers of mine yourself
     10    HelloWanted       learner  I do not know you (I am new, or thought you dead): say Hello
     11    Grant             learner  play these episodes
     12    Ack               learner  these trajectories are mine now: free their space
@@ -165,6 +166,26 @@ class Goodbye:
 
 
 @dataclass(frozen=True, slots=True)
+class Engines:
+    """All servers of this actor that may be sent weights now; each message replaces the one before. urls: where they
+    listen. openings: for each, a random number that changes whenever the actor itself has given it weights: a server
+    that the learner gave up comes back with another one."""
+
+    urls: tuple[str, ...]
+    openings: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_items("urls", self.urls, str)
+        for url in self.urls:
+            _check_text("a url", url)
+            if not url.startswith(("http://", "https://")):
+                raise WireError(f"a url is {_shown(url)}: http://host:port is expected")
+        _check_ints("openings", self.openings)
+        if len(self.openings) != len(self.urls) or len(set(self.openings)) != len(self.openings):
+            raise WireError(f"openings is {_shown(self.openings)}: a number of its own for each url is expected")
+
+
+@dataclass(frozen=True, slots=True)
 class HelloWanted:
     """No fields."""
 
@@ -238,6 +259,7 @@ Message = (
     | TicketFailed
     | Heartbeat
     | Goodbye
+    | Engines
     | HelloWanted
     | Grant
     | Ack
@@ -254,6 +276,7 @@ _TYPES: dict[int, type[Message]] = {
     4: TicketFailed,
     5: Heartbeat,
     6: Goodbye,
+    7: Engines,
     10: HelloWanted,
     11: Grant,
     12: Ack,

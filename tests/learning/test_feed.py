@@ -1,5 +1,6 @@
 """The feed between a receiver that is played here and the buffer: groups, order, evictions, the way of every ticket."""
 
+import dataclasses
 import random
 from collections import Counter, defaultdict
 
@@ -193,3 +194,22 @@ def test_a_bounded_share_of_a_batch_was_used_before() -> None:
     assert feed.next_batch(version=0).mean_reuse == 1.5, "one group of two"
     assert feed.share is not None
     assert feed.next_batch(version=0).mean_reuse > 1.0
+
+
+def test_each_unroll_of_an_episode_is_an_item_of_its_own() -> None:
+    feed, receiver = make_feed("algorithm=vtrace", "algorithm.group_size=1", "algorithm.max_staleness=1")
+    unrolls = [
+        dataclasses.replace(
+            make_trajectory(version=index // 2, ticket_id=ticket, group_id=ticket),
+            unroll_index=index,
+            bootstrap=index < 3,
+            continues=index < 3,
+        )
+        for ticket in range(BATCH // 2)
+        for index in range(4)
+    ]
+    receiver.arriving = unrolls[::-1]
+    batch = feed.next_batch(version=2)
+    young = [t.unroll_id for t in unrolls if t.unroll_index >= 2]
+    assert [t.unroll_id for t in batch.trajectories] == young, "by ticket, then by unroll"
+    assert sorted([*receiver.evicted_tickets, *young]) == sorted(t.unroll_id for t in unrolls), "the others are too old"

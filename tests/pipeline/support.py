@@ -22,6 +22,7 @@ def make_trajectory(
     version: int = 0,
     episode_id: str | None = None,
     unroll_index: int = 0,
+    continues: bool = False,
     actor_id: str = "actor-0",
 ) -> Trajectory:
     """Random but valid, two turns; the same seed gives the same arrays."""
@@ -39,7 +40,8 @@ def make_trajectory(
         versions=np.where(mask, version, -1).astype(np.int32),
         rewards=rewards,
         turns=turns,
-        bootstrap=bool(rng.integers(2)),
+        bootstrap=bool(rng.integers(2)) or continues,
+        continues=continues,
         episode_id=episode_id or f"episode-{next(_episodes)}",
         unroll_index=unroll_index,
         group_id=ticket.group_id if ticket else 0,

@@ -419,6 +419,89 @@ def test_a_step_counts_once_its_version_is_published(pair: Pair, published: bool
     assert [contents(t) for t in found] == ([] if published else [contents(t) for t in sent])
 
 
+# --- unrolls
+
+
+def unrolls_of(ticket: Ticket, count: int) -> list[Trajectory]:
+    name = f"episode of {ticket.ticket_id}"
+    return [
+        make_trajectory(ticket, seed=i, episode_id=name, unroll_index=i, continues=i < count - 1) for i in range(count)
+    ]
+
+
+def test_a_ticket_is_held_until_the_last_unroll_was_acknowledged(pair: Pair) -> None:
+    receiver = pair.receiver()
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    actor.request(0)
+    for number, unroll in enumerate(unrolls_of(ticket, 3)):
+        assert actor.held == [ticket]
+        actor.send(unroll)
+        [arrived] = drain(receiver, 1, actor)
+        turns_until(lambda: actor.num_unacknowledged == 0, actor)
+        assert contents(arrived) == contents(unroll)
+        assert receiver.counters()["open"] == (number < 2)
+        receiver.trained([arrived.unroll_id])
+        receiver.announce(number + 1)
+    assert actor.held == []
+    assert receiver.counters()["trained"] == 1
+
+
+def test_what_was_learned_from_before_the_learner_died_stays_away_and_the_rest_is_found(pair: Pair) -> None:
+    first = pair.receiver(batch_size=1)
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    unrolls = unrolls_of(ticket, 3)
+    for unroll in unrolls[:2]:
+        actor.send(unroll)
+    drain(first, 2, actor)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    first.trained([unrolls[0].unroll_id])
+    first.announce(1)
+    first.trained([unrolls[1].unroll_id])  # and the learner dies before version 2 is published
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver(batch_size=1, version=1)
+    assert [contents(t) for t in second.drain(0.0)] == [contents(unrolls[1])]
+    assert second.counters()["ready"] == 0, "the episode is not played again"
+    actor.send(unrolls[2])  # it comes in time
+    assert contents(drain(second, 1, actor)[0]) == contents(unrolls[2])
+    second.trained([t.unroll_id for t in unrolls[1:]])
+    second.announce(2)
+    counters = second.counters()
+    assert (counters["trained"], counters["in_buffer"]) == (1, 0)
+
+
+def test_an_actor_is_told_to_end_the_episode_of_a_refused_unroll(pair: Pair) -> None:
+    receiver = pair.receiver()
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    actor.request(0)
+    good, bad, _ = unrolls_of(ticket, 3)
+    actor.send(good)
+    drain(receiver, 1, actor)
+    actor.send(dataclasses.replace(bad, task_id=bad.task_id + 1))
+    events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    assert any(isinstance(event, wire.Refused) for event in events)
+    assert wire.Revoked((ticket.ticket_id,)) in events and actor.held == []
+    counters = receiver.counters()
+    assert (counters["open"], counters["in_buffer"], counters["cut"], counters["refused"]) == (0, 1, 1, 0)
+
+
+def test_an_episode_whose_rest_the_actor_does_not_know_of_is_cut_and_not_granted_again(pair: Pair) -> None:
+    receiver = pair.receiver(grant_resend_s=0.1)
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    actor.request(0)
+    actor.send(unrolls_of(ticket, 2)[0])
+    [arrived] = drain(receiver, 1, actor)
+    actor._held.clear()  # as if the news of its failure had got lost
+    turns_until(lambda: receiver.counters()["cut"] == 1, actor)
+    assert actor.held == []
+    receiver.evicted([arrived.unroll_id])
+    assert receiver.counters()["evicted"] == 1
+
+
 def test_a_ticket_that_takes_too_long_is_taken_away(pair: Pair) -> None:
     receiver = pair.receiver(ticket_timeout_s=0.2)
     slow, other = pair.actor("slow", want=1), pair.actor("other", want=0)
@@ -491,6 +574,23 @@ def test_figures_of_actors_reach_the_learner(pair: Pair) -> None:
     receiver, actor = pair.receiver(), pair.actor()
     actor.report({"tokens_per_s": np.float32(2.0)})  # type: ignore[dict-item]
     turns_until(lambda: receiver.actor_stats() == {"actor-0": {"tokens_per_s": 2.0}}, actor)
+
+
+def test_servers_of_actors_reach_the_learner_and_go_with_them(pair: Pair) -> None:
+    first, actor, other = pair.receiver(), pair.actor(), pair.actor("other")
+    actor.offer_engines(wire.Engines(("http://a:1", "http://a:2"), (5, 6)))
+    other.offer_engines(wire.Engines(("http://b:1",), (7,)))
+    turns_until(lambda: first.engines() == {5: "http://a:1", 6: "http://a:2", 7: "http://b:1"}, actor, other)
+    actor.offer_engines(wire.Engines(("http://a:1",), (8,)))
+    turns_until(lambda: first.engines() == {8: "http://a:1", 7: "http://b:1"}, actor, other)
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver()
+    events = turns_until(lambda: second.engines() == {8: "http://a:1", 7: "http://b:1"}, actor, other)
+    assert wire.HelloWanted() in events
+    pair.actors.remove(other)
+    other.close()
+    turns_until(lambda: second.engines() == {8: "http://a:1"}, actor)
 
 
 def test_an_error_in_the_thread_reaches_whoever_drains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

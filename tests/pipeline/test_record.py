@@ -35,10 +35,10 @@ def by_hand(t: Trajectory) -> bytes:
     names = b"\0".join(name.encode() for name in t.stats)
     header = struct.pack(
         HEADER,
-        b"\x01\x00imll\x02\x00",
+        b"\x01\x00imll\x03\x00",
         *(len(t.tokens), len(t.turns), *map(len, texts), len(t.stats), len(names)),
         *(t.ticket_id, t.group_id, t.task_id, t.unroll_index, t.score),
-        (1 if t.bootstrap else 0) | (2 if t.success else 0),
+        (1 if t.bootstrap else 0) | (2 if t.success else 0) | (4 if t.continues else 0),
     )
     assert len(header) == 88
     values = b"".join(struct.pack("<d", value) for value in t.stats.values())
@@ -110,7 +110,7 @@ def test_what_a_header_says_names_metadata_episode_and_block() -> None:
     assert len(facts) == record.FACTS
     assert (facts[record.NUM_TOKENS], facts[record.NUM_TURNS], facts[record.UNROLL_INDEX]) == (11, 2, 4)
     found = record.metadata_of(data, facts)
-    assert all(found[name] == getattr(trajectory, name) for name in found) and len(found) == 12
+    assert all(found[name] == getattr(trajectory, name) for name in found) and len(found) == 13
 
     assert bytes(data[8 * record.block_start(facts) :]) == trajectory.block.tobytes()
 
@@ -147,7 +147,8 @@ def test_malformed_records_are_errors_that_name_the_field() -> None:
         (changed(data, "unroll_index", -1), "unroll_index is -1"),
         (changed(data, "score", 1.5), "score is 1.5"),
         (changed(data, "score", float("nan")), "score is nan"),
-        (changed(data, "flags", 4), "flags is 4"),
+        (changed(data, "flags", 8), "flags is 8"),
+        (changed(data, "flags", 6), "continues is True and bootstrap is False"),
         (changed(data, "flags", -1), "flags is -1"),
         (byte(3, 0x80), "tokens holds the negative id"),
         (byte(4 * 40 * 4 + 8 * 2 + 5, 2), "action_mask holds a byte"),

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from impala_llm.pipeline import journal as journal_module
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
+from impala_llm.trajectory import unroll_id
 
 Key = tuple[int, str, int]
 ACTORS = ["a", "b", "c"]
@@ -40,7 +42,9 @@ class Run:
         self.ended: set[int] = set()
         self.refused: set[int] = set()
         self.in_step: list[int] = []
-        """Trained on by the step under way."""
+        """Trained on by the step under way, by `unroll_id`."""
+        self.settled: dict[int, set[int]] = {}
+        """Unrolls that were evicted, or trained on by a step that counts, by ticket."""
         self.known: dict[int, Ticket] = {}
         self.open_at: dict[int, str] = {}
         self.ledger = self._new_ledger()
@@ -69,40 +73,68 @@ class Run:
     def request(self) -> None:
         self.ledger.request(self.rng.choice(ACTORS), self.rng.randint(0, 8))
 
-    def receive(self) -> None:
+    def unrolls_of(self, ticket_id: int) -> set[int]:
+        """All that were received."""
+        return {key[2] for key in self.stored if key[0] == ticket_id} | self.settled.get(ticket_id, set())
+
+    def receive(self, more: bool = False) -> None:
+        """more: another unroll will follow."""
         if self.open_at:
             ticket_id = self.rng.choice(sorted(self.open_at))
-            key = (ticket_id, f"episode of {ticket_id} at {self.open_at.pop(ticket_id)}", 0)
-            assert self.ledger.received(*key) is Verdict.ACCEPTED
+            unroll = len(self.unrolls_of(ticket_id))
+            key = (ticket_id, f"episode of {ticket_id} at {self.open_at[ticket_id]}", unroll)
+            if unroll:
+                assert self.ledger.received(ticket_id, "another episode", 0) is Verdict.SUPERSEDED
+            assert self.ledger.received(*key, more) is Verdict.ACCEPTED
             self.stored.append(key)
+            if not more:
+                del self.open_at[ticket_id]
 
-    def receive_another_unroll(self) -> None:
-        if open_keys := [key for key in self.stored if key[0] not in self.in_step]:
-            ticket_id, episode_id, _ = self.rng.choice(open_keys)
+    def receive_unroll(self) -> None:
+        self.receive(more=True)
+
+    def receive_late_unroll(self) -> None:
+        """Of an episode that counts as whole, or was cut."""
+        waiting = [key for key in self.stored if unroll_id(key[0], key[2]) not in self.in_step]
+        if closed := [key for key in waiting if key[0] not in self.open_at]:
+            ticket_id, episode_id, _ = self.rng.choice(closed)
             unroll = self.rng.randint(0, 3)
-            known = (ticket_id, episode_id, unroll) in self.stored
+            known = unroll in self.unrolls_of(ticket_id)
             verdict = self.ledger.received(ticket_id, episode_id, unroll)
             assert verdict is (Verdict.DUPLICATE if known else Verdict.ACCEPTED)
             if not known:
                 self.stored.append((ticket_id, episode_id, unroll))
 
     def fail(self) -> None:
+        self._give_up(self.ledger.failed)
+
+    def refuse(self) -> None:
+        self._give_up(self.ledger.refused)
+
+    def _give_up(self, say: Callable[[int, str], None]) -> None:
         if self.open_at:
             ticket_id = self.rng.choice(sorted(self.open_at))
-            self.ledger.failed(ticket_id, self.open_at.pop(ticket_id))
-            if self.ledger.lookup(ticket_id) is None:  # given up
+            say(ticket_id, self.open_at.pop(ticket_id))
+            if self.unrolls_of(ticket_id):
+                self.end_what_is_done()
+            elif self.ledger.lookup(ticket_id) is None:
                 self.ended.add(ticket_id)
                 self.refused.add(ticket_id)
 
-    def refuse(self) -> None:
-        if self.open_at:
-            ticket_id = self.rng.choice(sorted(self.open_at))
-            self.ledger.refused(ticket_id, self.open_at.pop(ticket_id))
-            self.ended.add(ticket_id)
-            self.refused.add(ticket_id)
+    def end_what_is_done(self) -> None:
+        """Tickets that brought something, will bring no more, and have nothing left."""
+        left = {key[0] for key in self.stored} | self.open_at.keys()
+        self.ended |= self.settled.keys() - left
+
+    def settle(self, unroll_ids: list[int]) -> None:
+        for ticket_id, episode_id, unroll in list(self.stored):
+            if unroll_id(ticket_id, unroll) in unroll_ids:
+                self.stored.remove((ticket_id, episode_id, unroll))
+                self.settled.setdefault(ticket_id, set()).add(unroll)
+        self.end_what_is_done()
 
     def received_ids(self) -> list[int]:
-        return [i for i in dict.fromkeys(key[0] for key in self.stored) if i not in self.in_step]
+        return [i for i in (unroll_id(key[0], key[2]) for key in self.stored) if i not in self.in_step]
 
     def train(self) -> None:
         ids = self.received_ids()[: self.rng.randint(1, self.batch_size)]
@@ -112,16 +144,14 @@ class Run:
 
     def evict(self) -> None:
         if ids := self.received_ids():
-            ticket_id = self.rng.choice(ids)
-            self.ledger.evicted([ticket_id])
-            self.ended.add(ticket_id)
-            self.stored = [key for key in self.stored if key[0] != ticket_id]
+            number = self.rng.choice(ids)
+            self.ledger.evicted([number])
+            self.settle([number])
 
     def publish(self) -> None:
         """The step's version is on the board: whatever happens now, it counts."""
         self.version += 1
-        self.ended |= {*self.in_step}
-        self.stored = [key for key in self.stored if key[0] not in self.in_step]
+        self.settle(self.in_step)
         self.in_step = []
 
     def step(self) -> None:
@@ -133,13 +163,14 @@ class Run:
         actor = self.rng.choice(ACTORS)
         self.ledger.actor_lost(actor)
         self.open_at = {ticket_id: other for ticket_id, other in self.open_at.items() if other != actor}
+        self.end_what_is_done()
 
     # --- death
 
     def kill(self) -> None:
         """Now, or after the publication of a version and before its announcement."""
         before = self.ledger.state_dict()
-        leftover = [key for key in self.stored if key[0] in self.in_step]
+        leftover = [key for key in self.stored if unroll_id(key[0], key[2]) in self.in_step]
         if self.in_step and self.rng.random() < 0.5:
             self.publish()
         else:
@@ -147,6 +178,9 @@ class Run:
             self.in_step = []
         # Records of tickets that have ended, where the process died before it said so to the replay arena.
         found = self.stored + self.rng.sample(leftover, self.rng.randint(0, len(leftover)))
+        held = self.open_at
+        self.open_at = {ticket_id: actor for ticket_id, actor in held.items() if not self.unrolls_of(ticket_id)}
+        self.end_what_is_done()
         if self.ended and self.rng.random() < 0.3:
             found.append((self.rng.choice(sorted(self.ended)), "an old episode", 0))
         self.rng.shuffle(found)
@@ -154,12 +188,11 @@ class Run:
         wanted = self.ledger.recover(found)
         assert wanted == [key in self.stored for key in found]
         self.check(before)
-        held = self.open_at
-        self.open_at = {}
+        whole, self.open_at = self.open_at, {}
         for actor in ACTORS:  # some of them come back
-            mine = [ticket_id for ticket_id, other in held.items() if other == actor]
+            mine = [ticket_id for ticket_id, other in whole.items() if other == actor]
             if self.rng.random() < 0.5:
-                self.ledger.resumed(actor, mine)
+                self.ledger.resumed(actor, [ticket_id for ticket_id, other in held.items() if other == actor])
                 self.open_at |= dict.fromkeys(mine, actor)
                 assert [t.ticket_id for t in self.ledger.open_tickets(actor)] == sorted(mine)
 
@@ -180,7 +213,7 @@ class Run:
         for ticket_id, values in tickets.items():
             assert values[6] == ("received" if ticket_id in arrived else "ready")
             if ticket_id in arrived:
-                assert values[8:] == [arrived[ticket_id][0], sorted(arrived[ticket_id][1])]
+                assert values[8:10] == [arrived[ticket_id][0], sorted(self.unrolls_of(ticket_id))]
             if ticket_id in self.known:
                 assert Ticket(*values[:5]) == self.known[ticket_id]
             if ticket_id in attempts:
@@ -194,6 +227,17 @@ class Run:
             group: lost[group] for group in of_live_groups
         }
         assert state["released"] == []
+
+    def check_load(self) -> None:
+        """What admission counts: the unrolls that wait to be trained on, and those that are forecast for the tickets
+        that are not whole, one each at least."""
+        if self.group_size == 1:  # no slots of lost members
+            counters = self.ledger.counters()
+            num_playing = counters["ready"] + counters["open"]
+            mean, _ = self.ledger.state_dict()["unrolls"]
+            brought = sum(len(self.unrolls_of(ticket_id)) for ticket_id in self.open_at)
+            to_come = max(num_playing, num_playing + round(num_playing * (mean - 1)) - brought)
+            assert self.ledger._num_waiting() == len(self.received_ids()) + to_come
 
     def finish(self, num_steps: int) -> None:
         """The run goes on: it is never stuck."""
@@ -231,11 +275,12 @@ def test_no_ticket_is_lost_or_comes_back_whenever_the_ledger_dies(
         run = Run(tmp_path_factory.mktemp("recovery") / "a.journal", rng, *group_and_staleness, *place)
         run.ledger.recover([])
         actions = {
-            **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_another_unroll: 1, run.fail: 2},
-            **{run.refuse: 1, run.train: 2, run.evict: 1, run.step: 2, run.lose_actor: 1, run.kill: 1},
+            **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_unroll: 4, run.receive_late_unroll: 1},
+            **{run.fail: 2, run.refuse: 1, run.train: 2, run.evict: 1, run.step: 2, run.lose_actor: 1, run.kill: 1},
         }
         for action in rng.choices(list(actions), list(actions.values()), k=150):
             action()
+            run.check_load()
         run.kill()
         run.kill()  # twice in a row: nothing happened in between
         run.finish(10)

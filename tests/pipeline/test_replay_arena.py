@@ -7,6 +7,7 @@ import random
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from impala_llm.pipeline.arena import ArenaError
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.trajectory import Trajectory
+from impala_llm.trajectory import Trajectory, unroll_id
 from tests.pipeline.keeping import commit, commit_laid, lay_down, make, words_of
 from tests.pipeline.support import contents
 
@@ -93,12 +94,16 @@ def test_the_file_is_laid_out_as_described(path: Path) -> None:
         assert data[begin : begin + 8 * size] == words_of(trajectory).tobytes()
 
 
-def test_several_unrolls_of_a_ticket_end_together(path: Path) -> None:
+def test_each_unroll_of_a_ticket_ends_for_itself(path: Path) -> None:
     arena = ReplayArena(path, CAPACITY, ROWS)
-    kept = commit(arena, [make(4, 20), make(5, 20), make(4, 30)])
-    arena.end([4, 99])
+    unrolls = [replace(make(4, 20), unroll_index=index, bootstrap=True, continues=index < 2) for index in range(3)]
+    kept = commit(arena, [unrolls[0], make(5, 20), *unrolls[1:]])
+    assert [t.unroll_id for t in kept] == [unroll_id(4, 0), 5, unroll_id(4, 1), unroll_id(4, 2)]
+    assert [t.continues for t in kept] == [True, False, True, False]
+    arena.end([4, unroll_id(4, 2), 99])
     del kept
-    assert [t.ticket_id for t in ReplayArena(path, CAPACITY, ROWS).recovered()] == [5]
+    found = ReplayArena(path, CAPACITY, ROWS).recovered()
+    assert [(t.ticket_id, t.unroll_index) for t in found] == [(5, 0), (4, 1)]
 
 
 # --- when space is used again

@@ -18,6 +18,13 @@ POSITIVE = st.integers(0, 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 IDS = st.lists(POSITIVE, max_size=5).map(tuple)
 DESCRIPTORS = st.builds(Descriptor, POSITIVE, POSITIVE, POSITIVE, POSITIVE, st.integers(-(2**63), 2**63 - 1))
+ENGINES = st.lists(POSITIVE, max_size=4, unique=True).flatmap(
+    lambda openings: st.builds(
+        wire.Engines,
+        st.tuples(*[TEXT.map("http://{}".format)] * len(openings)),
+        st.just(tuple(openings)),
+    )
+)
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
 MESSAGES = st.one_of(
     st.builds(wire.Hello, NAMES, POSITIVE, st.integers(1, 2**63 - 1), POSITIVE, IDS, NAMES | st.just("")),
@@ -26,6 +33,7 @@ MESSAGES = st.one_of(
     st.builds(wire.TicketFailed, POSITIVE, TEXT),
     st.builds(wire.Heartbeat, IDS, st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3)),
     st.just(wire.Goodbye()),
+    ENGINES,
     st.just(wire.HelloWanted()),
     st.builds(
         wire.Grant,
@@ -37,7 +45,7 @@ MESSAGES = st.one_of(
     st.builds(wire.Shutdown, TEXT),
     st.builds(wire.Revoked, IDS),
 )
-CODES = [1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14, 15, 16]
+CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16]
 
 
 def frame_of(body: bytes) -> bytes:
@@ -63,6 +71,7 @@ def test_a_frame_is_checksum_version_code_and_fields() -> None:
         (wire.TicketFailed(7, "why"), [4, 7, "why"]),
         (wire.Heartbeat((1,), {"a": 2.0}), [5, [1], {"a": 2.0}]),
         (wire.Goodbye(), [6]),
+        (wire.Engines(("http://a:1", "https://b"), (5, 6)), [7, ["http://a:1", "https://b"], [5, 6]]),
         (wire.HelloWanted(), [10]),
         (wire.Grant((ticket,)), [11, [[1, -2, 3, 4, 5]]]),
         (wire.Ack((1, 2)), [12, [1, 2]]),
@@ -124,7 +133,7 @@ NESTED = st.recursive(
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from([*CODES, 0, 7, 99]), st.lists(NESTED, max_size=6))
+@given(st.sampled_from([*CODES, 0, 8, 99]), st.lists(NESTED, max_size=6))
 def test_well_formed_msgpack_of_the_wrong_types_is_a_wire_error(code: int, fields: list[object]) -> None:
     try:
         message = wire.decode(packed(code, *fields))
@@ -199,6 +208,13 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(5, [], {"a": "b"}), r"stats\['a'\] is 'b'"),
         (packed(5, [], {b"a": 1}), "name in stats"),
         (packed(5, [], [1]), "stats is"),
+        (packed(7, "http://a", [1]), "urls is 'http://a'"),
+        (packed(7, [b"http://a"], [1]), "urls is"),
+        (packed(7, ["file:///etc/passwd"], [1]), "a url is 'file:///etc/passwd'"),
+        (packed(7, ["http://" + "x" * 5000], [1]), "a url is"),
+        (packed(7, ["http://a"], [-1]), "openings is"),
+        (packed(7, ["http://a"], [1, 2]), "openings is"),
+        (packed(7, ["http://a", "http://b"], [1, 1]), "openings is"),
         (packed(11, 5), "tickets is 5"),
         (packed(11, [5]), "a ticket is 5"),
         (packed(11, [[1, 2, 3, 4]]), "array of 5"),

@@ -4,9 +4,12 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from impala_llm.engines.sglang_settings import ServerSettings
@@ -49,3 +52,17 @@ def cpu_settings(model: Path, folder: Path, max_length: int = 512, max_running: 
     return ServerSettings(
         model=model, log=folder / "sglang.log", python=python, max_length=max_length, max_running=max_running
     )
+
+
+def shared_files() -> set[str]:
+    """Names in shared memory of what SGLang leaves there."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("sglang_", "sgl_shm"))}
+
+
+def mapped_shared_files(processes: Iterable[psutil.Process]) -> set[str]:
+    """Those of them that these processes have mapped: other servers on this machine have files of their own."""
+    mapped: set[str] = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            mapped |= {Path(region.path).name for region in process.memory_maps()}
+    return mapped & shared_files()

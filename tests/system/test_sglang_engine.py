@@ -1,151 +1,34 @@
 """The SGLang engine on real servers. Expected log-probabilities are those of a plain forward without any cache."""
 
 import asyncio
-import contextlib
 import json
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from impala_llm.engines.base import EngineError, Generation, SamplingParams
-from impala_llm.engines.sglang_engine import SGLangEngine
-from impala_llm.engines.sglang_remote import RemoteServer
-from impala_llm.engines.sglang_server import SGLangServer
-from impala_llm.engines.sglang_settings import ServerSettings
-from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
+from impala_llm.envs.toy import CorridorSuite
+from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.trajectory import Trajectory
+from tests.system.sglang import needs_sglang
+from tests.system.sglang_rig import (
+    EPISODES,
+    MAX_LENGTH,
+    TOLERANCE,
+    Rig,
+    has_decoded,
+    picked,
+    running_rig,
+    start_answers,
+)
 
-pytestmark = [pytest.mark.system, needs_sglang]
-
-MAX_LENGTH = 1024
-TOLERANCE = 1e-4
-EPISODES = 16
-
-
-class Policies:
-    """Versions of one model: directories, and what they say."""
-
-    def __init__(self, first: Path, root: Path) -> None:
-        self.directories = [first]
-        self.models = [AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).eval()]
-        self.vocab_size = self.models[0].config.vocab_size
-        for version in range(1, 5):
-            model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).eval()
-            generator = torch.Generator().manual_seed(version)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-            model.save_pretrained(root / f"version-{version}")
-            self.directories.append(root / f"version-{version}")
-            self.models.append(model)
-
-    @torch.no_grad()
-    def logprobs(self, version: int, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
-        """float64[len(tokens) - start], of tokens[start:]."""
-        logits = self.models[version](input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double()
-        return picked(logits / temperature, tokens, start)
-
-    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
-        """Each token's log-probability is the forward of its own version over all tokens before it."""
-        tokens = [*prompt, *answer.tokens.tolist()]
-        for version in set(answer.versions.tolist()):
-            own = answer.versions == version
-            expected = self.logprobs(version, tokens, len(prompt), temperature)
-            np.testing.assert_allclose(answer.logprobs[own], expected[own], rtol=0, atol=TOLERANCE)
-
-
-def picked(logits: torch.Tensor, tokens: list[int], start: int) -> np.ndarray:
-    logprobs = logits.log_softmax(-1)
-    return np.array([logprobs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
-
-
-@dataclass
-class Rig:
-    """An engine with a server of its own, and the loop that both live on."""
-
-    runner: asyncio.Runner
-    server: SGLangServer
-    engine: SGLangEngine
-    policies: Policies
-    newest: tuple[Path, int] = field(default=(Path(), 0))
-
-    def run(self, test: Callable[[], Awaitable[None]]) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120):
-                await test()
-
-        self.runner.run(bounded())
-
-    async def load(self, engine: SGLangEngine, version: int) -> None:
-        """Versions repeat the models from the second on."""
-        self.newest = (self.directory(version), version)
-        await engine.load_weights(*self.newest)
-
-    def directory(self, version: int) -> Path:
-        return self.policies.directories[self.model_of(version)]
-
-    def model_of(self, version: int) -> int:
-        return 0 if version == 0 else 1 + (version - 1) % (len(self.policies.directories) - 1)
-
-    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
-        models = np.array([self.model_of(version) for version in answer.versions], np.int32)
-        self.policies.check(
-            prompt, Generation(answer.tokens, answer.logprobs, models, answer.finish_reason), temperature
-        )
-
-    @contextlib.asynccontextmanager
-    async def second_engine(self, in_flight: str):
-        """On the same server, as one that others own."""
-        engine = self.make([RemoteServer(self.server.url, timeout_s=10)], self.engine.version, in_flight)
-        await engine.start()
-        try:
-            yield engine
-        finally:
-            await engine.close()
-            await self.engine.load_weights(*self.newest)
-
-    def make(self, servers, version: int, in_flight: str) -> SGLangEngine:
-        return SGLangEngine(
-            servers,
-            vocab_size=self.policies.vocab_size,
-            max_length=MAX_LENGTH,
-            version=version,
-            in_flight=in_flight,
-            weights=lambda: contextlib.nullcontext(self.newest),
-        )
-
-    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
-        random = np.random.default_rng(seed)
-        return [random.integers(0, self.policies.vocab_size, random.integers(3, 60)).tolist() for _ in range(count)]
-
-
-@contextlib.contextmanager
-def running_rig(root: Path, radix_cache: bool) -> Iterator[Rig]:
-    policies = Policies(tiny_checkpoint(root / "version-0"), root)
-    settings = ServerSettings(
-        model=policies.directories[0],
-        log=root / "server.log",
-        python=sglang_python(),
-        max_length=MAX_LENGTH,
-        max_running=EPISODES,
-        radix_cache=radix_cache,
-    )
-    with asyncio.Runner() as runner:
-        server = SGLangServer(settings)
-        rig = Rig(runner, server, None, policies, (policies.directories[0], 0))
-        rig.engine = rig.make([server], 0, "recompute_kv")
-        try:
-            runner.run(rig.engine.start())
-            yield rig
-        finally:
-            runner.run(rig.engine.close())
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_sglang]
 
 
 @pytest.fixture(scope="module")
@@ -154,57 +37,69 @@ def rig(tmp_path_factory) -> Iterator[Rig]:
         yield rig
 
 
-async def has_decoded(engine: SGLangEngine, more: int) -> None:
-    """Wait until so many more tokens have arrived, of answers that are all still under way."""
-    answers = dict(engine._answers)
-    target = sum(len(answer.tokens) for answer in answers.values()) + more
-    async with asyncio.timeout(60):
-        while sum(len(answer.tokens) for answer in engine._answers.values()) < target:
+def test_logprobs_of_a_thousand_answers_are_those_of_the_learner(rig):
+    """In episodes of several turns, before and after weights change under them and while they do."""
+    answers: list[tuple[float, list[int], Generation]] = []
+
+    async def episode(place: int, prompt: list[int]) -> None:
+        random = np.random.default_rng(place)
+        name = f"turns-{place}"
+        for _ in range(4):
+            params = SamplingParams(
+                temperature=[1.0, 0.7, 1.3][place % 3],
+                max_new_tokens=int(random.integers(1, 40)),
+                stop_token_ids=tuple(random.integers(0, rig.policies.vocab_size, 8).tolist()),
+                greedy=place % 8 == 7,
+            )
+            lowest = rig.engine.version
+            answer = await rig.engine.generate(name, prompt, params)
+            assert lowest <= answer.versions[0] and (np.diff(answer.versions) >= 0).all()
+            assert answer.versions[-1] <= rig.newest[1]
+            assert answer.tokens.dtype == answer.versions.dtype == np.int32 and answer.logprobs.dtype == np.float32
+            stops = np.isin(answer.tokens, params.stop_token_ids)
+            if answer.finish_reason == "stop":
+                assert stops[-1] and stops.sum() == 1
+            else:
+                assert answer.finish_reason == "length" and len(answer.tokens) == params.max_new_tokens
+                assert not stops.any()
+            answers.append((1.0 if params.greedy else params.temperature, prompt, answer))
+            prompt = [*prompt, *answer.tokens.tolist(), *random.integers(0, rig.policies.vocab_size, 9).tolist()]
+        rig.engine.release(name)
+
+    async def publish() -> None:
+        """A version for every 24 answers."""
+        done = 0
+        while done < 1000:
+            if len(answers) >= done + 24:
+                done += 24
+                await rig.load(rig.engine, rig.engine.version + 1)
             await asyncio.sleep(0.002)
-            assert answers.keys() <= engine._answers.keys(), "an answer ended early: ask for longer ones"
 
+    async def test() -> None:
+        async def play() -> None:
+            for batch in range(16):
+                prompts = rig.prompts(EPISODES, seed=batch)
+                await asyncio.gather(*(episode(place, prompt) for place, prompt in enumerate(prompts)))
 
-def start_answers(engine: SGLangEngine, prompts: list[list[int]], length: int) -> list[asyncio.Task[Generation]]:
-    params = SamplingParams(max_new_tokens=length)
-    return [
-        asyncio.create_task(engine.generate(f"episode-{place}", prompt, params)) for place, prompt in enumerate(prompts)
-    ]
-
-
-def test_logprobs_are_those_of_a_plain_forward_in_every_turn(rig):
-    async def test():
-        answers = 0
-
-        async def episode(place: int, prompt: list[int]) -> None:
-            nonlocal answers
-            random = np.random.default_rng(place)
-            for _ in range(4):
-                params = SamplingParams(
-                    temperature=[1.0, 0.7, 1.3][place % 3],
-                    max_new_tokens=int(random.integers(1, 40)),
-                    stop_token_ids=tuple(random.integers(0, rig.policies.vocab_size, 8).tolist()),
-                    greedy=place % 8 == 7,
-                )
-                answer = await rig.engine.generate(f"turns-{place}", prompt, params)
-                rig.check(prompt, answer, 1.0 if params.greedy else params.temperature)
-                assert set(answer.versions.tolist()) == {rig.engine.version}
-                assert answer.tokens.dtype == answer.versions.dtype == np.int32 and answer.logprobs.dtype == np.float32
-                stops = np.isin(answer.tokens, params.stop_token_ids)
-                if answer.finish_reason == "stop":
-                    assert stops[-1] and stops.sum() == 1
-                else:
-                    assert answer.finish_reason == "length" and len(answer.tokens) == params.max_new_tokens
-                    assert not stops.any()
-                answers += 1
-                prompt = [*prompt, *answer.tokens.tolist(), *random.integers(0, rig.policies.vocab_size, 9).tolist()]
-            rig.engine.release(f"turns-{place}")
-
-        for batch in range(3):
-            prompts = rig.prompts(EPISODES, seed=batch)
-            await asyncio.gather(*(episode(place, prompt) for place, prompt in enumerate(prompts)))
-        assert answers == 192
+        await asyncio.gather(play(), publish())
 
     rig.run(test)
+    assert len(answers) == 1024
+    assert sum(len(set(answer.versions.tolist())) > 1 for _, _, answer in answers) > 30
+    compared = 0
+    for temperature in (1.0, 0.7, 1.3):
+        for model in range(len(rig.policies.models)):
+            own = [
+                (prompt, answer, mask)
+                for theirs, prompt, answer in answers
+                if theirs == temperature
+                and (mask := np.array([rig.model_of(version) == model for version in answer.versions])).any()
+            ]
+            expected = rig.policies.learners_logprobs(model, [row[:2] for row in own], temperature)
+            for (_, answer, mask), logprobs in zip(own, expected, strict=True):
+                np.testing.assert_allclose(answer.logprobs[mask], logprobs[mask], rtol=0, atol=TOLERANCE)
+                compared += mask.sum()
+    assert compared == sum(len(answer.tokens) for _, _, answer in answers)
 
 
 def test_a_greedy_answer_is_the_argmax(rig):
@@ -259,7 +154,7 @@ def test_keep_kv_goes_on_with_new_weights_over_old_keys_and_values(rig):
         async with rig.second_engine("keep_kv") as engine:
             before = engine.version
             prompts = rig.prompts(EPISODES, seed=2)
-            answers = start_answers(engine, prompts, 300)
+            answers = start_answers(engine, prompts, 900)
             await has_decoded(engine, 40 * EPISODES)
             await rig.load(engine, before + 1)
             models = [rig.policies.models[rig.model_of(version)] for version in (before, before + 1)]
@@ -276,7 +171,7 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
         async with rig.second_engine("drain") as engine:
             before = engine.version
             prompts = rig.prompts(EPISODES, seed=3)
-            early = start_answers(engine, prompts, 300)
+            early = start_answers(engine, prompts, 600)
             await has_decoded(engine, 16 * EPISODES)
             loading = asyncio.create_task(rig.load(engine, before + 1))
             while not engine._replicas[0].is_draining:
@@ -285,7 +180,7 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
             assert loading.done()
             for prompt, task in zip(prompts, early, strict=True):
                 answer = await task
-                assert set(answer.versions.tolist()) == {before} and len(answer.tokens) == 300
+                assert set(answer.versions.tolist()) == {before} and len(answer.tokens) == 600
                 rig.check(prompt, answer)
             assert set(late.versions.tolist()) == {before + 1}
             rig.check(prompts[0], late)
@@ -294,11 +189,11 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
     rig.run(test)
 
 
-def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path):
+def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path, monkeypatch):
     async def test():
-        version = rig.engine.version
+        version, restarts = rig.engine.version, rig.engine.restarts
         prompts = rig.prompts(4, seed=4)
-        answers = start_answers(rig.engine, prompts, 500)
+        answers = start_answers(rig.engine, prompts, 900)
         await has_decoded(rig.engine, 4 * 16)
         cut = shutil.copytree(rig.directory(version), tmp_path / "cut")
         with (cut / "model.safetensors").open("r+b") as file:
@@ -317,9 +212,14 @@ def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path):
             assert rig.engine.version == version
         with pytest.raises(EngineError, match="older"):
             await rig.engine.load_weights(rig.directory(0), version - 1)
+        # A directory that goes away behind our own checks: the server itself refuses it.
+        monkeypatch.setattr(rig.engine, "_check_layout", lambda directory: None)
+        with pytest.raises(EngineError, match="nowhere was refused, the old weights stay in use: http.* answered 400"):
+            await rig.engine.load_weights(tmp_path / "nowhere", version + 1)
+        assert (rig.engine.version, rig.engine.restarts) == (version, restarts)
         for prompt, task in zip(prompts, answers, strict=True):
             answer = await task
-            assert set(answer.versions.tolist()) == {version} and len(answer.tokens) == 500
+            assert set(answer.versions.tolist()) == {version} and len(answer.tokens) == 900
             rig.check(prompt, answer)
 
     rig.run(test)
@@ -377,32 +277,59 @@ async def running_requests(rig: Rig) -> int:
         return sum(load["num_running_reqs"] for load in (await response.json())["loads"])
 
 
-def test_a_killed_server_comes_back_with_the_newest_version_and_loses_nothing(rig):
+def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
+    """Each ends once, with every token that had arrived; the server is back with the newest version."""
+    suite = CorridorSuite(num_turns=8)
+    chat = ChatFormat(AutoTokenizer.from_pretrained(rig.policies.directories[0]))
+    limits = EpisodeLimits(temperature=1.0, max_new_tokens=60, max_length=MAX_LENGTH)
+
+    def play(place: int) -> asyncio.Task[Trajectory]:
+        spec = EpisodeSpec(f"episode-{place}", suite.tasks("train")[place], place // 8, place, 0, "corridor", "me", "")
+        return asyncio.create_task(play_episode(spec, suite.session(True), rig.engine, chat, limits))
+
     async def test():
         version = rig.engine.version + 1
         await rig.load(rig.engine, version)
-        prompts = rig.prompts(EPISODES, seed=7)
-        counted = rig.engine.stats().decode_tokens
-        answers = start_answers(rig.engine, prompts, 500)
-        await has_decoded(rig.engine, 40 * EPISODES)
-        partial = {name: list(answer.tokens) for name, answer in rig.engine._answers.items()}
-        port = int(rig.server.url.rsplit(":", 1)[1])
-        for process in psutil.Process().children(recursive=True):
-            if any(each.status == "LISTEN" and each.laddr.port == port for each in process.net_connections("tcp")):
-                process.send_signal(signal.SIGKILL)
+        counted, restarts = rig.engine.stats().decode_tokens, rig.engine.restarts
+        episodes = [play(place) for place in range(EPISODES)]
+        answers = rig.engine._answers
+        first_prompt = len(chat.first("+a"))
+        while sum(len(a.tokens) >= 16 and len(a._prompt) > first_prompt for a in answers.values()) < EPISODES // 2:
+            assert not any(episode.done() for episode in episodes)
+            await asyncio.sleep(0.002)
+        partial = {name: (list(a._prompt), list(a.tokens), list(a.logprobs)) for name, a in answers.items()}
+        assert len(partial) == EPISODES
+        kill_server(rig)
         rig.newest = (rig.directory(version + 3), version + 3)  # what the learner publishes meanwhile
-        generations = await asyncio.gather(*answers)
-        for place, (prompt, answer) in enumerate(zip(prompts, generations, strict=True)):
-            assert len(answer.tokens) == 500 and answer.finish_reason == "length"
-            before = partial[f"episode-{place}"]
-            assert answer.tokens[: len(before)].tolist() == before and len(before) > 16
-            assert set(answer.versions.tolist()) == {version, version + 3}
-            rig.check(prompt, answer)
-        # No token arrived that is in no answer, and none is in an answer twice.
-        assert rig.engine.stats().decode_tokens - counted == EPISODES * 500
-        assert rig.engine.restarts == 1 and rig.engine.version == version + 3
+        trajectories = await asyncio.gather(*episodes)
+        assert [trajectory.ticket_id for trajectory in trajectories] == list(range(EPISODES))
+        for trajectory in trajectories:
+            prompt, tokens, logprobs = partial[trajectory.episode_id]
+            own = slice(len(prompt), len(prompt) + len(tokens))
+            assert trajectory.tokens[: own.stop].tolist() == [*prompt, *tokens]
+            assert trajectory.behaviour_logprobs[own].tolist() == np.float32(logprobs).tolist()
+            assert set(trajectory.versions[: own.stop][trajectory.action_mask[: own.stop]].tolist()) <= {version}
+            assert trajectory.newest_version == version + 3
+            assert len(trajectory.turns) == suite.num_turns or trajectory.bootstrap
+            for start, end in trajectory.turns:
+                arrays = (trajectory.tokens, trajectory.behaviour_logprobs, trajectory.versions)
+                answer = Generation(*(array[start:end] for array in arrays), finish_reason="stop")
+                rig.check(trajectory.tokens[:start].tolist(), answer)
+        # No token arrived that is in no episode, and none is in two.
+        sampled = sum(trajectory.num_action_tokens for trajectory in trajectories)
+        assert rig.engine.stats().decode_tokens - counted == sampled
+        assert rig.engine.restarts == restarts + 1 and rig.engine.version == version + 3
 
     rig.run(test)
+
+
+def kill_server(rig: Rig) -> None:
+    port = int(rig.server.url.rsplit(":", 1)[1])
+    for process in psutil.Process().children(recursive=True):
+        if any(
+            each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections("tcp")
+        ):
+            process.send_signal(signal.SIGKILL)
 
 
 def test_the_prefix_cache_never_serves_old_keys_and_values(tmp_path):
@@ -412,14 +339,16 @@ def test_the_prefix_cache_never_serves_old_keys_and_values(tmp_path):
                 raise AssertionError("this server must not be used with keep_kv")
         histories = dict(enumerate(rig.prompts(EPISODES, seed=8)))
         prompt_tokens = 0
-        for turn in range(3):
+        for turn, length in enumerate((50, 450, 350)):
             prompt_tokens += sum(map(len, histories.values()))
             answers = {
-                place: asyncio.create_task(rig.engine.generate(f"{place}", tokens, SamplingParams(max_new_tokens=250)))
+                place: asyncio.create_task(
+                    rig.engine.generate(f"{place}", tokens, SamplingParams(max_new_tokens=length))
+                )
                 for place, tokens in histories.items()
             }
-            await has_decoded(rig.engine, 20 * EPISODES)
             if turn:
+                await has_decoded(rig.engine, 20 * EPISODES)
                 await rig.load(rig.engine, turn)
             for place, task in answers.items():
                 answer = await task

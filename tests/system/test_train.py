@@ -40,6 +40,25 @@ def test_a_learner_and_two_actors_learn_and_leave_nothing(experiment: str, out_o
 
 
 @pytest.mark.system
+def test_it_learns_from_unrolls_of_episodes_that_go_on(tmp_path: Path) -> None:
+    """Of one turn each, so that the reward, which comes after the last, reaches the first two by the values alone: that
+    takes longer, and here it is only seen to begin."""
+    settings = ("experiment=corridor", "actor.unroll_turns=1", "learner.batch_size=192", "run.seed=1")
+    pace = ("learner.total_updates=160", "learner.decay=constant", "learner.learning_rate=1e-3")
+    with Run(tmp_path, *settings, *pace, "model.value_trunk_gradient=true") as run:
+        assert run.train().wait(280) == 0, run.printed()
+        run.assert_gone()
+        rows = run.rows()
+        scores = column(rows, "rollout/score")
+        assert np.mean(scores[-20:]) > 1.5 * np.mean(scores[:20])
+        assert set(column(rows, "rollout/turns")) == {3.0}
+        received, episodes = sum(column(rows, "pipeline/received")), sum(column(rows, "rollout/episodes"))
+        assert received == pytest.approx(3 * episodes, rel=0.05)
+        # Only before anything is known of the episodes' unrolls.
+        assert sum(column(rows[20:], "buffer/evicted")) < 0.01 * received
+
+
+@pytest.mark.system
 def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS) as run:
         supervisor = run.train()

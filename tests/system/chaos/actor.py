@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from impala_llm.pipeline.channel import ActorChannel
@@ -21,10 +22,24 @@ from tests.system.chaos.settings import ARENA_BYTES, Settings, die_with_parent, 
 
 WANT = 8
 EPISODE_S = (0.01, 0.15)
+"""Of an unroll, where there are several."""
+MAX_UNROLLS = 4
 FAIL_SHARE = 0.03
 FLAWED_SHARE = 0.015
 FLAW_WEIGHTS = {"vocabulary": 10, "group": 10, "scribbled": 10, "future": 1}
 """What is of a version to come is waited for, and what its actor sends after it waits, too: seldom."""
+
+
+@dataclass
+class Playing:
+    """ends: when its next unroll, or all of it, is finished."""
+
+    ticket: Ticket
+    version: int
+    name: str
+    num_unrolls: int
+    ends: float
+    num_sent: int = 0
 
 
 class Actor:
@@ -46,8 +61,8 @@ class Actor:
         )
         self.random = random.Random()  # chance is welcome here: what a ticket brings depends on it and the attempt
         self.waiting: list[Ticket] = []
-        self.playing: dict[int, tuple[float, Ticket, int]] = {}
-        """Ends: by ticket, when, and from which version."""
+        self.playing: dict[int, Playing] = {}
+        """By ticket."""
         self.sent: list[tuple[str, int]] = []
         """(episode, unroll) by sequence."""
         self.answered: set[int] = set()
@@ -63,10 +78,10 @@ class Actor:
                 self.handle(event)
             self.start()
             now = time.monotonic()
-            for ends, ticket, version in list(self.playing.values()):
-                if ends <= now and not self.is_full:
-                    del self.playing[ticket.ticket_id]
-                    self.finish(ticket, version)
+            for episode in list(self.playing.values()):
+                if episode.ends <= now and not self.is_full:
+                    del self.playing[episode.ticket.ticket_id]
+                    self.finish(episode)
         self.channel.close()
 
     @property
@@ -106,10 +121,16 @@ class Actor:
         for ticket in list(self.waiting):
             if ticket.min_version <= version:
                 self.waiting.remove(ticket)
-                ends = time.monotonic() + self.random.uniform(*EPISODE_S)
-                self.playing[ticket.ticket_id] = ends, ticket, version
+                name = f"{self.actor_id}:{ticket.ticket_id}:{self.random.getrandbits(40):010x}"
+                num_unrolls = self.random.randint(1, MAX_UNROLLS) if self.settings.has_unrolls else 1
+                self.playing[ticket.ticket_id] = Playing(ticket, version, name, num_unrolls, self.next_end())
 
-    def finish(self, ticket: Ticket, version: int) -> None:
+    def next_end(self) -> float:
+        return time.monotonic() + self.random.uniform(*EPISODE_S)
+
+    def finish(self, episode: Playing) -> None:
+        """The whole of it, or its next unroll."""
+        ticket, unroll = episode.ticket, episode.num_sent
         if all(held.ticket_id != ticket.ticket_id for held in self.channel.held):
             return  # an acknowledgement of another attempt has ended it
         chance = 1.0 if self.settings.calm.exists() else self.random.random()
@@ -119,15 +140,23 @@ class Actor:
             return
         is_flawed = chance < FAIL_SHARE + FLAWED_SHARE
         flaw = self.random.choices(list(FLAW_WEIGHTS), list(FLAW_WEIGHTS.values()))[0] if is_flawed else ""
-        flaw = "" if flaw == "scribbled" and self.is_remote else flaw
+        # In the arena a later unroll would be taken for the first.
+        flaw = "" if flaw == "scribbled" and (self.is_remote or unroll) else flaw
         attempt = self.random.getrandbits(40)
-        episode = f"{self.actor_id}:{ticket.ticket_id}:{attempt:010x}"
-        trajectory = make_episode(ticket, attempt, version, episode, self.actor_id, flaw)
-        self.log.say("created", episode, 0, ticket.ticket_id, digest(trajectory), flaw)
-        self.sent.append((episode, 0))
+        goes_on = unroll + 1 < episode.num_unrolls
+        trajectory = make_episode(
+            ticket, attempt, episode.version, episode.name, self.actor_id, flaw, unroll, continues=goes_on
+        )
+        self.log.say("created", episode.name, unroll, ticket.ticket_id, digest(trajectory), flaw)
+        self.sent.append((episode.name, unroll))
         self.channel.send(trajectory)
+        if goes_on:
+            episode.num_sent += 1
+            episode.version = max(episode.version, self.announced)
+            episode.ends = self.next_end()
+            self.playing[ticket.ticket_id] = episode
         if flaw == "scribbled" and not scribble(self.run_dir, trajectory):
-            self.log.say("unscribbled", episode)
+            self.log.say("unscribbled", episode.name)
         if self.settings.sabotage == "claim_early" and attempt % 40 == 0:
             self.answer("acknowledged", len(self.sent) - 1)
             os.kill(os.getpid(), signal.SIGKILL)  # before the next `poll` offers it

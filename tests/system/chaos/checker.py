@@ -4,6 +4,8 @@ What is what:
 - A step of a rank is committed when its version is on the board. Of several attempts at a step, the last one counts.
 - A ticket's end is written down after it has happened, and the intent before: an intent alone, of a process that was
   killed between the two, may have been an end.
+- What arrives, is trained on and is evicted has the number `Trajectory.unroll_id`. A ticket ends by being refused, or
+  each unroll that it brought ends.
 """
 
 from collections import Counter, defaultdict
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from impala_llm.trajectory import MAX_TICKETS, unroll_id
 from tests.system.chaos.events import Event, read_events
 from tests.system.chaos.settings import GROUP_SIZE, NUM_ACTORS, NUM_ENGINES, NUM_RANKS
 
@@ -66,14 +69,14 @@ class Logs:
         )
 
 
-def check(logs: Logs, last_version: int) -> Verdict:
+def check(logs: Logs, last_version: int, group_size: int = GROUP_SIZE) -> Verdict:
     """last_version: on the board when all had come to rest."""
     verdict = Verdict()
     created = _created(logs, verdict)
     arrived: dict[tuple[str, int], list[Event]] = defaultdict(list)
     ends: dict[int, list[str]] = {}
     for rank, events in enumerate(logs.ranks):
-        _check_rank(rank, events, last_version, created, arrived, ends, verdict)
+        _check_rank(rank, events, last_version, group_size, created, arrived, ends, verdict)
     _check_acknowledged(logs, created, arrived, ends, verdict)
     _check_versions(logs, last_version, verdict)
     _check_memory(logs, verdict)
@@ -109,6 +112,7 @@ def _check_rank(
     rank: int,
     events: list[Event],
     last_version: int,
+    group_size: int,
     created: dict[tuple[str, int], Created],
     arrived: dict[tuple[str, int], list[Event]],
     ends: dict[int, list[str]],
@@ -120,6 +124,7 @@ def _check_rank(
     intents: dict[int, str] = {}
     began: dict[int, int] = {}
     seen_by: set[tuple[int, int, str, int]] = set()
+    brought: dict[int, set[int]] = defaultdict(set)
     final: Event | None = None
     for event in events:
         values = event.values
@@ -140,14 +145,16 @@ def _check_rank(
                 if (event.pid, ticket_id, episode, unroll) in seen_by:
                     bad.append(f"{name} arrived twice at one process")
                 seen_by.add((event.pid, ticket_id, episode, unroll))
-                if ticket_id in dropped:
-                    bad.append(f"{name} arrived after the ticket was {dropped[ticket_id][-1]}")
+                number = unroll_id(ticket_id, unroll)
+                brought[ticket_id].add(number)
+                if number in dropped:
+                    bad.append(f"{name} arrived after it was {dropped[number][-1]}")
             case "trained":
-                step, ticket_ids = values
+                step, numbers = values
                 if step <= began[event.pid]:
                     bad.append(f"rank {rank}: step {step} was made again from version {began[event.pid]}")
                 steps[step] = event
-                if len(set(ticket_ids)) != len(ticket_ids):
+                if len(set(numbers)) != len(numbers):
                     bad.append(f"rank {rank}: step {step} has a ticket twice")
             case "changed":
                 bad.append(f"rank {rank}: the trajectory of ticket {values[0]} changed while it was buffered")
@@ -158,25 +165,25 @@ def _check_rank(
             case "kept":
                 intents.pop(values[0], None)
             case "evicted":
-                for ticket_id in values[0]:
-                    intents.pop(ticket_id, None)
-                    dropped[ticket_id].append("evicted")
+                for number in values[0]:
+                    intents.pop(number, None)
+                    dropped[number].append("evicted")
             case "refused":
                 intents.pop(values[0], None)
                 dropped[values[0]].append("refused")
             case "final":
                 final = event
-    mine: dict[int, list[str]] = defaultdict(list, {ticket_id: list(what) for ticket_id, what in dropped.items()})
+    mine: dict[int, list[str]] = defaultdict(list, {number: list(what) for number, what in dropped.items()})
     trained_in: dict[int, int] = {}
     for step, event in steps.items():
         if step > last_version:
             bad.append(f"rank {rank}: step {step} was left unpublished, the board ends at {last_version}")
-        for ticket_id in event.values[1]:
-            mine[ticket_id].append(f"trained in step {step}")
-            trained_in[ticket_id] = step
-    for (episode, _), arrivals in arrived.items():
+        for number in event.values[1]:
+            mine[number].append(f"trained in step {step}")
+            trained_in[number] = step
+    for (episode, unroll), arrivals in arrived.items():
         for event in arrivals:
-            step = trained_in.get(event.values[0], last_version + 1)
+            step = trained_in.get(unroll_id(event.values[0], unroll), last_version + 1)
             if event in events and began[event.pid] >= step:
                 bad.append(f"rank {rank}: episode {episode} came back after step {step}, which had trained on it")
     if final is None:
@@ -187,16 +194,19 @@ def _check_rank(
         if value:
             bad.append(f"rank {rank}: {value:g} {name} are left in the end")
     groups = (place * NUM_RANKS + rank for place in range(num_groups))
-    granted = {group * GROUP_SIZE + member for group in groups for member in range(GROUP_SIZE)}
-    for ticket_id in sorted(mine.keys() - granted):
-        bad.append(f"rank {rank}: ticket {ticket_id} ended and was never granted")
+    granted = {group * group_size + member for group in groups for member in range(group_size)}
+    for number in sorted(number for number in mine if number % MAX_TICKETS not in granted):
+        bad.append(f"rank {rank}: ticket {number % MAX_TICKETS} ended and was never granted")
+    for number in mine:
+        brought[number % MAX_TICKETS].add(number)
     for ticket_id in sorted(granted):
-        found = mine.get(ticket_id, [])
-        if not found and ticket_id in intents:
-            found = [intents[ticket_id]]
-        if len(found) != 1:
-            bad.append(f"rank {rank}: ticket {ticket_id} ended {len(found)} times: {', '.join(found) or 'never'}")
-        ends[ticket_id] = found or ["never"]
+        for number in sorted(brought[ticket_id] or {ticket_id}):
+            found = mine.get(number, [])
+            if not found and number in intents:
+                found = [intents[number]]
+            if len(found) != 1:
+                bad.append(f"rank {rank}: ticket {ticket_id} ended {len(found)} times: {', '.join(found) or 'never'}")
+            ends[number] = found or ["never"]
 
 
 def _check_acknowledged(

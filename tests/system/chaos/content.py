@@ -27,7 +27,16 @@ def digest(trajectory: Trajectory) -> str:
     return total.hexdigest()
 
 
-def make_episode(ticket: Ticket, attempt: int, version: int, episode_id: str, actor_id: str, flaw: str) -> Trajectory:
+def make_episode(
+    ticket: Ticket,
+    attempt: int,
+    version: int,
+    episode_id: str,
+    actor_id: str,
+    flaw: str,
+    unroll_index: int = 0,
+    continues: bool = False,
+) -> Trajectory:
     """A trajectory of 50 to 20,000 tokens, small ones as often as large ones.
 
     flaw: what is wrong with it, if anything: an unknown token (vocabulary), another group (group), a version to come
@@ -40,6 +49,8 @@ def make_episode(ticket: Ticket, attempt: int, version: int, episode_id: str, ac
         num_tokens=int(np.exp(rng.uniform(np.log(MIN_TOKENS), np.log(MAX_TOKENS)))),
         version=version + 1000 if flaw == "future" else version,
         episode_id=episode_id,
+        unroll_index=unroll_index,
+        continues=continues,
         actor_id=actor_id,
     )
     if flaw == "group":

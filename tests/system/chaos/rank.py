@@ -34,7 +34,6 @@ from tests.system.chaos.events import EventLog
 from tests.system.chaos.meeting import Meeting, Missed
 from tests.system.chaos.settings import (
     BATCH_SIZE,
-    GROUP_SIZE,
     JOURNAL_ROWS,
     MAX_STALENESS,
     NUM_RANKS,
@@ -60,25 +59,25 @@ class LoggedLedger(TicketLedger):
     log: EventLog
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
-        is_open = self._is_open(ticket_id, actor_id)
+        num_refused = self._say_intent(ticket_id, actor_id)
         super().refused(ticket_id, actor_id)
-        if is_open:
-            self._tell(ticket_id)
+        self._tell(ticket_id, num_refused)
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
-        is_open = self._is_open(ticket_id, actor_id)
+        num_refused = self._say_intent(ticket_id, actor_id)
         super().failed(ticket_id, actor_id)
-        if is_open:
-            self._tell(ticket_id)
+        self._tell(ticket_id, num_refused)
 
-    def _is_open(self, ticket_id: int, actor_id: str) -> bool:
-        is_open = any(ticket.ticket_id == ticket_id for ticket in self.open_tickets(actor_id))
-        if is_open:
-            self.log.say("refusing", ticket_id)
-        return is_open
+    def _say_intent(self, ticket_id: int, actor_id: str) -> float | None:
+        """How many it has refused before; None where the ticket is not open."""
+        if all(ticket.ticket_id != ticket_id for ticket in self.open_tickets(actor_id)):
+            return None
+        self.log.say("refusing", ticket_id)
+        return self.counters()["refused"]
 
-    def _tell(self, ticket_id: int) -> None:
-        self.log.say("refused" if self.lookup(ticket_id) is None else "kept", ticket_id)
+    def _tell(self, ticket_id: int, num_refused: float | None) -> None:
+        if num_refused is not None:
+            self.log.say("refused" if self.counters()["refused"] > num_refused else "kept", ticket_id)
 
 
 class LoggedReceiver(Receiver):
@@ -93,17 +92,17 @@ class LoggedReceiver(Receiver):
         for t in trajectories:
             if self.sabotage == "change_bytes" and t.ticket_id % 50 == 0:
                 t.tokens[0] ^= 1
-            self.digests[t.ticket_id] = digest(t)
-            self.log.say("arrived", t.ticket_id, t.episode_id, t.unroll_index, self.digests[t.ticket_id])
+            self.digests[t.unroll_id] = digest(t)
+            self.log.say("arrived", t.ticket_id, t.episode_id, t.unroll_index, self.digests[t.unroll_id])
         return trajectories
 
-    def evicted(self, ticket_ids: Iterable[int]) -> None:
-        dropped = list(ticket_ids)
+    def evicted(self, unroll_ids: Iterable[int]) -> None:
+        dropped = list(unroll_ids)
         self.log.say("evicting", dropped)
         super().evicted(dropped)
         self.log.say("evicted", dropped)
-        for ticket_id in dropped:
-            self.digests.pop(ticket_id, None)
+        for number in dropped:
+            self.digests.pop(number, None)
 
 
 def run(settings: Settings, rank: int, generation: int) -> None:
@@ -128,7 +127,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     meeting.exchange(0, START_S)
     if settings.sabotage == "forget_arena":
         run_dir.replay_path(rank).unlink(missing_ok=True)
-    order = TaskOrder(range(NUM_TASKS), GROUP_SIZE, settings.seed, rank, NUM_RANKS)
+    order = TaskOrder(range(NUM_TASKS), settings.group_size, settings.seed, rank, NUM_RANKS)
     ledger = LoggedLedger(
         order, BATCH_SIZE, MAX_STALENESS, version=version, journal=journal.Journal(run_dir.journal_path(rank))
     )
@@ -136,7 +135,8 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     config = load(
         [
             "experiment=toy",
-            f"algorithm.group_size={GROUP_SIZE}",
+            *(["algorithm=vtrace"] if settings.has_unrolls else []),
+            f"algorithm.group_size={settings.group_size}",
             f"algorithm.max_staleness={MAX_STALENESS}",
             f"learner.batch_size={NUM_RANKS * BATCH_SIZE}",
             f"learner.num_ranks={NUM_RANKS}",
@@ -161,17 +161,17 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     log.say("ready", receiver.counters()["recovered"])
     threading.Thread(target=report_memory, args=(log,), daemon=True).start()
 
-    def step(ticket_ids: list[int]) -> None:
+    def step(unroll_ids: list[int]) -> None:
         nonlocal version
-        log.say("trained", version + 1, ticket_ids)
-        receiver.trained(ticket_ids)
+        log.say("trained", version + 1, unroll_ids)
+        receiver.trained(unroll_ids)
         meeting.exchange(0, MEET_S)  # gradients are summed
         version += 1
         publish()
         meeting.exchange(0, MEET_S)
         receiver.announce(version)
-        for ticket_id in ticket_ids:
-            receiver.digests.pop(ticket_id, None)
+        for number in unroll_ids:
+            receiver.digests.pop(number, None)
 
     last: list[int] = []
     batch: list[Trajectory] = []
@@ -189,12 +189,12 @@ def run(settings: Settings, rank: int, generation: int) -> None:
         if not all(value & HAS_BATCH for value in bits):
             continue
         if sum(t.ticket_id for t in batch) % int(1 / EVICTIONS_PER_BATCH) == 0:
-            receiver.evicted([t.ticket_id for t in batch if t.group_id == batch[0].group_id])
+            receiver.evicted([t.unroll_id for t in batch if t.group_id == batch[0].group_id])
             batch = [t for t in batch if t.group_id != batch[0].group_id]
         tell_changes(batch, receiver.digests, log)
-        ticket_ids = [t.ticket_id for t in batch]
-        step(ticket_ids + (last if settings.sabotage == "train_twice" else []))
-        last, batch = ticket_ids, []
+        unroll_ids = [t.unroll_id for t in batch]
+        step(unroll_ids + (last if settings.sabotage == "train_twice" else []))
+        last, batch = unroll_ids, []
 
     # The end: everything that was granted comes in, and what is left goes into a last step.
     settled_at = None
@@ -225,7 +225,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
 
 def tell_changes(batch: list[Trajectory], digests: dict[int, str], log: EventLog) -> None:
     for t in batch:
-        if digest(t) != digests.get(t.ticket_id):
+        if digest(t) != digests.get(t.unroll_id):
             log.say("changed", t.ticket_id)
 
 

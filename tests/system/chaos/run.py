@@ -61,7 +61,7 @@ def run_chaos(seconds: float, seed: int, directory: Path | None = None, sabotage
     except Unrest as error:
         unrest.append(str(error))
     logs = Logs.read(place)
-    verdict = check(logs, version)
+    verdict = check(logs, version, settings.group_size)
     verdict.violations[:0] = unrest
     left = [path.name for path in SHARED_MEMORY.glob("*" if has_own_shared_memory() else f"*{settings.run_name}*")]
     if left:

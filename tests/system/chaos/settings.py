@@ -38,6 +38,15 @@ class Settings:
     seed: int
     sabotage: str = ""
 
+    @property
+    def has_unrolls(self) -> bool:
+        """With an odd seed episodes come in several unrolls, and each alone: groups are of whole episodes."""
+        return self.seed % 2 == 1
+
+    @property
+    def group_size(self) -> int:
+        return 1 if self.has_unrolls else GROUP_SIZE
+
     def save(self) -> None:
         (self.directory / "settings.json").write_text(json.dumps({**asdict(self), "directory": str(self.directory)}))
 

@@ -35,6 +35,7 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
             wire.TicketFailed(3, "reason"),
             wire.Heartbeat((1, 2, 3), {"a": 1.5, "b": 2}),
             wire.Goodbye(),
+            wire.Engines(("http://127.0.0.1:30000", "http://b"), (1, 2)),
             wire.HelloWanted(),
             wire.Grant((ticket, ticket)),
             wire.Ack((1, 2, 3)),

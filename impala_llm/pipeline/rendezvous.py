@@ -1,0 +1,38 @@
+"""Where processes of others meet this one to form a group: a listening socket on the one address that they can reach.
+
+Invariant: it is bound to the address by which this host talks to them, loopback for those on this host, never to all.
+"""
+
+from __future__ import annotations
+
+import socket as system
+from typing import NamedTuple
+
+_BACKLOG = 128
+
+
+class Listener(NamedTuple):
+    """descriptor: of the listening socket; it belongs to the caller."""
+
+    address: str
+    port: int
+    descriptor: int
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this host that another one sees. Sends nothing. Raises OSError where there is no way."""
+    # Of a datagram socket connecting means only to ask for the route.
+    family, _, _, _, target = system.getaddrinfo(host, port, type=system.SOCK_DGRAM)[0]
+    with system.socket(family, system.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def listen_at(address: str) -> Listener:
+    """Listen at a free port of one of this host's addresses. Raises OSError."""
+    family = system.AF_INET6 if ":" in address else system.AF_INET
+    with system.socket(family, system.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        listener.listen(_BACKLOG)
+        port = int(listener.getsockname()[1])
+        return Listener(address, port, listener.detach())

@@ -1,0 +1,181 @@
+"""An SGLang engine with a real server, small policies for it, and what these say without any engine or cache."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from impala_llm.engines.base import Generation, SamplingParams
+from impala_llm.engines.sglang_engine import SGLangEngine
+from impala_llm.engines.sglang_remote import RemoteServer
+from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.learning.model import PolicyModel
+from tests.system.sglang import sglang_python, tiny_checkpoint
+
+MAX_LENGTH = 1024
+TOLERANCE = 1e-4
+EPISODES = 16
+
+
+class Policies:
+    """Versions of one model: directories, and what they say."""
+
+    def __init__(self, first: Path, root: Path) -> None:
+        self.directories = [first]
+        self.models = [AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).eval()]
+        self.vocab_size = self.models[0].config.vocab_size
+        for version in range(1, 5):
+            model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).eval()
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+            model.save_pretrained(root / f"version-{version}")
+            self.directories.append(root / f"version-{version}")
+            self.models.append(model)
+
+    @torch.no_grad()
+    def logprobs(self, version: int, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
+        """float64[len(tokens) - start], of tokens[start:]."""
+        logits = self.models[version](input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double()
+        return picked(logits / temperature, tokens, start)
+
+    @torch.no_grad()
+    def learners_logprobs(
+        self, version: int, answers: Sequence[tuple[list[int], Generation]], temperature: float
+    ) -> list[np.ndarray]:
+        """Of the tokens of each (prompt, answer): by the model that trains, on rows packed as it packs them."""
+        model = PolicyModel.from_pretrained(self.directories[version]).eval()
+        rows = [torch.tensor([*prompt, *answer.tokens.tolist()]) for prompt, answer in answers]
+        lengths = torch.tensor([len(row) for row in rows])
+        hidden = model.hidden(torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows]), lengths)
+        before = [
+            row[len(prompt) - 1 : -1] for row, (prompt, _) in zip(hidden.split(lengths.tolist()), answers, strict=True)
+        ]
+        targets = [row[len(prompt) :] for row, (prompt, _) in zip(rows, answers, strict=True)]
+        found, _ = model.action_log_probs(torch.cat(before), torch.cat(targets), temperature)
+        return [part.numpy() for part in found.split([len(part) for part in targets])]
+
+    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
+        """Each token's log-probability is the forward of its own version over all tokens before it."""
+        tokens = [*prompt, *answer.tokens.tolist()]
+        for version in set(answer.versions.tolist()):
+            own = answer.versions == version
+            expected = self.logprobs(version, tokens, len(prompt), temperature)
+            np.testing.assert_allclose(answer.logprobs[own], expected[own], rtol=0, atol=TOLERANCE)
+
+
+def picked(logits: torch.Tensor, tokens: list[int], start: int) -> np.ndarray:
+    logprobs = logits.log_softmax(-1)
+    return np.array([logprobs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
+
+
+@dataclass
+class Rig:
+    """An engine with a server of its own, and the loop that both live on."""
+
+    runner: asyncio.Runner
+    server: SGLangServer
+    engine: SGLangEngine
+    policies: Policies
+    newest: tuple[Path, int] = field(default=(Path(), 0))
+
+    def run(self, test: Callable[[], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(300):  # a new start of a server on a busy machine included
+                await test()
+
+        self.runner.run(bounded())
+
+    async def load(self, engine: SGLangEngine, version: int) -> None:
+        """Versions repeat the models from the second on."""
+        self.newest = (self.directory(version), version)
+        await engine.load_weights(*self.newest)
+
+    def directory(self, version: int) -> Path:
+        return self.policies.directories[self.model_of(version)]
+
+    def model_of(self, version: int) -> int:
+        return 0 if version == 0 else 1 + (version - 1) % (len(self.policies.directories) - 1)
+
+    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
+        models = np.array([self.model_of(version) for version in answer.versions], np.int32)
+        self.policies.check(
+            prompt, Generation(answer.tokens, answer.logprobs, models, answer.finish_reason), temperature
+        )
+
+    @contextlib.asynccontextmanager
+    async def second_engine(self, in_flight: str):
+        """On the same server, as one that others own."""
+        engine = self.make([RemoteServer(self.server.url, timeout_s=10)], self.engine.version, in_flight)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+            await self.engine.load_weights(*self.newest)
+
+    def make(self, servers, version: int, in_flight: str) -> SGLangEngine:
+        return SGLangEngine(
+            servers,
+            vocab_size=self.policies.vocab_size,
+            max_length=MAX_LENGTH,
+            version=version,
+            in_flight=in_flight,
+            weights=lambda: contextlib.nullcontext(self.newest),
+        )
+
+    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
+        random = np.random.default_rng(seed)
+        return [random.integers(0, self.policies.vocab_size, random.integers(3, 60)).tolist() for _ in range(count)]
+
+
+@contextlib.contextmanager
+def running_rig(root: Path, radix_cache: bool) -> Iterator[Rig]:
+    policies = Policies(tiny_checkpoint(root / "version-0"), root)
+    settings = ServerSettings(
+        model=policies.directories[0],
+        log=root / "server.log",
+        python=sglang_python(),
+        max_length=MAX_LENGTH,
+        max_running=EPISODES,
+        radix_cache=radix_cache,
+    )
+    with asyncio.Runner() as runner:
+        server = SGLangServer(settings)
+        rig = Rig(runner, server, None, policies, (policies.directories[0], 0))
+        rig.engine = rig.make([server], 0, "recompute_kv")
+        try:
+            runner.run(rig.engine.start())
+            yield rig
+        finally:
+            runner.run(rig.engine.close())
+
+
+async def has_decoded(engine: SGLangEngine, more: int) -> None:
+    """Wait until so many more tokens have arrived, of answers that are all still under way.
+
+    A server does not wait for this process: on a busy machine it may end short answers before any of this is run.
+    """
+    await asyncio.sleep(0)  # answers that were asked for just now begin
+    answers = dict(engine._answers)
+    target = sum(len(answer.tokens) for answer in answers.values()) + more
+    async with asyncio.timeout(60):
+        while True:
+            assert answers and answers.keys() <= engine._answers.keys(), "an answer ended early: ask for longer ones"
+            if sum(len(answer.tokens) for answer in answers.values()) >= target:
+                return
+            await asyncio.sleep(0.002)
+
+
+def start_answers(engine: SGLangEngine, prompts: list[list[int]], length: int) -> list[asyncio.Task[Generation]]:
+    params = SamplingParams(max_new_tokens=length)
+    return [
+        asyncio.create_task(engine.generate(f"episode-{place}", prompt, params)) for place, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,145 @@
+"""Training on real SGLang servers: it learns, a killed server costs nothing, an actor outlives bad settings."""
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from impala_llm.config import load
+from impala_llm.learning.scratch import make_scratch_policy
+from tests.system.runs import Run, column
+from tests.system.sglang import mapped_shared_files, needs_sglang, sglang_python, shared_files
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900), needs_sglang]
+
+UPDATES = 200
+"""150 are enough to learn it; these also outlast the new start of a server."""
+START_S = 300.0
+"""Deadline of each phase; generous, since machines may be busy."""
+
+
+def servers_of(run: Run) -> list[psutil.Process]:
+    """Without their guards, whose command lines have the same words."""
+    found = []
+    for process in run.processes("sglang.launch_server"):
+        with suppress(psutil.Error):
+            if not any("sglang_guard" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def family(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
+    """With what descends from it: SGLang writes over the variables that `Run.processes` knows its own by."""
+    parent = psutil.Process(process.pid)
+    return {parent, *parent.children(recursive=True)}
+
+
+def weight_version(server: psutil.Process) -> int:
+    """Of the weights that a server has, by its own account; -1 while it does not answer."""
+    try:
+        words = server.cmdline()
+        port = words[words.index("--port") + 1]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info", timeout=5) as reply:
+            return int(json.load(reply)["weight_version"])
+    except (OSError, psutil.Error, ValueError):
+        return -1
+
+
+def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: Path) -> None:
+    settings = (f"engine.python={sglang_python()}", "actor.num_actors=2", "actor.max_episodes=16", "run.seed=1")
+    updates = f"learner.total_updates={UPDATES}"
+    with Run(tmp_path, "experiment=toy", "engine=sglang", updates, *settings) as run:
+        training = run.train()
+        run.wait_for(
+            lambda: sum(weight_version(server) >= 5 for server in servers_of(run)) == 2,
+            "five versions on both",
+            START_S,
+        )
+        victim, other = servers_of(run)
+        left = family(training)
+        files = mapped_shared_files(left)
+
+        version = len(run.rows())
+        victim.kill()
+        run.wait_for(
+            lambda: any(weight_version(p) >= version for p in servers_of(run) if p not in (victim, other)),
+            "the return of the server with newer weights",
+            START_S,
+        )
+        back = len(run.rows())
+        assert back >= version + 5, "the learner goes on with the other server"
+        left |= family(training)
+        files |= mapped_shared_files(left)
+        assert training.wait(START_S) == 0, run.printed()
+        run.assert_gone()
+        assert [process for process in left if process.is_running()] == []
+        assert files and not files & shared_files()
+
+        rows = run.rows()
+        assert back < len(rows) == UPDATES
+        config = load(["experiment=toy"])
+        assert (
+            "is lost, its answers go on"
+            in (tmp_path / "logs" / "actor-0.log").read_text() + (tmp_path / "logs" / "actor-1.log").read_text()
+        )
+        assert column(rows, "actor/engine_restarts")[-1] == 1.0
+        scores = column(rows, "rollout/score")
+        assert np.mean(scores[:5]) < 0.2 < 0.8 <= np.mean(scores[-10:])
+
+        # Weights changed while answers were under way, and no answer was older than allowed.
+        assert max(column(rows, "staleness/span")) > 0
+        assert max(column(rows, "staleness/oldest")) <= config.algorithm.max_staleness
+        pauses, transfers = column(rows, "weights/pause_s"), column(rows, "weights/transfer_s")
+        assert 0 < transfers[-1] < pauses[-1]
+        assert max(column(rows, "mismatch/logprob_max")) < 1e-3
+
+        # Every episode was played to its end once and trained on at most once.
+        for name in ("refused", "duplicates", "regranted", "expired", "malformed"):
+            assert sum(column(rows, f"pipeline/{name}")) == 0, name
+        assert sum(column(rows, "actor/failed_episodes")) == 0
+        assert set(column(rows, "buffer/reuse")) == {1.0}
+        trained = len(rows) * config.learner.batch_size
+        assert trained + sum(column(rows, "buffer/evicted")) <= sum(column(rows, "pipeline/received"))
+
+
+def test_actors_outlive_what_keeps_their_servers_from_coming_up(tmp_path: Path) -> None:
+    """Each says why, keeps its heartbeat while a healthy actor feeds the learner, and ends when the learner says so."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    other = make_scratch_policy(tmp_path / "other", hidden_size=32)
+    empty = shutil.copytree(other, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    python = f"engine.python={sglang_python()}"
+    complaints = {
+        "has no sglang installed": [f"engine.python={bare / 'bin' / 'python'}"],
+        "did not come up within 2 s (engine.start_timeout_s)": [python, "engine.start_timeout_s=2"],
+        "has no weights": [python, f"model.path={empty}"],
+        "are not of the server's model": [python, f"model.path={other}"],
+    }
+    settings = ("actor.num_actors=5", "learner.total_updates=12", "learner.batch_size=32", "pipeline.actor_timeout_s=4")
+    with Run(tmp_path, "experiment=toy", *settings) as run:
+        learner = run.start(sys.executable, "impala_llm/learner.py")
+        actor = (sys.executable, "impala_llm/actor.py", "--index")
+        actors = [run.start(*actor, str(i), "engine=sglang", *own) for i, own in enumerate(complaints.values())]
+        for i, complaint in enumerate(complaints):
+            run.wait_for(
+                lambda i=i, complaint=complaint: any(
+                    line.startswith(f"actor-{i}: ") and complaint in line for line in run.log.read_text().splitlines()
+                ),
+                f"the complaint of actor {i}: {complaint}",
+                START_S,
+            )
+        assert [process.poll() for process in (learner, *actors)] == [None] * 5
+        actors.append(run.start(*actor, "4"))  # the first that can play: from now on there are updates
+        assert learner.wait(START_S) == 0, run.printed()
+        assert [process.wait(START_S) for process in actors] == [0] * 5, run.printed()
+        run.assert_gone()
+        rows = run.rows()
+        assert len(rows) == 12 and column(rows, "actor/engine_up")[-1] == pytest.approx(1 / 5)

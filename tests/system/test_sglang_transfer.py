@@ -1,0 +1,259 @@
+"""New weights by process group (gloo) on a real SGLang server: exact in flight, and whoever dies or hangs holds up
+nobody. Expected log-probabilities are those of a plain forward."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from impala_llm.engines import sglang_turns
+from impala_llm.engines.base import SamplingParams
+from impala_llm.engines.sglang_engine import SGLangEngine
+from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.learning import weight_sender
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.weight_sender import Sent, TransferError, WeightSender
+from tests.system.runs import Run, column
+from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
+from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_sglang]
+
+LONG = 900
+"""Tokens of an answer that does not end before it should, on a busy machine too."""
+SMALL = 1 << 16
+"""Bytes of a bucket: the tiny model takes several."""
+
+
+class FedRig(Rig):
+    """With an engine whose weights come from a sender."""
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return dict(PolicyModel.from_pretrained(self.directory(version)).policy_weights())
+
+    async def send(self, sender: WeightSender, version: int) -> Sent:
+        """As a learner does: first to the board, then to the servers. What fails may be loaded from there."""
+        tensors = await asyncio.to_thread(self.tensors, version)
+        self.newest = (self.directory(version), version)
+        return await asyncio.to_thread(sender.send, self.engine.fed, tensors, version)
+
+    async def meet(self, sender: WeightSender) -> int:
+        """Send a first version, which takes longer. Returns it."""
+        version = self.engine.version + 1
+        assert (await self.send(sender, version)).num_received == 1
+        assert await self.engine.adopt(version)
+        return version
+
+    async def check_fresh_answers(self) -> None:
+        """Of the newest version, against the learner's own forward."""
+        answers = []
+        for place, prompt in enumerate(self.prompts(4, seed=self.engine.version)):
+            answer = await self.engine.generate(f"fresh-{place}", prompt, SamplingParams(max_new_tokens=30))
+            assert set(answer.versions.tolist()) == {self.engine.version}
+            self.engine.release(f"fresh-{place}")
+            answers.append((prompt, answer))
+        expected = self.policies.learners_logprobs(self.model_of(self.engine.version), answers, 1.0)
+        for (_, answer), logprobs in zip(answers, expected, strict=True):
+            np.testing.assert_allclose(answer.logprobs, logprobs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FedRig]:
+    root = tmp_path_factory.mktemp("transfer")
+    policies = Policies(tiny_checkpoint(root / "version-0"), root)
+    server = SGLangServer(
+        ServerSettings(
+            model=policies.directories[0],
+            log=root / "server.log",
+            python=sglang_python(),
+            max_length=MAX_LENGTH,
+            max_running=EPISODES,
+        )
+    )
+    with asyncio.Runner() as runner:
+        rig = FedRig(runner, server, None, policies, (policies.directories[0], 0))
+        rig.engine = SGLangEngine(
+            [server],
+            vocab_size=policies.vocab_size,
+            max_length=MAX_LENGTH,
+            weights=lambda: contextlib.nullcontext(rig.newest),
+            is_fed=True,
+        )
+        try:
+            runner.run(rig.engine.start())
+            yield rig
+        finally:
+            runner.run(rig.engine.close())
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """The URL of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
+def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) -> None:
+    async def test() -> None:
+        prompts = rig.prompts(EPISODES)
+        rig.engine.in_flight = in_flight
+        with WeightSender(in_flight, bucket_bytes=SMALL) as sender:
+            first = await rig.meet(sender)
+            answers = start_answers(rig.engine, prompts, LONG)
+            for version in (first + 1, first + 2):
+                await has_decoded(rig.engine, 20 * EPISODES)
+                sent = await rig.send(sender, version)
+                assert (sent.num_received, sent.num_dropped) == (1, 0)
+                assert 0 < sent.transfer_s < sent.pause_s
+                assert rig.engine.version == version - 1
+                assert await rig.engine.adopt(version)
+                assert rig.engine.version == version
+            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                assert set(answer.versions.tolist()) == {first, first + 1, first + 2}
+                if in_flight == "recompute_kv":
+                    rig.check(prompt, answer)
+            await rig.check_fresh_answers()
+
+    try:
+        rig.run(test)
+    finally:
+        rig.engine.in_flight = "recompute_kv"
+
+
+def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig, mute: str, caplog) -> None:
+    async def test() -> None:
+        with WeightSender("recompute_kv", timeout_s=20) as sender:
+            version = rig.engine.version
+            for dropped in (1, 0):
+                version += 1
+                servers = {**rig.engine.fed, 77: mute}
+                sent = await asyncio.to_thread(sender.send, servers, rig.tensors(version), version)
+                assert (sent.num_received, sent.num_dropped) == (1, dropped)
+                rig.newest = (rig.directory(version), version)
+                assert await rig.engine.adopt(version)
+                await rig.check_fresh_answers()
+
+    rig.run(test)
+    assert caplog.text.count(mute) == 1
+
+
+def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer breaks off in the middle: the server stands still until it has a whole version, from disk."""
+    broadcast, calls = weight_sender._broadcast, []
+
+    def breaking(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise TransferError("broken off")
+        return broadcast(*arguments)
+
+    async def test() -> None:
+        prompts = rig.prompts(EPISODES)
+        with WeightSender("recompute_kv", timeout_s=20, bucket_bytes=SMALL) as sender:
+            first = await rig.meet(sender)
+            before = rig.engine.fed
+            answers = start_answers(rig.engine, prompts, LONG)
+            await has_decoded(rig.engine, 20 * EPISODES)
+            monkeypatch.setattr(weight_sender, "_broadcast", breaking)
+            sent = await rig.send(sender, first + 1)
+            assert (sent.num_received, sent.num_dropped) == (0, 1)
+            monkeypatch.undo()
+            assert not await rig.engine.adopt(first + 1)
+            # Until it comes back under another number it is let alone.
+            assert await asyncio.to_thread(sender.send, before, rig.tensors(first + 1), first + 1) == Sent()
+            await rig.engine.load_weights(*rig.newest)
+            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                assert set(answer.versions.tolist()) == {first, first + 1}
+                rig.check(prompt, answer)
+            assert rig.engine.fed.keys() != before.keys()
+            assert (await rig.send(sender, first + 2)).num_received == 1
+            assert await rig.engine.adopt(first + 2)
+            await rig.check_fresh_answers()
+
+    rig.run(test)
+
+
+def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is paused, with its session open: a new sender does not touch it, and its actor claims it back."""
+    monkeypatch.setattr(sglang_turns, "PATIENCE_S", 0.5)
+
+    async def test() -> None:
+        version = rig.engine.version + 1
+        client = rig.engine._replicas[0].client
+        [answer] = start_answers(rig.engine, rig.prompts(1), LONG)
+        await has_decoded(rig.engine, 20)
+        await client.pause("retract")
+        await client.begin_update()
+        with WeightSender("recompute_kv", timeout_s=20) as sender:
+            assert (await rig.send(sender, version)).num_dropped == 1
+            assert await client.weight_version() == version - 1
+
+            class Lease:
+                path = rig.directory(version)
+
+            Lease.version = version
+            await rig.engine.reclaim(Lease)
+            assert set((await answer).versions.tolist()) == {version - 1, version}
+            assert (await rig.send(sender, version + 1)).num_received == 1
+        assert await rig.engine.adopt(version + 1)
+        await rig.check_fresh_answers()
+
+    rig.run(test)
+
+
+def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is held up for no longer than its timeout; answers go on when the server is back, and so do sends."""
+    broadcast, calls = weight_sender._broadcast, []
+
+    def killing(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            for process in psutil.Process(rig.server._guard.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return broadcast(*arguments)
+
+    async def test() -> None:
+        prompts = rig.prompts(EPISODES)
+        with WeightSender("recompute_kv", timeout_s=15, bucket_bytes=SMALL) as sender:
+            first = await rig.meet(sender)
+            answers = start_answers(rig.engine, prompts, LONG)
+            await has_decoded(rig.engine, 20 * EPISODES)
+            monkeypatch.setattr(weight_sender, "_broadcast", killing)
+            sent = await rig.send(sender, first + 1)
+            assert (sent.num_received, sent.num_dropped) == (0, 1)
+            monkeypatch.undo()
+            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                assert set(answer.versions.tolist()) == {first, first + 1}
+                rig.check(prompt, answer)
+            assert rig.engine.version == first + 1  # at its handshake
+            assert (await rig.send(sender, first + 2)).num_received == 1
+            assert await rig.engine.adopt(first + 2)
+            await rig.check_fresh_answers()
+
+    rig.run(test)
+
+
+def test_a_run_whose_learner_sends(tmp_path: Path) -> None:
+    settings = ("experiment=toy", "engine=sglang", "engine.transfer=distributed", f"engine.python={sglang_python()}")
+    sizes = ("actor.num_actors=1", "actor.max_episodes=16", "learner.total_updates=20")
+    with Run(tmp_path, *settings, *sizes) as run:
+        assert run.train().wait(400) == 0, run.printed()
+        run.assert_gone()
+        rows = run.rows()
+        assert len(rows) == 20
+        assert column(rows, "weights/servers_sent")[2:] == [1.0] * 18  # the first may come before the first offer
+        assert sum(column(rows, "weights/servers_dropped")) == 0
+        assert column(rows, "mismatch/logprob_max") and max(column(rows, "mismatch/logprob_max")) < 1e-3
+        assert 0 < column(rows, "weights/transfer_s")[-1] < column(rows, "weights/pause_s")[-1]
+        for name in ("refused", "duplicates", "regranted", "expired", "malformed"):
+            assert sum(column(rows, f"pipeline/{name}")) == 0, name
+        assert sum(column(rows, "actor/failed_episodes")) == 0
