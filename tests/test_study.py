@@ -18,7 +18,6 @@ from tools import _study_report as reporting
 from tools import _study_trace as trace
 
 ROOT = Path(__file__).parents[1]
-SEEN: dict[int, list[Trajectory]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +79,11 @@ def test_replay_draws_each_episode_as_often_as_its_ratio_says_at_the_same_lag(ba
 
 
 def test_every_run_of_the_study_has_settings_that_the_learner_accepts() -> None:
-    for run in [*grid.part_a([0]), *grid.part_c([0])]:
-        load(run.overrides)
-        start = grid.start_of(run)
-        assert start is not None
-        load(start.overrides)
+    plan = [*grid.part_a([0]), *grid.part_c([0]), *grid.part_d([0])]
+    starts = [start for run in plan if (start := grid.start_of(run))]
+    assert len(starts) == len(plan)
+    for overrides in {run.overrides for run in [*plan, *starts]}:
+        load(overrides)
 
 
 def test_methods_differ_in_what_they_name_alone() -> None:
@@ -124,13 +123,13 @@ def test_the_tool_reports_what_has_finished_and_says_what_has_not(study: ModuleT
 @pytest.mark.parametrize("settings", trace.all_settings(), ids=str)
 def test_measured_half_lives_agree_with_the_formula(settings: trace.TraceSettings) -> None:
     """The formula's expectation is checked against draws here, the line's fit against an exact exponential below."""
-    noise = trace.draw_noise(settings, (16, 4096), seed=1).numpy()
+    noise = trace.draw_noise(settings, (64, 4096), seed=1).numpy()
     kept = np.where(np.abs(noise) < settings.dead_band, 0.0, noise)
-    turns = kept.reshape(16, -1, trace.TURN_TOKENS)
+    turns = kept.reshape(64, -1, trace.TURN_TOKENS)
     steps = {"token": kept, "geometric": turns.mean(2), "product": turns.sum(2)}[settings.granularity]
     a_token = np.minimum(0.0, steps).sum() / kept.size
     assert trace.predicted_half_life(settings) == pytest.approx(-math.log(2.0) / a_token, rel=0.3)
-    distances, values = trace.credit(settings, trace.draw_noise(settings, (16, 4096), seed=1))
+    distances, values = trace.credit(settings, trace.draw_noise(settings, (64, 4096), seed=1))
     assert trace.half_life(distances, values) == pytest.approx(trace.predicted_half_life(settings), rel=0.3)
 
 
@@ -159,5 +158,5 @@ def test_scores_intervals_and_breaks_are_what_their_definitions_say() -> None:
     mean, half = reporting.mean_and_half_width([1.0, 2.0, 3.0])
     assert (mean, half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
     rows = reporting.lag_table([good, result_with([0.6] * 6, [1.0] * 6, seed=1), bad]).splitlines()[2:]
-    assert "| 100 % | 100 % | 0 of 2 |" in rows[0]
-    assert "| 40 % | 40 % | 1 of 1 |" in rows[1]
+    assert "| 0.60 0.60 | 100 % | 100 % | 0 of 2 |" in rows[0]
+    assert "| 0.24 | 40 % | 40 % | 1 of 1 |" in rows[1]

@@ -1,0 +1,163 @@
+"""Which runs each part of the study consists of.
+
+Invariant: inside a part, runs of one task and seed differ in the lag and in what their method names, and in nothing
+else: the same network, tasks, numbers of episodes and updates, learning-rate schedule and entropy bonus.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tools._study_lab import RunSettings
+
+COMMON = (
+    "env=corridor", "model=scratch", "algorithm=vtrace", "run.terminal=false",
+    "engine.max_length=64", "actor.max_episodes=64",
+    "algorithm.max_staleness=null", "algorithm.entropy_coef=0.02",
+    "learner.value_learning_rate=3e-3", "learner.decay=constant",
+    "learner.token_budget=8192", "learner.stall_timeout_s=5",
+)  # fmt: skip
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "no correction": ("algorithm.advantage=gae", "algorithm.loss=reinforce"),
+    "token-TIS": ("algorithm.advantage=gae", "algorithm.loss=truncated_is"),
+    "V-trace token": ("algorithm.advantage=vtrace", "algorithm.granularity=token", "algorithm.loss=truncated_is"),
+    "V-trace turn": ("algorithm.advantage=vtrace", "algorithm.granularity=turn", "algorithm.loss=truncated_is"),
+    "decoupled PPO": ("algorithm.advantage=gae", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed"),
+    "PPO clip": ("algorithm.advantage=gae", "algorithm.loss=ppo_clip"),
+    "V-trace turn, PPO clip": (
+        "algorithm.advantage=vtrace",
+        "algorithm.granularity=turn",
+        "algorithm.loss=ppo_clip",
+    ),
+}
+"""Part (a). One step a batch: the ratio to the proximal policy of `decoupled PPO` is then 1, and its weight π_prox/μ,
+which is not truncated, is all that is left of it."""
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "weights not capped": ("algorithm.is_cap=1000000",),
+    "weights capped at 5": ("algorithm.is_cap=5",),
+    "upper clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_low=1", "algorithm.dual_clip=1000000"),
+    "lower clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_high=1000000", "algorithm.dual_clip=1000000"),
+    "wider value head": ("model.value_hidden_size=64",),
+    "slower Adam": ("learner.adam_beta2=0.999",),
+}
+"""Part (d): one thing about V-trace turn with weights capped at 1 is changed, to see what makes it break."""
+
+START = (*COMMON, "learner.batch_size=32", "learner.learning_rate=2e-3")
+SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.num_layers")
+"""Settings that a run shares with the one that made its starting policy."""
+WARM_UPDATES = 100
+
+LAGS = (0, 4, 16)
+LEARNING_RATES = (1e-3, 5e-4)
+
+REPLAYS: dict[str, tuple[str, ...]] = {
+    "uniform": (),
+    "recency": ("replay.recency_tau=8",),
+    "PER": ("replay.advantage_exponent=0.6",),
+    "freshness-aware PER": ("replay.advantage_exponent=0.6", "replay.recency_tau=8"),
+    "all three": ("replay.advantage_exponent=0.6", "replay.recency_tau=8", "replay.rarity_exponent=0.25"),
+}
+"""Part (c)."""
+
+
+def part_a(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
+    return [
+        _corridor("a", rate, lag, method, overrides, seed, num_updates)
+        for rate in LEARNING_RATES
+        for lag in LAGS
+        for method, overrides in METHODS.items()
+        for seed in seeds
+    ]
+
+
+def part_d(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
+    return [
+        _corridor("d", LEARNING_RATES[0], LAGS[-1], method, (*METHODS["V-trace turn"], *overrides), seed, num_updates)
+        for method, overrides in VARIANTS.items()
+        for seed in seeds
+    ]
+
+
+def _corridor(
+    part: str, rate: float, lag: int, method: str, overrides: tuple[str, ...], seed: int, num_updates: int
+) -> RunSettings:
+    return RunSettings(
+        part=part,
+        task=f"rate {rate:g}",
+        method=method,
+        lag=lag,
+        seed=seed,
+        overrides=(
+            *COMMON,
+            "engine.max_new_tokens=2",
+            "learner.batch_size=32",
+            f"learner.learning_rate={rate:g}",
+            *overrides,
+        ),
+        num_updates=num_updates,
+        warm_updates=WARM_UPDATES,
+        evaluate_every=max(1, num_updates // 16),
+        evaluation_tasks=100,
+    )
+
+
+def part_c(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
+    """Four samples an insert, so a quarter of the episodes of part (a), with what part (a) found to bear the lag.
+
+    b is the exponent of the weights that undo the priorities. `rare`: of the training tasks with n doors `-` only the
+    share 0.3^n comes up; the held-out ones stay even.
+    """
+    batch, reuse = 32, 4
+    base = (
+        *COMMON,
+        "engine.max_new_tokens=2",
+        f"learner.batch_size={batch}",
+        "learner.learning_rate=1e-3",
+        "algorithm.loss=ppo_clip",
+    )
+    runs = []
+    for task, rare_share, exponent in (("even, b 0", 1.0, 0), ("rare, b 0", 0.3, 0), ("even, b 0.6", 1.0, 0.6)):
+        shared = (
+            f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
+            "replay.uniform_floor=0.1", f"replay.correction_exponent={exponent}",
+        )  # fmt: skip
+        for seed in seeds:
+            common = RunSettings(
+                part="c", task=task, method="", lag=4, seed=seed, overrides=(), num_updates=num_updates,
+                warm_updates=WARM_UPDATES, rare_share=rare_share, evaluate_every=max(1, num_updates // 16),
+                evaluation_tasks=100,
+            )  # fmt: skip
+            # Without priorities there is nothing to undo.
+            chosen = {name: words for name, words in REPLAYS.items() if words or exponent == 0}
+            runs += [
+                replace(common, method=method, overrides=(*base, *shared, *overrides))
+                for method, overrides in chosen.items()
+            ]
+            if exponent == 0:
+                once = num_updates // reuse
+                every = max(1, once // 16)
+                runs.append(replace(common, method="used once", overrides=base, num_updates=once, evaluate_every=every))
+    return runs
+
+
+def start_of(settings: RunSettings) -> RunSettings | None:
+    """The run that makes a run's starting policy: on-policy, where all ratios are 1 and the methods are the same one.
+
+    From random weights the first hundred updates only find out which letters count, whatever the lag.
+    """
+    if settings.warm_updates == 0:
+        return None
+    return RunSettings(
+        part="start", task="start", method="on-policy", lag=0, seed=settings.seed,
+        overrides=(*START, *(word for word in settings.overrides if word.split("=")[0] in SHAPE)),
+        num_updates=settings.warm_updates, evaluate_every=settings.warm_updates,
+        evaluation_tasks=settings.evaluation_tasks,
+    )  # fmt: skip
+
+
+def quick(settings: RunSettings) -> RunSettings:
+    """The same run, cut to what shows that it runs at all."""
+    return replace(settings, num_updates=3, warm_updates=2, evaluate_every=2, evaluation_tasks=4, overrides=(
+        *settings.overrides, "model.scratch.hidden_size=32", "model.scratch.num_layers=1", "learner.batch_size=8"
+    ))  # fmt: skip

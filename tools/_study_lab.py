@@ -1,0 +1,233 @@
+"""One training run in one process, in which what the learner trains on is exactly `lag` versions old.
+
+In the whole system staleness depends on timing. Here the embedded engine plays, the learner's own `Feed` and `Trainer`
+train, and between them stands a `DelayLine` in place of the receiver. With B trajectories a batch and S samples per
+insert, N(v) = B + v B / S episodes have arrived before update v, and those that come with it were played by version
+max(0, v - lag).
+
+Invariant: the settings and the seed decide everything; two runs that differ in `lag` or in the algorithm play equally
+many episodes of the same tasks in the same order and make equally many updates.
+"""
+
+import asyncio
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from impala_llm.config import Config, load
+from impala_llm.engines import make_engine
+from impala_llm.envs.toy import CorridorSuite
+from impala_llm.learning.feed import Feed
+from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.trainer import Trainer
+from impala_llm.trajectory import Trajectory
+
+CURVES = (
+    "loss/entropy", "loss/policy", "loss/value", "optimizer/gradient_norm", "optimizer/clipped_share",
+    "ratio/mean", "ratio/max", "ratio/ess", "ratio/k3", "ratio/pg_clip_share", "ratio/rho_clip_share",
+    "value/explained_variance", "advantage/std", "staleness/mean", "buffer/reuse",
+)  # fmt: skip
+"""Metrics of the updates whose means between two evaluations are kept."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What decides a run, to the last bit."""
+
+    part: str
+    """Of the study: a | c | d | start."""
+    task: str
+    """Label of what is played and how fast is learned."""
+    method: str
+    """Label of the algorithm."""
+    lag: int
+    """Versions between playing and training."""
+    seed: int
+    overrides: tuple[str, ...]
+    """Settings of impala_llm/config.py, in Hydra's words."""
+    num_updates: int = 400
+    num_words: int = 4
+    """Of the corridor."""
+    num_turns: int = 3
+    warm_updates: int = 0
+    """On-policy updates that made the policy at the start, the same for all methods; see `_study_grid.start_of`."""
+    rare_share: float = 1.0
+    """Weight of a training task for each `-` among its doors: below 1, tasks with many of them are rare."""
+    evaluate_every: int = 20
+    """Updates between two evaluations; one more comes at the end."""
+    evaluation_tasks: int = 128
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DelayLine:
+    """Stands where the feed expects a receiver: gives out trajectories at the version at which they are due."""
+
+    def __init__(self) -> None:
+        self._due: list[Trajectory] = []
+        self.num_evicted = 0
+
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        self._due.extend(trajectories)
+
+    def drain(self, timeout_s: float) -> list[Trajectory]:
+        due, self._due = self._due, []
+        return due
+
+    def evicted(self, ticket_ids: Sequence[int]) -> None:
+        self.num_evicted += len(ticket_ids)
+
+    def lost_members(self, group_id: int) -> int:
+        return 0
+
+    def counters(self) -> dict[str, float]:
+        return {"actors": 1.0, "open": 0.0, "failed": 0.0}
+
+
+class TaskStream:
+    """Training tasks, one group after the other: the same for all runs of a seed.
+
+    Args:
+        rare_share: see `RunSettings`.
+    """
+
+    def __init__(self, suite: CorridorSuite, group_size: int, rare_share: float, seed: int) -> None:
+        self._tasks = np.array(suite.tasks("train"))
+        weights = np.array([rare_share ** suite.signature(task).count("-") for task in self._tasks.tolist()])
+        self._probabilities = weights / weights.sum()
+        self._rng = np.random.default_rng(seed)
+        self._group_size = group_size
+        self._current = 0
+        self.dealt = 0
+
+    def next(self) -> tuple[int, int, int]:
+        """(task, group, number of the episode)."""
+        number = self.dealt
+        self.dealt += 1
+        if number % self._group_size == 0:
+            self._current = int(self._rng.choice(self._tasks, p=self._probabilities))
+        return self._current, number // self._group_size, number
+
+
+class Player:
+    """The embedded engine on the corridor."""
+
+    def __init__(self, config: Config, settings: RunSettings, suite: CorridorSuite) -> None:
+        policy = resolve_policy(config)
+        self.suite = suite
+        self.tasks = TaskStream(suite, config.algorithm.group_size, settings.rare_share, settings.seed)
+        self.engine = make_engine(config, policy, version=0)
+        self._chat = ChatFormat(AutoTokenizer.from_pretrained(policy), suite.system_prompt)
+        self._config = config
+        self._seed = settings.seed << 32
+        self._held_out = list(suite.tasks("test"))[: settings.evaluation_tasks]
+
+    async def play(self, num_episodes: int) -> list[Trajectory]:
+        """The next episodes of the training tasks, sampled at the training temperature."""
+        return await self._play([self.tasks.next() for _ in range(num_episodes)], greedy=False, seed=self._seed)
+
+    async def score(self, greedy: bool) -> float:
+        """Mean score on the held-out tasks; sampled ones always with the same random numbers."""
+        jobs = [(task, number, number) for number, task in enumerate(self._held_out)]
+        episodes = await self._play(jobs, greedy, seed=self._seed + (1 << 31))
+        return float(np.mean([episode.score for episode in episodes]))
+
+    async def _play(self, jobs: Sequence[tuple[int, int, int]], greedy: bool, seed: int) -> list[Trajectory]:
+        settings = self._config.engine
+        limits = EpisodeLimits(settings.temperature, settings.max_new_tokens, settings.max_length, greedy)
+        specs = [
+            EpisodeSpec(f"episode-{n}", task, group, n, seed + n, self.suite.name, "lab", self.suite.signature(task))
+            for task, group, n in jobs
+        ]
+        return await asyncio.gather(
+            *(play_episode(spec, self.suite.session(True), self.engine, self._chat, limits) for spec in specs)
+        )
+
+
+def num_due(update: int, batch_size: int, samples_per_insert: float) -> int:
+    """N(v): episodes that have arrived before update v."""
+    return batch_size + math.floor(update * batch_size / samples_per_insert)
+
+
+def run(settings: RunSettings, start: Path | None = None, save: Path | None = None) -> dict[str, Any]:
+    """Train; the result as plain data: the settings, `curve` (one entry an evaluation), totals.
+
+    Args:
+        start: Hugging Face directory to start from, value head included; None: what the settings say.
+        save: where the trained policy goes, as such a directory.
+    """
+    disable_progress_bar()
+    # Not `prepare_cpu`: with oneDNN's products the attention of such short rows takes ten times as long.
+    torch.set_num_threads(1)
+    torch.manual_seed(settings.seed)
+    with tempfile.TemporaryDirectory(prefix="study-") as folder:
+        words = [*settings.overrides, f"run.seed={settings.seed}", f"run.dir={folder}", "model.device=cpu"]
+        config = load([*words, f"model.path={start}"] if start else words)
+        return asyncio.run(_train(config, settings, save))
+
+
+async def _train(config: Config, settings: RunSettings, save: Path | None) -> dict[str, Any]:
+    started = time.perf_counter()
+    suite = CorridorSuite(settings.num_words, settings.num_turns)
+    player = Player(config, settings, suite)
+    model = PolicyModel.from_pretrained(
+        resolve_policy(config), config.model.value_hidden_size, config.model.value_trunk_gradient
+    )
+    line = DelayLine()
+    feed = Feed(config, line, config.learner.batch_size, config.run.seed)  # type: ignore[arg-type]
+    log = MetricLog()
+    trainer = Trainer(config, Ranks("cpu"), model, feed.buffer, log)
+    batch_size, reuse = config.learner.batch_size, config.replay.samples_per_insert
+    under_way: list[Trajectory] = []
+    num_arrived = num_tokens = 0
+    curve: list[dict[str, float]] = []
+
+    async def evaluate(version: int) -> None:
+        summary = log.flush()
+        point = {"update": version, "episodes": num_arrived}
+        point |= {"greedy": await player.score(greedy=True), "sampled": await player.score(greedy=False)}
+        curve.append(point | {name: summary[name] for name in CURVES if name in summary})
+
+    await evaluate(0)
+    for version in range(settings.num_updates):
+        # Version v plays what update v + lag is the first to see; at the start, all that comes before that as well.
+        last = min(version + settings.lag, settings.num_updates - 1)
+        under_way += await player.play(num_due(last, batch_size, reuse) - player.tasks.dealt)
+        num_new = num_due(version, batch_size, reuse) - num_arrived
+        arriving, under_way = under_way[:num_new], under_way[num_new:]
+        num_arrived += num_new
+        num_tokens += sum(t.num_action_tokens for t in arriving)
+        line.put(arriving)
+        batch = feed.next_batch(version)
+        trainer.update(batch, version, progress=version / settings.num_updates)
+        log.add("buffer/reuse", batch.mean_reuse)
+        feed.received.clear()
+        feed.evicted.clear()
+        player.engine.load_state(model.lm.state_dict(), version + 1)
+        if (version + 1) % settings.evaluate_every == 0 or version + 1 == settings.num_updates:
+            await evaluate(version + 1)
+    await player.engine.close()
+    if save is not None:
+        model.save(save, policy_files(resolve_policy(config)))
+    return {
+        "settings": settings.as_dict(),
+        "curve": curve,
+        "episodes": num_arrived,
+        "action_tokens": num_tokens,
+        "evicted": line.num_evicted,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
