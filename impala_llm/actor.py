@@ -322,7 +322,7 @@ class Reporter:
             "pipeline/queue_fill": actor.channel.arena_fill,
             # Of weights that the learner sends it knows the times itself.
             **({} if actor.fed_engine is not None else actor.load_times(stats)),
-            "actor/engine_up": float(actor.is_up),
+            "actor/engine_up": float(actor.is_up and stats.is_up),
             "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
         }
 

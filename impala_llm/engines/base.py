@@ -67,6 +67,8 @@ class EngineStats:
     """How long answers stood still for the latest change of weights."""
     transfer_seconds: float = 0.0
     """The part of it in which weights were read."""
+    is_up: bool = True
+    """Whether anything can answer now."""
     restarts: int = 0
     """How often a server went away and came back."""
     running: int = 0

@@ -296,6 +296,7 @@ class SGLangEngine:
             waiting=len(self._answers) - running,
             pause_seconds=times.pause_s,
             transfer_seconds=times.transfer_s,
+            is_up=any(replica.version is not None for replica in self._replicas),
             restarts=self.restarts,
         )
 
