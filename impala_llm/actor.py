@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from transformers import AutoTokenizer
 
-from impala_llm.config import WITH_VALUES, Config, ConfigError, load, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats
 from impala_llm.engines.sglang_engine import SGLangEngine
@@ -39,6 +39,7 @@ from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
 from impala_llm.pipeline.wire import Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.settings import WITH_VALUES, Config
 
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0

@@ -9,7 +9,8 @@ impala-llm keys --dir DIR [--actors NAME,NAME,...]
 import sys
 from collections.abc import Sequence
 
-from impala_llm.config import Config, ConfigError, load
+from impala_llm.config import ConfigError, load
+from impala_llm.settings import Config
 
 USAGE = (
     __doc__.strip()

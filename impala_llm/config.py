@@ -1,4 +1,4 @@
-"""Every setting of the system: one dataclass a part, registered with Hydra, and all checks of their values.
+"""The door of all settings: composed with Hydra and checked. What each means: settings.py.
 
 Invariant: whoever holds a `Config` holds a checked one. `load` composes it from configs/ and `key=value` overrides and
 stops at the first door, before any process, socket or file exists, with sentences that name key, value and fix.
@@ -9,8 +9,7 @@ import difflib
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,331 +31,21 @@ from impala_llm.hosts import (
     check_connect,
     rank_endpoint,
 )
-
-PACKAGE = Path(__file__).resolve().parent
-ASSETS = PACKAGE / "assets"
+from impala_llm.settings import (
+    AGAINST_GROUP,
+    ASSETS,
+    PACKAGE,
+    WITH_VALUES,
+    Config,
+    EngineConfig,
+    leaves,
+    model_directory,
+)
 
 
 class ConfigError(ValueError):
     """Settings that cannot work. Each line of the message names a key, its value and the fix."""
 
-
-@dataclass
-class RunConfig:
-    name: str = "impala"
-    """Names the run's folder in /dev/shm, where actors find their learner."""
-    dir: str = "outputs/${run.name}"
-    """Folder of logs, metrics and checkpoints; made if it is missing."""
-    seed: int = 0
-    resume: bool = False
-    """A learner started by hand goes on from what a killed one left in shared memory: weights, tickets, trajectories.
-    Under `impala-llm train` a killed learner is started again by itself, and always does."""
-    terminal: bool = True
-    """Live view in the terminal."""
-
-
-@dataclass
-class WebShopConfig:
-    items: str | None = None
-    """The original's items_shuffle*.json; None: the synthetic catalogue."""
-    attributes: str | None = None
-    """The original's items_ins_v2*.json."""
-    human: str | None = None
-    """The original's items_human_ins.json."""
-    nouns: str | None = None
-    """A file asin -> nouns of its title; None: spaCy where it is installed, else the built-in heuristic."""
-    num_products: int = 1000
-    """Size of the synthetic catalogue; of files, the first so many records."""
-    catalogue_seed: int = 0
-    goals: str = "synthetic"
-    """synthetic | human."""
-    observation_mode: str = "text_rich"
-    """text | text_rich, as in the original | compact: a third of the tokens, for small models."""
-    strict_compat: bool = True
-    solvable_only: bool = False
-    max_steps: int = 15
-    max_invalid_actions: int | None = None
-    """In training an episode ends after so many actions that do nothing; None: never."""
-    results_per_page: int = 10
-    """The original shows 10."""
-    instruction_once: bool = False
-    """Show the instruction on the first page only, since the conversation holds it."""
-    delta_pages: bool = False
-    """After a click on an option show only what changed on the page."""
-    sparse_reward: bool = False
-    """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
-
-
-@dataclass
-class EnvConfig:
-    name: str = "webshop"
-    """webshop | parrot (toy, one turn) | corridor (toy, several turns)."""
-    webshop: WebShopConfig = field(default_factory=WebShopConfig)
-
-
-@dataclass
-class EngineConfig:
-    name: str = "torch"
-    """torch: the embedded engine | sglang: SGLang servers, one an actor."""
-    temperature: float = 1.0
-    """Sampling temperature; the learner divides its logits by the same."""
-    top_p: float = 1.0
-    """Only 1.0 in training: see `problems`."""
-    top_k: int = -1
-    """Only -1 (off) in training."""
-    max_new_tokens: int = 64
-    """Longest answer of one turn, in tokens."""
-    max_length: int = 2048
-    """Longest episode, in tokens."""
-    dtype: str = "float32"
-    """float32 | bfloat16."""
-    python: str | None = None
-    """sglang: the Python that has SGLang; None: ours, or the one that tools/install_sglang_cpu.sh has made."""
-    urls: list[str] | None = None
-    """sglang: running servers, or a router in front of them, instead of a server started by each actor; dealt out among
-    the actors of this host."""
-    in_flight: str = "recompute_kv"
-    """sglang, new weights while answers are under way: recompute_kv (go on with new keys and values) | keep_kv (go on
-    over the old ones) | drain (let the answers end first). What each means for the ratios: docs/engines.md."""
-    transfer: str = "disk"
-    """sglang, how weights come: disk (the weight board's directory) | distributed (a process group with the learner:
-    NCCL on GPUs, gloo elsewhere)."""
-    tensor_parallel: int = 1
-    """sglang: GPUs of a server."""
-    prefix_cache: bool = False
-    """sglang: keep keys and values of ended requests. Flushed at each new version; not with in_flight=keep_kv."""
-    memory_fraction: float | None = None
-    """sglang: share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
-    server_args: list[str] = field(default_factory=list)
-    """sglang: further arguments of sglang.launch_server, word by word."""
-    start_timeout_s: float = 600.0
-    """sglang: how long a server may take to come up."""
-    request_timeout_s: float = 300.0
-    """sglang: how long an answer may take."""
-
-
-@dataclass
-class ScratchConfig:
-    """A randomly initialised model with a tokenizer of characters, for the toy environments."""
-
-    hidden_size: int = 64
-    num_layers: int = 2
-
-
-@dataclass
-class ModelConfig:
-    path: str = "tiny_shopper"
-    """A Hugging Face directory, the name of a policy in impala_llm/assets, or `scratch`."""
-    scratch: ScratchConfig = field(default_factory=ScratchConfig)
-    device: str = "auto"
-    """auto | cpu | cuda."""
-    value_hidden_size: int = 0
-    """Hidden width of the value head; 0: linear."""
-    value_trunk_gradient: bool = False
-    """Whether the value loss also shapes the trunk."""
-
-
-@dataclass
-class ActorConfig:
-    num_actors: int = 1
-    max_episodes: int = 64
-    """Episodes that one actor plays at once."""
-    episode_timeout_s: float = 300.0
-    """Wall-clock budget of an episode, reset included; past it the ticket is given back."""
-    unroll_turns: int | None = None
-    """Learn from an episode before it has ended: after every so many turns, with the value of the state reached in
-    place of what is to come (IMPALA's unrolls). Each unroll is a trajectory of the batch. None: whole episodes."""
-    unroll_tokens: int | None = None
-    """The same after the turn in which an unroll has so many action tokens; with both, whichever comes first."""
-
-
-@dataclass
-class AlgorithmConfig:
-    advantage: str = "vtrace"
-    """What an action is worth. With a value head: vtrace | gae (the same without correction). Without: group_relative
-    (an episode's score against its group's mean) | rloo (against the mean of the others) | distillation (how much more
-    likely the teacher finds each token)."""
-    granularity: str = "turn"
-    """vtrace, gae: one step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
-    group_size: int = 1
-    """Episodes of the same task that are granted, and where scores are compared, compared together."""
-    normalize_std: bool = False
-    """group_relative: divide by the group's standard deviation."""
-    normalize_reward: bool = False
-    """Divide rewards and scores by the standard deviation of all returns so far."""
-    discount: float = 1.0
-    """γ a turn."""
-    lam: float = 1.0
-    rho_bar: float = 1.0
-    c_bar: float = 1.0
-    turn_ratio: str = "geometric"
-    """Ratio of a turn in V-trace: geometric (mean of its tokens' log-ratios) | product."""
-    dead_band: float = 0.0
-    """vtrace: token log-ratios smaller than this count as 0 in the recursion."""
-    loss: str = "truncated_is"
-    """reinforce (no ratio: no correction) | truncated_is | ppo_clip | decoupled_ppo | cispo | gspo | dpo (pairs of the
-    best and the worst episode of each group)."""
-    is_cap: float = 1.0
-    """truncated_is: cap C of the weight min(π/μ, C)."""
-    is_level: str = "token"
-    """truncated_is: the weight is of a token | sequence (of all its tokens together)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    """ppo_clip, decoupled_ppo, cispo; gspo wants about 3e-4 and 4e-4 instead."""
-    dual_clip: float = 3.0
-    proximal: str = "log_linear"
-    """decoupled_ppo: π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins
-    (recomputed). With one step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
-    proximal_cap: float | None = None
-    """decoupled_ppo: cap of the weight π_prox/μ; None: not truncated."""
-    reject: str = "none"
-    """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
-    sequence); what lies outside of reject_low and reject_high does not teach."""
-    reject_low: float = 0.5
-    reject_high: float = 2.0
-    probability_limit: float | None = None
-    """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
-    aggregate: str = "token_mean"
-    """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
-    value_coef: float = 0.5
-    entropy_coef: float = 0.0
-    """Bonus for entropy; with a target, its start."""
-    entropy_target: float | None = None
-    """Nats a token: `entropy_coef` rises while the entropy is below and falls while it is above."""
-    entropy_rate: float = 0.01
-    """Change of `entropy_coef` in an update, per nat between entropy and target."""
-    entropy_alarm: float = 0.05
-    """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: it is
-    said. 0: never."""
-    length_alarm: float = 0.2
-    """The same for the mean number of tokens an episode's answers have."""
-    kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference policy (k3, per token)."""
-    reference: str | None = None
-    """Reference policy of kl_coef and dpo, as model.path; None: the one that training started from."""
-    dpo_beta: float = 0.1
-    teacher: str | None = None
-    """distillation: the teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
-    teacher_context: str = ""
-    """distillation: what the teacher reads before the episode, such as a hint."""
-    max_staleness: int | None = 2
-    """η: the oldest data a batch may hold, in policy versions; 0 is synchronous, None free running."""
-    mismatch_alarm: float = 0.05
-    """Mean |log π - log μ| in nats, of tokens that the learner's own version sampled, above which engine and learner
-    count as disagreeing. A float32 engine stays below 1e-5 and can be held to 1e-3; bfloat16 gives 0.002 to 0.01."""
-    recompute_behaviour: str = "never"
-    """never | on_mismatch: while that alarm is on | always: the learner's own log-probabilities, of when a trajectory
-    reaches it, in place of the engine's. They are right where the engine's are wrong; where the engine merely computes
-    otherwise, its own are those it sampled from, and the ratios correct for it. See learning/mismatch.py."""
-
-
-@dataclass
-class LearnerConfig:
-    num_ranks: int = 1
-    """Processes of torchrun; each has its own receiver and replay shard."""
-    batch_size: int = 64
-    """Trajectories of an update, over all ranks."""
-    total_updates: int = 400
-    sync_interval: int | None = 1
-    """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
-    max_minutes: float | None = None
-    """End after this much wall-clock time; the learning rate decays towards whichever end comes first."""
-    token_budget: int = 8192
-    """Tokens of a micro-batch."""
-    learning_rate: float = 3e-4
-    value_learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    warmup_updates: int = 5
-    value_warmup_updates: int = 0
-    """First updates in which only the value head learns."""
-    decay: str = "linear"
-    """constant | linear | cosine: of the learning rate after the warm-up, to `final_learning_rate_fraction`."""
-    final_learning_rate_fraction: float = 0.1
-    max_grad_norm: float = 1.0
-    save_every: int = 0
-    """Updates between two saved models; 0: only the last one."""
-    stall_timeout_s: float = 600.0
-    """The learner ends with an error when no batch came together for so long."""
-
-
-@dataclass
-class ReplayConfig:
-    capacity: int = 4096
-    """Trajectories a rank keeps."""
-    capacity_mb: int = 512
-    recency_tau: float | None = None
-    """τ of e^(-age/τ), in versions; None: recency off."""
-    advantage_exponent: float = 0.0
-    rarity_exponent: float = 0.0
-    uniform_floor: float = 0.0
-    """Share of draws that ignore priority."""
-    correction_exponent: float = 1.0
-    """b of the weights (N·P)^-b that undo the bias of the draw."""
-    max_replays: int = 1
-    """Updates that may use a trajectory; 1: each is used once."""
-    samples_per_insert: float = 1.0
-    """Reuse: samples drawn per trajectory inserted, on average at most."""
-    max_replayed_share: float | None = None
-    """Share of a batch that may have been used before; None: as the priorities draw it."""
-    target_ess: float = 0.0
-    """With max_replayed_share: where the effective sample size of a batch's weights, as a fraction, falls below this,
-    the share falls as well, and rises again slowly."""
-
-
-@dataclass
-class PipelineConfig:
-    arena_mb: int = 64
-    """Shared memory of an actor for trajectories under way."""
-    weight_slots: int = 3
-    heartbeat_s: float = 1.0
-    actor_timeout_s: float = 20.0
-    """Silence after which an actor counts as dead and its tickets are granted again."""
-    ticket_timeout_s: float = 600.0
-    """An episode that has brought nothing for so long is taken from its actor and played again."""
-    learner_timeout_s: float = 120.0
-    """Silence of the learner after which an actor ends itself."""
-    bind: str | None = None
-    """TCP endpoint for actors on other hosts, such as tcp://0.0.0.0:7400; rank r listens at port + r, the weight server
-    at port + learner.num_ranks. None: this host only."""
-    connect: str | None = None
-    """On a host without learner: rank 0's TCP endpoint, such as tcp://learner-host:7400. None: the learner is here."""
-    keys: str | None = None
-    """Folder of keys that `impala-llm keys` made; needed for everything beyond this host."""
-
-
-@dataclass
-class EvaluationConfig:
-    before_and_after: bool = False
-    """`impala-llm train` ends with a table: the policy before and after, greedy, on held-out tasks."""
-    split: str = "test"
-    num_tasks: int = 500
-    """Tasks of the split, the first ones in canonical order."""
-    unseen_seed: int | None = None
-    """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
-    num_examples: int = 3
-    """Episodes printed to read."""
-
-
-@dataclass
-class Config:
-    run: RunConfig = field(default_factory=RunConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-
-WITH_VALUES = ("vtrace", "gae")
-"""Values of `algorithm.advantage` that need the value head, and can bootstrap an episode that was cut."""
-AGAINST_GROUP = ("group_relative", "rloo")
-"""Those that compare an episode with the others of its group."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.name": ("webshop", "parrot", "corridor"),
@@ -467,7 +156,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 def problems(config: Config) -> list[str]:
     """All reasons why a configuration cannot work; empty when it can. Pure: looks at no process and starts none."""
-    values = dict(_leaves(config))
+    values = dict(leaves(config))
     found = []
     for key, allowed in CHOICES.items():
         if values[key] not in allowed:
@@ -724,14 +413,6 @@ def _host_problems(config: Config) -> list[str]:
     return found
 
 
-def model_directory(path: str) -> Path | None:
-    """The Hugging Face directory that a value of `model.path` means; None if there is none (or it is `scratch`)."""
-    for candidate in (Path(path).expanduser(), ASSETS / path):
-        if (candidate / "config.json").is_file():
-            return candidate.resolve()
-    return None
-
-
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose, type-check and check a configuration.
 
@@ -778,17 +459,6 @@ def threads_per_process(config: Config) -> int:
     return max(1, cores // (config.learner.num_ranks + config.actor.num_actors))
 
 
-def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """All settings as (dotted key, value)."""
-    assert is_dataclass(node)
-    for f in fields(node):
-        value = getattr(node, f.name)
-        if is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, value
-
-
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One sentence with key, value and fix from what Hydra or OmegaConf raised."""
     causes: list[BaseException] = []
@@ -797,7 +467,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     given = dict(word.lstrip("+~").partition("=")[::2] for word in overrides)
-    known = dict(_leaves(Config()))
+    known = dict(leaves(Config()))
     groups = [p.name for p in config_folder().iterdir() if p.is_dir()]
     for key, value in given.items():
         if key in groups:

@@ -18,12 +18,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import Config
 from impala_llm.engines import make_engine
 from impala_llm.envs import make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
+from impala_llm.settings import Config
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import psutil
 
-from impala_llm.config import PACKAGE, Config, ConfigError, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.remote import relay_weights
 from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.weights import WeightReader
+from impala_llm.settings import PACKAGE, Config
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import Config, ConfigError, load, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cpu import prepare_cpu
@@ -46,6 +46,7 @@ from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 
 

@@ -9,7 +9,6 @@ import torch
 
 from impala_llm.algorithms.advantages import group_relative, rloo
 from impala_llm.algorithms.importance import segment_sum
-from impala_llm.config import AGAINST_GROUP, Config
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import MismatchMonitor
@@ -22,6 +21,7 @@ from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.observability.metrics import MetricLog, StageTimer
 from impala_llm.replay import ReplayBuffer, ReplayShare
+from impala_llm.settings import AGAINST_GROUP, Config
 from impala_llm.trajectory import Trajectory
 
 

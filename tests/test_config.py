@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from impala_llm.config import BOUNDS, CHOICES, Config, ConfigError, _leaves, config_folder, load, threads_per_process
+from impala_llm.config import BOUNDS, CHOICES, ConfigError, config_folder, load, threads_per_process
+from impala_llm.settings import Config, leaves
 
 
 def test_every_group_and_experiment_composes():
@@ -16,7 +17,7 @@ def test_every_group_and_experiment_composes():
 
 
 def test_checks_name_existing_keys():
-    known = dict(_leaves(Config()))
+    known = dict(leaves(Config()))
     assert set(CHOICES) | set(BOUNDS) <= set(known)
 
 

@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from impala_llm import evaluate as evaluation
-from impala_llm.config import Config, load
+from impala_llm.config import load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
 from impala_llm.evaluate import Result, evaluate, mean_interval, results_json, show, wilson_interval
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.settings import Config
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(1, 7), (10, 20), (499, 500), (3, 3)])

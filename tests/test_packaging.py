@@ -67,7 +67,7 @@ def test_every_direct_dependency_is_pinned_once() -> None:
     # SGLang has its own machine and its own pins.
     wanted = [*project["dependencies"], *extras["dev"], *extras["envs"], *extras["bench"]]
     for requirement in wanted:
-        name = normalised(requirement.split(">")[0].split("=")[0].split("<")[0])
+        name = normalised(requirement.split(">")[0].split("=")[0].split("<")[0].split("[")[0])
         assert name in pinned, f"{requirement}: add {name} to constraints.txt"
 
 

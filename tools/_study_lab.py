@@ -23,7 +23,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import Config, load
+from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.learning.feed import Feed
@@ -32,6 +32,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 

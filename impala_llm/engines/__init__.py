@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from impala_llm.config import Config
 from impala_llm.engines.base import Engine
+from impala_llm.settings import Config
 
 
 def make_engine(config: Config, policy: Path, version: int, index: int = 0, weights: Any = None) -> Engine:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from impala_llm.config import PACKAGE
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang_remote import ServerUnfit
+from impala_llm.settings import PACKAGE
 
 HOST = "127.0.0.1"
 PROBE_S = 60.0

@@ -1,7 +1,7 @@
 """Text environments by name."""
 
-from impala_llm.config import EnvConfig
 from impala_llm.envs.base import Suite
+from impala_llm.settings import EnvConfig
 
 
 def make_suite(config: EnvConfig) -> Suite:

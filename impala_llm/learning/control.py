@@ -5,8 +5,8 @@ Invariant: all are fed with sums over all ranks and hold the same on every rank.
 
 import math
 
-from impala_llm.config import AlgorithmConfig
 from impala_llm.pipeline.complaints import Complaints
+from impala_llm.settings import AlgorithmConfig
 
 _FIRST_UPDATES = 5
 """Updates whose mean is what later ones are compared with."""

@@ -8,7 +8,6 @@ import math
 import time
 from dataclasses import dataclass
 
-from impala_llm.config import Config
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
@@ -19,6 +18,7 @@ from impala_llm.replay import (
     ReplayShare,
     SamplesPerInsert,
 )
+from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms.importance import kl_estimates
-from impala_llm.config import Config
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch, pack
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.pipeline.complaints import Complaints
+from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 AGES: dict[str, tuple[float, float]] = {

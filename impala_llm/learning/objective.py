@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import distillation, importance, losses, vtrace
-from impala_llm.config import AlgorithmConfig, Config
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch
 from impala_llm.learning.scoring import TokenScores
+from impala_llm.settings import AlgorithmConfig, Config
 
 NO_SCORES = TokenScores()
 

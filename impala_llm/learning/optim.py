@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from impala_llm.config import LearnerConfig
 from impala_llm.learning.model import PolicyModel
+from impala_llm.settings import LearnerConfig
 
 
 @dataclass(frozen=True)

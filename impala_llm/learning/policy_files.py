@@ -4,8 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from impala_llm.config import Config, model_directory
 from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.settings import Config, model_directory
 
 
 def resolve_policy(config: Config) -> Path:

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from impala_llm.algorithms.distillation import insert_context
-from impala_llm.config import Config, model_directory
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.settings import Config, model_directory
 
 
 @dataclass(frozen=True)

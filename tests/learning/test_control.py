@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 
-from impala_llm.config import AlgorithmConfig
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+from impala_llm.settings import AlgorithmConfig
 
 
 def test_the_entropy_bonus_rises_below_its_target_and_falls_above() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from impala_llm.config import AlgorithmConfig, Config
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, objective
 from impala_llm.learning.packing import PackedBatch, pack
 from impala_llm.learning.scoring import TokenScores, action_log_probs
+from impala_llm.settings import AlgorithmConfig, Config
 from tests.learning.builders import make_batch, save_lm
 
 VERSION = 6  # three above that of the builders' trajectories

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from impala_llm.algorithms.advantages import group_relative
-from impala_llm.config import Config
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
@@ -20,6 +19,7 @@ from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
+from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import make_batch, save_lm

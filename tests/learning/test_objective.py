@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from impala_llm.config import Config
 from impala_llm.learning.mismatch import Recomputed
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.packing import pack
+from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 VERSION = 5

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from impala_llm.config import LearnerConfig
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer, schedule
+from impala_llm.settings import LearnerConfig
 from tests.learning.builders import save_lm
 
 

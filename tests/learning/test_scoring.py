@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from impala_llm.config import Config, load
+from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
@@ -14,6 +14,7 @@ from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
+from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from tests.learning.builders import make_batch, make_trajectory, save_lm
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from impala_llm.config import Config
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
+from impala_llm.settings import Config
 from tests.learning.builders import make_batch
 
 

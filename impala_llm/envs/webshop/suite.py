@@ -8,7 +8,6 @@ page format; only what is shown, how many steps are allowed and whether the rewa
 from collections.abc import Sequence
 from typing import Any
 
-from impala_llm.config import WebShopConfig
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.webshop.catalogue import Catalogue, GoalSet, load_catalogue
 from impala_llm.envs.webshop.env import WebShopEnv
@@ -24,6 +23,7 @@ from impala_llm.envs.webshop.prompt import (
 )
 from impala_llm.envs.webshop.splits import solvable_goals, split_goals
 from impala_llm.envs.webshop.synthetic import synthetic_catalogue
+from impala_llm.settings import WebShopConfig
 
 SPARSE_REWARD = 10.0
 

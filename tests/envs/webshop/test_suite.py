@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from impala_llm.config import WebShopConfig
 from impala_llm.envs.webshop import WebShopEnv, records_to_catalogue, synthetic_catalogue
 from impala_llm.envs.webshop.prompt import PROMPT_MODES
 from impala_llm.envs.webshop.shopper import ScriptedShopper
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
+from impala_llm.settings import WebShopConfig
 
 SPLITS = ("train", "validation", "test")
 
