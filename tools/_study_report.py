@@ -61,7 +61,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def write_lines(path: Path, results: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(result, separators=(",", ":")) + "\n" for result in results))
+    lines = (json.dumps(_rounded(result), separators=(",", ":")) for result in results)
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def _rounded(data: Any) -> Any:
+    """Its numbers to six digits."""
+    return json.loads(json.dumps(data), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 
 def group_by(results: Iterable[Result], *keys: str) -> dict[tuple[Any, ...], list[Result]]:

@@ -4,6 +4,7 @@ Invariant: all are fed with sums over all ranks and hold the same on every rank.
 """
 
 import math
+from collections import deque
 
 from impala_llm.pipeline.complaints import Complaints
 from impala_llm.settings import AlgorithmConfig
@@ -11,6 +12,7 @@ from impala_llm.settings import AlgorithmConfig
 _FIRST_UPDATES = 5
 """Updates whose mean is what later ones are compared with."""
 _GOOD_SCORE = 0.9
+_WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
 
 
@@ -49,16 +51,20 @@ class RewardScale:
 
 
 class CollapseAlarm:
-    """Entropy or answers that have shrunk to a small share of what they were at first, while scores are not good.
+    """Entropy or answers that have shrunk to a small share of what they were at first, while scores are not good; and
+    noise: scores that have fallen to half of the best, while the entropy has risen since then.
 
-    A policy that has solved its tasks is also certain and brief: that is no collapse.
+    A policy that has solved its tasks is also certain and brief: that is no collapse. Stale data under capped weights
+    end in noise (docs/results/off_policy.md).
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._shares = {"entropy": config.entropy_alarm, "length": config.length_alarm}
         self._first: dict[str, list[float]] = {"entropy": [], "length": []}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_FIRST_UPDATES)
+        self._best_score, self._entropy_at_best = 0.0, math.inf
         self._complaints = Complaints(_ALARM_INTERVAL_S)
-        self.collapsed: dict[str, bool] = {"entropy": False, "length": False}
+        self.collapsed: dict[str, bool] = {"entropy": False, "length": False, "noise": False}
 
     def observe(self, entropy: float, length: float, score: float) -> None:
         """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1]."""
@@ -76,3 +82,20 @@ class CollapseAlarm:
                     f"at first, and the mean score is {score:.2f}: lower learner.learning_rate or "
                     "algorithm.max_staleness, or set algorithm.entropy_target",
                 )
+        self._recent.append((score, entropy))
+        if len(self._recent) == _FIRST_UPDATES:
+            self._look_for_noise()
+
+    def _look_for_noise(self) -> None:
+        score, entropy = (sum(values) / len(self._recent) for values in zip(*self._recent, strict=True))
+        if score > self._best_score:
+            self._best_score, self._entropy_at_best = score, entropy
+        has_fallen = self._best_score > _WORTH_LOSING and score < 0.5 * self._best_score
+        self.collapsed["noise"] = has_fallen and entropy > 1.5 * self._entropy_at_best
+        if self.collapsed["noise"]:
+            self._complaints.log(
+                "COLLAPSE TO NOISE",
+                f"the mean score has fallen from {self._best_score:.2f} to {score:.2f} while the entropy rose from "
+                f"{self._entropy_at_best:.3g} to {entropy:.3g} nats: the data are too old for the correction; set "
+                "algorithm.loss=ppo_clip, or lower algorithm.max_staleness or learner.learning_rate",
+            )

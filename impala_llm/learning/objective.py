@@ -250,6 +250,7 @@ def _value_figures(
     shares = {
         "ratio/rho_clip_share": (ratio > rho_bar).float().mean().item(),
         "ratio/c_clip_share": (ratio > c_bar).float().mean().item(),
-        "value/explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0,
+        # Targets that are all but equal leave nothing to explain.
+        "value/explained_variance": 1.0 - unexplained / spread if spread > 1e-6 else 0.0,
     }
     return [(name, value, float(len(values))) for name, value in shares.items()]

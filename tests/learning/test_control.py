@@ -51,12 +51,28 @@ def test_a_collapse_is_said_and_a_solved_task_is_not_one(caplog: pytest.LogCaptu
         for _ in range(5):
             alarm.observe(2.0, 100.0, 0.1)
         alarm.observe(0.5, 60.0, 0.1)
-        assert alarm.collapsed == {"entropy": False, "length": False} and not caplog.records
+        assert not any(alarm.collapsed.values()) and not caplog.records
         alarm.observe(0.05, 60.0, 0.95)
         assert not any(alarm.collapsed.values()), "certain, and right"
         alarm.observe(0.05, 10.0, 0.3)
-    assert alarm.collapsed == {"entropy": True, "length": True}
+    assert alarm.collapsed == {"entropy": True, "length": True, "noise": False}
     for word in ("ENTROPY COLLAPSE", "LENGTH COLLAPSE", "algorithm.entropy_alarm=0.05", "algorithm.entropy_target"):
         assert word in caplog.text
     alarm.observe(1.0, 60.0, 0.3)
     assert not any(alarm.collapsed.values())
+
+
+def test_scores_that_fall_while_the_entropy_rises_are_a_collapse_to_noise(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = CollapseAlarm(AlgorithmConfig())
+    with caplog.at_level(logging.WARNING):
+        for entropy, score in [(4.6, 0.0)] * 5 + [(2.0, 0.5)] * 5 + [(1.0, 0.8)] * 5:
+            alarm.observe(entropy, 6.0, score)
+        assert not any(alarm.collapsed.values()), "it learned"
+        for _ in range(5):
+            alarm.observe(1.0, 6.0, 0.3)
+        assert not alarm.collapsed["noise"], "worse, and as certain as before"
+        for _ in range(5):
+            alarm.observe(4.5, 6.0, 0.02)
+    assert alarm.collapsed["noise"]
+    for word in ("COLLAPSE TO NOISE", "from 0.80 to", "algorithm.loss=ppo_clip"):
+        assert word in caplog.text
