@@ -34,6 +34,20 @@ def sglang_python() -> str | None:
     return sys.executable if importlib.util.find_spec("sglang") else None
 
 
+def descendants() -> list[psutil.Process]:
+    """Of this process, but for multiprocessing's own tracker, which other tests start and which lives to the end."""
+    return [each for each in psutil.Process().children(recursive=True) if not _is_tracker(each)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline()) and (
+            process.ppid() == os.getpid()
+        )
+    except psutil.NoSuchProcess:
+        return True
+
+
 needs_sglang = pytest.mark.skipif(
     sglang_python() is None,
     reason=f"NO SGLANG HERE: run tools/install_sglang_cpu.sh, or set {INTERPRETER} to an interpreter that has it",

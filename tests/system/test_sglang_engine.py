@@ -16,7 +16,7 @@ from impala_llm.engines.base import EngineError, Generation, SamplingParams
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.trajectory import Trajectory
-from tests.system.sglang import needs_sglang
+from tests.system.sglang import descendants, needs_sglang
 from tests.system.sglang_rig import (
     EPISODES,
     MAX_LENGTH,
@@ -325,7 +325,7 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
 
 def kill_server(rig: Rig) -> None:
     port = int(rig.server.url.rsplit(":", 1)[1])
-    for process in psutil.Process().children(recursive=True):
+    for process in descendants():
         if any(
             each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections("tcp")
         ):

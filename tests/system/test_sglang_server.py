@@ -17,7 +17,7 @@ import pytest
 
 from impala_llm.engines.sglang_server import SGLangServer
 from impala_llm.engines.sglang_settings import BadServerSettings, ServerError, ServerSettings
-from tests.system.sglang import ROOT, cpu_settings, needs_sglang, tiny_checkpoint
+from tests.system.sglang import ROOT, cpu_settings, descendants, needs_sglang, tiny_checkpoint
 
 DEADLINE_S = 30.0
 STAND_IN = """#!{python}
@@ -81,10 +81,6 @@ def stand_in(tiny_model: Path, tmp_path: Path) -> Callable[[str], ServerSettings
         return ServerSettings(model=tiny_model, log=tmp_path / "log", python=str(program), max_length=512)
 
     return make
-
-
-def descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def without_guard(processes: list[psutil.Process]) -> list[psutil.Process]:
