@@ -161,7 +161,7 @@ def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path
         assert "start its learner first" in run.log.read_text()
         run.assert_gone()
     with Run(tmp_path / "usage", "experiment=toy") as run:
-        assert run.start("tools/launch_actors.sh").wait(30) == 2
+        assert run.start("tools/launch_actors.sh", "--actors", "2").wait(30) == 2
         assert "usage" in run.log.read_text()
 
 
