@@ -75,9 +75,9 @@ def test_the_settings_reach_the_command_line_and_extra_arguments_come_last(setti
 
 
 def test_variables(settings: ServerSettings) -> None:
-    inherited = {"HOME": "/home/someone", "OMP_NUM_THREADS": "16", "CUDA_VISIBLE_DEVICES": "0,1"}
+    inherited = {"HOME": "/nowhere", "OMP_NUM_THREADS": "16", "CUDA_VISIBLE_DEVICES": "0,1"}
     on_cpu = environment(replace(settings, environment={"MKL_NUM_THREADS": "3"}), inherited)
-    assert on_cpu["HOME"] == "/home/someone"
+    assert on_cpu["HOME"] == "/nowhere"
     assert (on_cpu["SGLANG_USE_CPU_ENGINE"], on_cpu["OMP_NUM_THREADS"], on_cpu["HF_HUB_OFFLINE"]) == ("1", "1", "1")
     assert on_cpu["MKL_NUM_THREADS"] == "3"
     on_gpu = environment(replace(settings, device="cuda", environment={"CUDA_VISIBLE_DEVICES": "1"}), inherited)
