@@ -206,7 +206,7 @@ class RunDirectory:
         if not self._owned:
             raise RunDirectoryError(f"{self.path} was attached, not created: its owner removes it")
         if read_owner(self.path) == ProcessIdentity.mine():
-            shutil.rmtree(self.path)
+            _discard(self.path)
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -290,7 +290,15 @@ def _remove_if_dead(path: Path, run_name: str) -> None:
     """Remove the directory of a dead owner; RunDirectoryError where the owner lives. Safe against concurrent starts."""
     with _locked_and_dead(path, run_name) as is_there:
         if is_there:
-            # Renamed first, so that nobody attaches to a directory that is half deleted.
-            doomed = Path(tempfile.mkdtemp(prefix=f"{path.name}.old-{os.getpid()}-", dir=path.parent))
-            os.rename(path, doomed / path.name)
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a run's directory, also while actors that end at this moment remove their own files in it."""
+    # Renamed first: nobody attaches to a directory that is half deleted, or puts a new file into it.
+    doomed = Path(tempfile.mkdtemp(prefix=f"{path.name}.old-{os.getpid()}-", dir=path.parent))
+    os.rename(path, doomed / path.name)
+    while os.path.lexists(doomed):
+        # A file that somebody else removed after it was listed ends rmtree: what is left is listed again.
+        with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(doomed)

@@ -147,10 +147,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(*fakes: FakeServer, **options):
+async def running(*fakes: FakeServer, timeout_s: float = 10, **options):
     for fake in fakes:
         await fake.server.start_server(shutdown_timeout=0.1)
-    servers = [RemoteServer(fake.url, timeout_s=0.3) for fake in fakes]
+    servers = [RemoteServer(fake.url, timeout_s=timeout_s) for fake in fakes]
     engine = SGLangEngine(servers, **{"vocab_size": VOCAB, "max_length": 200, **options})
     try:
         await engine.start()
@@ -446,7 +446,7 @@ def test_a_url_without_a_server_is_an_error_after_the_timeout():
 def test_a_server_that_does_not_come_back_fails_all_who_wait():
     async def test():
         fake = FakeServer()
-        async with running(fake) as engine:
+        async with running(fake, timeout_s=1) as engine:
             fake.gate.clear()
             waiting = asyncio.create_task(engine.generate("a", [1], SamplingParams(max_new_tokens=30)))
             while not fake.requests:
@@ -464,9 +464,9 @@ def test_a_server_that_does_not_come_back_fails_all_who_wait():
 def test_a_deadline_names_itself_and_frees_the_server():
     async def test():
         fake = FakeServer()
-        async with running(fake, request_timeout_s=0.2) as engine:
+        async with running(fake, request_timeout_s=0.5) as engine:
             fake.gate.clear()
-            with pytest.raises(EngineError, match="0.2 s \\(4 of 9 tokens\\)"):
+            with pytest.raises(EngineError, match="0.5 s \\(4 of 9 tokens\\)"):
                 await engine.generate("a", [1], SamplingParams(max_new_tokens=9))
             while not fake.aborted:
                 await asyncio.sleep(0.001)

@@ -37,6 +37,23 @@ def test_the_owner_makes_and_removes_a_private_directory(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_actor_may_remove_its_file_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create("run", tmp_path)
+    for name in ("actor-0.arena", "actor-1.arena"):
+        (run.path / name).write_text("x")
+    unlink, faster = os.unlink, []
+
+    def unlink_second(name: str, **where: int) -> None:
+        unlink(name, **where)
+        if not faster:
+            faster.append(name)
+            raise FileNotFoundError(name)
+
+    monkeypatch.setattr("os.unlink", unlink_second)
+    run.remove()
+    assert faster and list(tmp_path.iterdir()) == []
+
+
 def test_a_living_owner_keeps_its_directory_and_a_dead_one_loses_it(tmp_path: Path) -> None:
     owner = start_owner(tmp_path)
     with pytest.raises(RunDirectoryError, match=f"living process {owner.pid}"):
