@@ -68,7 +68,7 @@ class Trainer:
             if advantages is not None and self.entropy.coef == algorithm.kl_coef == 0:
                 teaching = advantages.nonzero().flatten().tolist()
                 log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
-            weights = torch.tensor(batch.weights, dtype=torch.float32)
+            weights = self.draw_weights(batch)
             micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
         with timer.stage("forward"):
             self.monitor.begin(trajectories, version)
@@ -139,6 +139,15 @@ class Trainer:
         self.rewards.observe(sequences, total, squares)
         self.log.add("optimizer/reward_divisor", self.rewards.divisor)
         return Denominators(tokens, turns, sequences)
+
+    def draw_weights(self, batch: Batch) -> torch.Tensor:
+        """float32[M]: the importance weights of the replay draw, with mean 1 over all ranks.
+
+        The buffer's have maximum 1, which often belongs to an old item that the uniform floor has drawn. Beside it all
+        others would be small, and with them the policy gradient, while an entropy bonus keeps its size.
+        """
+        total, count = self.ranks.sum([sum(batch.weights), len(batch.weights)])
+        return torch.tensor(batch.weights, dtype=torch.float32) * (count / total)
 
     def episode_advantages(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
         """float32[M], one for each trajectory; None where a value head or a teacher says what each action is worth."""

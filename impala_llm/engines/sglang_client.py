@@ -18,6 +18,9 @@ CALL_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 2.0
+"""A connection that was idle for longer is not used again. SGLang's server ends such ones after 5 s, and a request that
+is written at that moment is lost."""
 _HALF_LOADED = "Rolling back"
 """In the answer of a server that found out in the middle, and then reads the same directory again."""
 _EVENT = b"data: "
@@ -45,6 +48,11 @@ class ServerInfo:
     """Of the weights in use, as the server sees it."""
     weight_version: str
     tensor_parallel: int
+
+
+def open_http() -> aiohttp.ClientSession:
+    """For any number of clients, requests and servers."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S))
 
 
 class SGLangClient:

@@ -7,6 +7,7 @@ interrupts is continued from those tokens on another server, or on the same one 
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,7 +21,7 @@ import aiohttp
 from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams, WeightSource
 from impala_llm.engines.sessions import check_request
 from impala_llm.engines.sglang_answer import Answer
-from impala_llm.engines.sglang_client import ServerLost, SGLangClient
+from impala_llm.engines.sglang_client import ServerLost, SGLangClient, open_http
 from impala_llm.engines.sglang_remote import Server
 from impala_llm.engines.sglang_replica import Replica, check_fit
 from impala_llm.engines.sglang_turns import load_in_turn
@@ -33,6 +34,8 @@ from impala_llm.engines.sglang_weights import (
     read_layout,
     update_in_flight,
 )
+
+_log = logging.getLogger(__name__)
 
 STREAM_INTERVAL = 16
 """Tokens in one piece of a stream: what a dying server takes with it, at most, of each answer."""
@@ -132,7 +135,7 @@ class SGLangEngine:
         """
         if callable(self._servers):
             self._take(await self._servers())
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._http = open_http()
         self._keepers = [asyncio.create_task(replica.keep()) for replica in self._replicas]
         try:
             while not all(replica.version is not None for replica in self._replicas):
@@ -418,6 +421,7 @@ class SGLangEngine:
         refusals = []
         for replica, outcome in zip(behind, outcomes, strict=True):
             if isinstance(outcome, ServerLost):
+                _log.warning("version %d did not reach %s: %s", version, replica.server.url, outcome)
                 replica.suspect(outcome)
                 replica.version = None
             elif isinstance(outcome, EngineError):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impala_llm.engines.base import EngineError
-from impala_llm.engines.sglang_client import ServerLost, ServerRefused, SGLangClient
+from impala_llm.engines.sglang_client import ServerLost, ServerRefused, SGLangClient, open_http
 from impala_llm.engines.sglang_turns import TRANSFER_TIMEOUT_S, pause_mode
 from impala_llm.engines.sglang_weights import InFlight
 from impala_llm.pipeline.rendezvous import address_towards, listen_at
@@ -127,7 +127,7 @@ class WeightSender:
         device = next(iter(tensors.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the update's kernels have written them
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with open_http() as http:
             times = await asyncio.gather(
                 *(self._send_one(http, opening, url, buckets, device, version) for opening, url in wanted.items())
             )
@@ -248,7 +248,7 @@ class WeightSender:
         links = [self._links.pop(opening) for opening in openings]
         if not links:
             return
-        async with aiohttp.ClientSession() as http:
+        async with open_http() as http:
 
             async def leave(link: _Link) -> None:
                 with contextlib.suppress(ServerLost, EngineError, TimeoutError):

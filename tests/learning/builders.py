@@ -86,3 +86,10 @@ def make_batch() -> list[Trajectory]:
         (20, [(6, 7), (12, 20)]),
     ]
     return [make_trajectory(n, turns, seed, bootstrap=seed in (1, 3)) for seed, (n, turns) in enumerate(spans)]
+
+
+class NoPriorities:
+    """What an update asks of a buffer."""
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        return None

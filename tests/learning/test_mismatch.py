@@ -22,7 +22,7 @@ from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import make_batch, save_lm
+from tests.learning.builders import NoPriorities, make_batch, save_lm
 
 VERSION = 3  # of the builders' trajectories
 CPU = torch.device("cpu")
@@ -223,13 +223,6 @@ def test_nothing_to_compare_leaves_no_figures_and_the_alarm_as_it_was(model: Pol
 
 
 # --- in an update
-
-
-class NoPriorities:
-    """What an update asks of a buffer."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        return None
 
 
 class Run:

@@ -16,7 +16,7 @@ from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
-from tests.learning.builders import make_batch, make_trajectory, save_lm
+from tests.learning.builders import NoPriorities, make_batch, make_trajectory, save_lm
 
 CPU = torch.device("cpu")
 
@@ -69,11 +69,6 @@ def test_pairs_are_the_gradient_of_dpo() -> None:
     total.backward()
     torch.testing.assert_close(found.advantages, -policy.grad)
     assert found.num_pairs == 2 and found.loss == pytest.approx(total.item(), rel=1e-5)
-
-
-class NoPriorities:
-    def update_advantages(self, ids: list[int], values: list[float]) -> None:
-        return None
 
 
 def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None:
