@@ -5,6 +5,7 @@ from impala_llm.bench import replay
 from impala_llm.bench.frame import run_bench
 
 
+@pytest.mark.system
 def test_the_benchmark_reports_all_that_is_installed() -> None:
     result = run_bench("replay", {"sizes": "300,1000", "batch": "16", "rounds": "1", "cycles": "2", "signatures": "7"})
     rows = result["rows"]

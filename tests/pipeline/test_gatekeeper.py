@@ -54,6 +54,12 @@ class Server:
         self.context.term()
 
 
+@pytest.fixture(autouse=True)
+def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a refused peer has sent never leaves it: its context would wait for that at its end."""
+    monkeypatch.setattr(sockets, "_LINGER_MS", 0)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_keys(tmp_path / "keys", ["a", "b"])

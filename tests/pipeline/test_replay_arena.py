@@ -144,7 +144,7 @@ def test_space_is_not_used_again_while_anything_of_it_lives(path: Path, keep: Ca
     expected = part.tobytes() if isinstance(part, np.ndarray) else expected
     arena.end([0, 1, 2])
     kept.clear()
-    gc.collect()
+    gc.collect(0)
     size = -(-len(words_of(originals[1])) // 8) * 8
     assert overwrite(arena) == CAPACITY // 8 - size
     if isinstance(part, Trajectory):
@@ -152,7 +152,7 @@ def test_space_is_not_used_again_while_anything_of_it_lives(path: Path, keep: Ca
     else:
         assert bytes(part) == expected  # type: ignore[call-overload]
     del part
-    gc.collect()
+    gc.collect(0)
     assert overwrite(arena) == CAPACITY // 8
     assert is_whole(arena)
 
@@ -179,7 +179,7 @@ def test_space_comes_back_after_both_the_end_and_the_last_reference(path: Path, 
         kept.clear()
     else:
         kept.clear()
-        gc.collect()
+        gc.collect(0)
         assert not is_whole(arena)
         assert [t.ticket_id for t in ReplayArena(path, CAPACITY, ROWS).recovered()] == [1]
         arena.end([1])
