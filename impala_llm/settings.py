@@ -120,8 +120,9 @@ class ModelConfig:
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     device: str = "auto"
     """auto | cpu | cuda."""
-    value_hidden_size: int = 0
-    """Hidden width of the value head; 0: linear."""
+    value_hidden_size: int | None = None
+    """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head. On old data a
+    linear head broke what this one keeps (docs/results/off_policy.md)."""
     value_trunk_gradient: bool = False
     """Whether the value loss also shapes the trunk."""
 
@@ -235,6 +236,7 @@ class LearnerConfig:
     """Tokens of a micro-batch."""
     learning_rate: float = 3e-4
     value_learning_rate: float = 1e-3
+    """Of the value head. A matrix with n > 64 inputs has 64 / n of it: a step then moves values as far at any width."""
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95

@@ -102,15 +102,16 @@ class PolicyModel(nn.Module):
 
     Args:
         lm: a Hugging Face causal LM whose attention goes through the attention interface (Qwen2, Qwen3, Llama, ...).
-        value_hidden_size: width of a hidden layer of the value head; 0: linear.
+        value_hidden_size: width of a hidden layer of the value head; None: that of the LM; 0: linear.
         value_trunk_gradient: whether the value loss reaches the LM.
     """
 
-    def __init__(self, lm: nn.Module, value_hidden_size: int = 0, value_trunk_gradient: bool = False) -> None:
+    def __init__(self, lm: nn.Module, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.value_trunk_gradient = value_trunk_gradient
         width = lm.config.hidden_size
+        value_hidden_size = width if value_hidden_size is None else value_hidden_size
         last = nn.Linear(value_hidden_size or width, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -122,7 +123,7 @@ class PolicyModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, directory: Path, value_hidden_size: int = 0, value_trunk_gradient: bool = False
+        cls, directory: Path, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
     ) -> "PolicyModel":
         """From a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape."""
         lm = AutoModelForCausalLM.from_pretrained(

@@ -11,6 +11,9 @@ import torch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.settings import LearnerConfig
 
+_BASE_WIDTH = 64
+"""Inputs of a value-head matrix that `value_learning_rate` is for."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -38,7 +41,9 @@ def schedule(config: LearnerConfig, update: int, progress: float) -> float:
 
 
 class Optimizer:
-    """AdamW with a group for the policy's matrices, one for its vectors (never decayed) and one for the value head."""
+    """AdamW with a group for the policy's matrices, one for its vectors (never decayed) and one for each tensor of the
+    value head, whose rate falls in inverse proportion to its inputs (µP, arXiv 2203.03466, table 3).
+    """
 
     def __init__(self, model: PolicyModel, config: LearnerConfig) -> None:
         self._config = config
@@ -47,9 +52,12 @@ class Optimizer:
         groups = [
             {"params": [p for p in self._policy if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in self._policy if p.ndim < 2], "weight_decay": 0.0},
-            {"params": self._value, "weight_decay": 0.0},
+            *({"params": [p], "weight_decay": 0.0} for p in self._value),
         ]
-        self._rates = [config.learning_rate, config.learning_rate, config.value_learning_rate]
+        # A bias has one input.
+        widths = [p.shape[1] if p.ndim == 2 else 1 for p in self._value]
+        rates = [config.value_learning_rate * min(1.0, _BASE_WIDTH / width) for width in widths]
+        self._rates = [config.learning_rate, config.learning_rate, *rates]
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2))
 
     def step(self, update: int, progress: float, train_policy: bool = True) -> StepResult:

@@ -288,7 +288,7 @@ def test_recomputed_noisy_data_of_age_zero_train_as_noiseless_data_do(
         if name == "recomputed":
             assert (seen["ratio/mean"], seen["ratio/max"], seen["mismatch/recomputed_share"]) == (1.0, 1.0, 1.0)
             assert seen["mismatch/logprob_mean"] == pytest.approx(0.5, abs=0.1)
-    assert results["recomputed"] == pytest.approx(results["clean"], abs=1e-6)
+    assert results["recomputed"] == pytest.approx(results["clean"], rel=1e-6)
     assert results["noisy"] != pytest.approx(results["clean"], abs=1e-3)
 
 

@@ -89,6 +89,12 @@ def test_policy_tensors_are_what_save_pretrained_writes(tmp_path: Path, architec
             assert data.tobytes() == written.numpy().tobytes()
 
 
+def test_the_value_head_is_as_wide_as_the_policy_where_nothing_is_said(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path), value_hidden_size=None)
+    width = model.lm.config.hidden_size
+    assert [tuple(p.shape) for p in model.value_head.parameters()] == [(width, width), (width,), (1, width), (1,)]
+
+
 def test_saved_and_loaded_policies_agree(tmp_path: Path) -> None:
     model = PolicyModel.from_pretrained(save_lm(tmp_path / "start"), value_hidden_size=8)
     torch.nn.init.ones_(model.value_head[-1].weight)

@@ -54,6 +54,24 @@ def test_a_first_step_moves_by_the_learning_rate_of_its_group(tmp_path: Path) ->
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_wide_layers_of_the_value_head_learn_as_much_slower(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path), value_hidden_size=256)
+    config = LearnerConfig(warmup_updates=0, decay="constant", value_learning_rate=1e-2, max_grad_norm=1e9)
+    optimizer = Optimizer(model, config)
+    first, _, last = model.value_head
+    before = copies(model)
+    fill_gradients(model, 1.0)
+    optimizer.step(0, 0.0)
+    # 32 inputs, 256 inputs, and biases, which have one
+    for name, p, rate in [
+        ("0.weight", first.weight, 1e-2),
+        ("0.bias", first.bias, 1e-2),
+        ("2.weight", last.weight, 1e-2 * 64 / 256),
+        ("2.bias", last.bias, 1e-2),
+    ]:
+        torch.testing.assert_close(p.detach(), before[f"value_head.{name}"] - rate, atol=1e-6, rtol=1e-5)
+
+
 def test_only_matrices_of_the_policy_decay(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path, learning_rate=1e-2, weight_decay=0.5)
     before = copies(model)
