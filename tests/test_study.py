@@ -79,7 +79,7 @@ def test_replay_draws_each_episode_as_often_as_its_ratio_says_at_the_same_lag(ba
 
 
 def test_every_run_of_the_study_has_settings_that_the_learner_accepts() -> None:
-    plan = [*grid.part_a([0]), *grid.part_c([0]), *grid.part_d([0])]
+    plan = [*grid.part_a([0]), *grid.part_c([0]), *grid.part_d([0]), *grid.part_e([0])]
     starts = [start for run in plan if (start := grid.start_of(run))]
     assert len(starts) == len(plan)
     for overrides in {run.overrides for run in [*plan, *starts]}:

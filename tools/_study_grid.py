@@ -13,8 +13,7 @@ COMMON = (
     "env=corridor", "model=scratch", "algorithm=vtrace", "run.terminal=false",
     "engine.max_length=64", "actor.max_episodes=64",
     "algorithm.max_staleness=null", "algorithm.entropy_coef=0.02",
-    "learner.value_learning_rate=3e-3", "learner.decay=constant",
-    "learner.token_budget=8192", "learner.stall_timeout_s=5",
+    "learner.decay=constant", "learner.token_budget=8192", "learner.stall_timeout_s=5",
 )  # fmt: skip
 
 METHODS: dict[str, tuple[str, ...]] = {
@@ -38,10 +37,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "weights capped at 5": ("algorithm.is_cap=5",),
     "upper clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_low=1", "algorithm.dual_clip=1000000"),
     "lower clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_high=1000000", "algorithm.dual_clip=1000000"),
-    "wider value head": ("model.value_hidden_size=64",),
     "slower Adam": ("learner.adam_beta2=0.999",),
 }
 """Part (d): one thing about V-trace turn with weights capped at 1 is changed, to see what makes it break."""
+
+CRITICS: dict[str, tuple[str, ...]] = {
+    "linear": ("model.value_hidden_size=0",),
+    "linear, gradient into the trunk": ("model.value_hidden_size=0", "model.value_trunk_gradient=true"),
+    "hidden layer, gradient into the trunk": ("model.value_trunk_gradient=true",),
+}
+"""Part (e). What ships, a hidden layer whose gradient stays out of the trunk, is in part (a). A head that does not fit the
+starting policy's begins at zero."""
 
 START = (*COMMON, "learner.batch_size=32", "learner.learning_rate=2e-3")
 SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.num_layers")
@@ -49,7 +55,7 @@ SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.nu
 WARM_UPDATES = 100
 
 LAGS = (0, 4, 16)
-LEARNING_RATES = (1e-3, 5e-4)
+LEARNING_RATE = 1e-3
 
 REPLAYS: dict[str, tuple[str, ...]] = {
     "uniform": (),
@@ -63,8 +69,7 @@ REPLAYS: dict[str, tuple[str, ...]] = {
 
 def part_a(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     return [
-        _corridor("a", rate, lag, method, overrides, seed, num_updates)
-        for rate in LEARNING_RATES
+        _corridor("a", "corridor", lag, method, overrides, seed, num_updates)
         for lag in LAGS
         for method, overrides in METHODS.items()
         for seed in seeds
@@ -73,18 +78,28 @@ def part_a(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
 
 def part_d(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     return [
-        _corridor("d", LEARNING_RATES[0], LAGS[-1], method, (*METHODS["V-trace turn"], *overrides), seed, num_updates)
+        _corridor("d", "corridor", LAGS[-1], method, (*METHODS["V-trace turn"], *overrides), seed, num_updates)
         for method, overrides in VARIANTS.items()
         for seed in seeds
     ]
 
 
+def part_e(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
+    return [
+        _corridor("e", f"critic: {critic}", lag, method, (*METHODS[method], *overrides), seed, num_updates)
+        for critic, overrides in CRITICS.items()
+        for lag in (LAGS[0], LAGS[-1])
+        for method in ("PPO clip", "V-trace turn, PPO clip")
+        for seed in seeds
+    ]
+
+
 def _corridor(
-    part: str, rate: float, lag: int, method: str, overrides: tuple[str, ...], seed: int, num_updates: int
+    part: str, task: str, lag: int, method: str, overrides: tuple[str, ...], seed: int, num_updates: int
 ) -> RunSettings:
     return RunSettings(
         part=part,
-        task=f"rate {rate:g}",
+        task=task,
         method=method,
         lag=lag,
         seed=seed,
@@ -92,7 +107,7 @@ def _corridor(
             *COMMON,
             "engine.max_new_tokens=2",
             "learner.batch_size=32",
-            f"learner.learning_rate={rate:g}",
+            f"learner.learning_rate={LEARNING_RATE:g}",
             *overrides,
         ),
         num_updates=num_updates,
@@ -113,8 +128,8 @@ def part_c(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
         *COMMON,
         "engine.max_new_tokens=2",
         f"learner.batch_size={batch}",
-        "learner.learning_rate=1e-3",
-        "algorithm.loss=ppo_clip",
+        f"learner.learning_rate={LEARNING_RATE:g}",
+        *METHODS["PPO clip"],
     )
     runs = []
     for task, rare_share, exponent in (("even, b 0", 1.0, 0), ("rare, b 0", 0.3, 0), ("even, b 0.6", 1.0, 0.6)):

@@ -2,12 +2,12 @@
 """What off-policy data costs and which correction gives it back, measured at exact lags in one process a run.
 
     python tools/study.py --jobs 2                 # everything, into docs/results/off_policy/
-    python tools/study.py --part a --seeds 5       # only what is missing runs
+    python tools/study.py --part a --seeds 9       # only what is missing runs
     python tools/study.py --report                 # data, tables and plots of what has finished
 
 Parts: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
-truncated weights it is that breaks at a large lag. A finished run is
-one file under --runs, named by its settings: a second call runs only what is missing, and changed settings run anew.
+truncated weights it is that breaks at a large lag; e, what the critic has to do with it. A finished run is one file
+under --runs, named by its settings: a second call runs only what is missing, and changed settings run anew.
 Needs the extra `plots`. Text and conclusions: docs/results/off_policy.md.
 """
 
@@ -32,7 +32,8 @@ from tools import _study_grid as grid  # noqa: E402
 from tools import _study_lab as lab  # noqa: E402
 from tools import _study_trace as trace  # noqa: E402
 
-PARTS = ("a", "b", "c", "d")
+SEEDS = {"a": 5, "b": 3, "c": 3, "d": 3, "e": 3}
+"""Of each part."""
 
 
 def run_path(folder: Path, settings: lab.RunSettings) -> Path:
@@ -100,8 +101,8 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
     results = finished(wanted, runs)
     if not results:
         return f"part {part}: no run has finished"
-    if part in ("a", "d"):
-        name = {"a": "lag", "d": "variants"}[part]
+    if part in ("a", "d", "e"):
+        name = {"a": "lag", "d": "variants", "e": "critic"}[part]
         reporting.write_lines(out / f"{name}.jsonl", results)
         reporting.plot_curves(results, ("task", "lag"), "update", out / f"{name}.svg")
         return reporting.lag_table(results)
@@ -113,18 +114,19 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--part", choices=PARTS, action="append", help="all, where none is named")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=SEEDS, action="append", help="all, where none is named")
+    parser.add_argument("--seeds", type=int, help=f"default: {SEEDS}")
     parser.add_argument("--quick", action="store_true", help="three updates a run, one seed: does it run at all?")
     parser.add_argument("--report", action="store_true", help="run nothing that trains")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "study", help="folder of finished runs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "off_policy", help="data and plots")
     arguments = parser.parse_args()
-    seeds = range(1 if arguments.quick else arguments.seeds)
-    plans = {"a": grid.part_a(seeds), "b": [], "c": grid.part_c(seeds), "d": grid.part_d(seeds)}
+    seeds = {part: range(1 if arguments.quick else arguments.seeds or default) for part, default in SEEDS.items()}
+    planned = {"a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e}
+    plans = {part: planned[part](seeds[part]) if part in planned else [] for part in SEEDS}
     if arguments.quick:
         plans = {part: [grid.quick(settings) for settings in runs] for part, runs in plans.items()}
-    parts = arguments.part or PARTS
+    parts = arguments.part or list(SEEDS)
     wanted = [settings for part in parts for settings in plans[part]]
     failures = []
     if not arguments.report:
@@ -132,7 +134,7 @@ def main() -> int:
         failures = run_missing(list(starts), arguments.runs, arguments.jobs)
         failures += run_missing(wanted, arguments.runs, arguments.jobs)
     for part in parts:
-        print(f"\n{report(part, plans[part], seeds, arguments.runs, arguments.out)}")
+        print(f"\n{report(part, plans[part], seeds[part], arguments.runs, arguments.out)}")
     for failure in failures:
         print(f"study: failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
