@@ -46,8 +46,8 @@ CRITICS: dict[str, tuple[str, ...]] = {
     "linear, gradient into the trunk": ("model.value_hidden_size=0", "model.value_trunk_gradient=true"),
     "hidden layer, gradient into the trunk": ("model.value_trunk_gradient=true",),
 }
-"""Part (e). What ships, a hidden layer whose gradient stays out of the trunk, is in part (a). A head that does not fit the
-starting policy's begins at zero."""
+"""Part (e). What ships, a hidden layer whose gradient stays out of the trunk, is in part (a). A head that does not fit
+the starting policy's begins at zero."""
 
 START = (*COMMON, "learner.batch_size=32", "learner.learning_rate=2e-3")
 SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.num_layers")
