@@ -25,7 +25,7 @@ from impala_llm.pipeline import sockets
 from impala_llm.pipeline.arena import ArenaError, ArenaReader
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.complaints import Complaints
-from impala_llm.pipeline.gatekeeper import Gatekeeper
+from impala_llm.pipeline.gatekeeper import Gatekeeper, user_id
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.intake import Intake, Offers
 from impala_llm.pipeline.keys import LearnerKeys
@@ -133,6 +133,8 @@ class Receiver:
         self._intake = Intake(arena, ledger, self._inbox, vocab_size, self._clock)
         self._sessions: dict[_Address, _Session] = {}
         self._acks: defaultdict[_Address, list[int]] = defaultdict(list)
+        self._key_of: dict[str, str | None] = {}
+        """Name of the key that an actor's name first came with; None: from this host, which needs none."""
         self._announced = self._published = ledger.version
         self._next_process_check = 0.0
         self._complaints = Complaints()
@@ -305,10 +307,15 @@ class Receiver:
                 continue
             for _ in range(_MAX_FRAMES_A_TURN):
                 try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                    # The name of a key is known of uncopied frames alone; of this host's ones there is none.
+                    frames = socket.recv_multipart(zmq.NOBLOCK, copy=index == 0)
                 except zmq.Again:
                     break
-                self._handle((index, frames[0]), frames[1:])
+                if index > 0:
+                    key, frames = user_id(frames[0]), [frame.bytes for frame in frames]
+                else:
+                    key = None
+                self._handle((index, frames[0]), frames[1:], key)
         for session in list(self._sessions.values()):
             self._take_in(session)
         for address, sequences in self._acks.items():
@@ -320,7 +327,7 @@ class Receiver:
         else:
             self._grant()
 
-    def _handle(self, address: _Address, frames: list[bytes]) -> None:
+    def _handle(self, address: _Address, frames: list[bytes], key: str | None) -> None:
         try:
             if not frames:
                 raise WireError("a message has no frames: at least 1 is expected")
@@ -328,7 +335,7 @@ class Receiver:
             if len(frames) > 1 and not isinstance(message, DescriptorBatch):
                 raise WireError(f"{type(message).__name__} has {len(frames)} frames: 1 is expected")
             if isinstance(message, Hello):
-                self._handle_hello(address, message)
+                self._handle_hello(address, message, key)
                 return
             session = self._sessions.get(address)
             if session is None:
@@ -357,10 +364,17 @@ class Receiver:
             self._count("messages_malformed")
             self._complaints.log("a malformed message was dropped", str(error))
 
-    def _handle_hello(self, address: _Address, hello: Hello) -> None:
+    def _handle_hello(self, address: _Address, hello: Hello, key: str | None) -> None:
         identity = address[1]
         if identity != f"{hello.actor_id}#{hello.incarnation:016x}".encode():
             raise WireError(f"actor {hello.actor_id!r} speaks as {identity!r}: the two do not belong together")
+        # From here on the routing id stands for the key: half of it is a random number that nobody else knows.
+        if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
+            first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
+            text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
+            self._complaints.log("an actor was turned away", text)
+            self._send(address, Shutdown(text[:_MAX_REASON]))
+            return
         session = self._sessions.get(address)
         if session is None:
             for other in [s for s in self._sessions.values() if s.actor_id == hello.actor_id]:
