@@ -307,14 +307,9 @@ class Receiver:
                 continue
             for _ in range(_MAX_FRAMES_A_TURN):
                 try:
-                    # The name of a key is known of uncopied frames alone; of this host's ones there is none.
-                    frames = socket.recv_multipart(zmq.NOBLOCK, copy=index == 0)
+                    frames, key = _receive(socket, from_afar=index > 0)
                 except zmq.Again:
                     break
-                if index > 0:
-                    key, frames = user_id(frames[0]), [frame.bytes for frame in frames]
-                else:
-                    key = None
                 self._handle((index, frames[0]), frames[1:], key)
         for session in list(self._sessions.values()):
             self._take_in(session)
@@ -528,6 +523,15 @@ class Receiver:
     def _send(self, address: _Address, message: Message) -> None:
         # ROUTER drops what is for a peer that is gone or does not read; all that matters is sent again.
         self._sockets[address[0]].send_multipart([address[1], encode(message)], zmq.NOBLOCK)
+
+
+def _receive(socket: zmq.Socket[bytes], from_afar: bool) -> tuple[list[bytes], str | None]:
+    """A message's frames, and the name of the key of who sent it. Raises zmq.Again."""
+    if not from_afar:
+        return socket.recv_multipart(zmq.NOBLOCK), None
+    # Uncopied, as copies do not know whence they came.
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    return [frame.bytes for frame in frames], user_id(frames[0])
 
 
 def _bound_to(socket: zmq.Socket[bytes]) -> str:
