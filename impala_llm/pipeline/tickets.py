@@ -12,20 +12,7 @@ trained if any was trained on, else evicted. Once one is there the ticket is not
 come (the attempt failed or broke a rule, the actor was lost, the learner began anew) the episode is cut there, and the
 ticket ends with what it has brought. What comes of it nevertheless is taken until then.
 
-Why staleness is bounded. B: batch_size, η: max_staleness, v: the learner's version, all in trajectories of one rank. A
-slot is charged when a ticket leaves the task order. It is free again when the step that trained on the ticket has made
-its version, or when the ticket ends otherwise (for refused members of a group: when the group has ended). At most
-(η + 1)·B slots are charged, and a step under way counts as B of them even if its batch was short.
-Let W slots be charged that no step has trained on yet, when a ticket is granted, and s = 1 if a step is under way, else
-0. Taken oldest first, B slots a step, the ticket is trained on by the step that starts from u = v + s + floor(W / B). A
-token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is just
-what makes min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
-u = v = min_version. A learner that takes younger tickets first must drop what that makes too old.
-
-With unrolls a batch is B of them, and W counts those that wait to be trained on and those that are still to come: of a
-ticket that is ready or open as many as an episode has brought on average, less what it has brought, one at least. That
-is a forecast: what it makes too old a learner must drop, last unrolls first, so better few. No batch waits for ever:
-once nothing is open W is exact, and W < B is admitted while no step is under way.
+How many may be under way is admission.py's business.
 """
 
 from __future__ import annotations
@@ -33,38 +20,31 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
+from impala_llm.pipeline import ticket_notes
+from impala_llm.pipeline.admission import Admission, beyond_slot
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.ticket_entries import (
+    ENDED,
+    Entry,
+    Group,
+    Parts,
+    State,
+    Ticket,
+    entry_from_state,
+    entry_state,
+    waiting,
+)
 from impala_llm.trajectory import MAX_TICKETS, unroll_id
 
+__all__ = ["Ticket", "TicketLedger", "Verdict"]
+
 _STATE_FORMAT = 2
-# Kinds of rows in the journal. A ticket's last row counts; what has arrived is known from the replay arena.
-_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED = range(7)
-_MAX_COUNTED = 256
-"""Episodes that the forecast of their unrolls looks back on, roughly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """Leave to play one episode. Written by the learner rank, read by the actor.
-
-    ticket_id: the same in every run with the same task order; unique over all ranks.
-    task_id: what to play. group_id: tickets with the same one play the same task for a group-relative baseline.
-    seed: of the episode, in [0, 2^63).
-    min_version: the actor plays with at least this version of the weights, else the trajectory is refused.
-    """
-
-    ticket_id: int
-    task_id: int
-    group_id: int
-    seed: int
-    min_version: int
 
 
 class Verdict(Enum):
@@ -76,58 +56,6 @@ class Verdict(Enum):
     SUPERSEDED = auto()
     """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is not touched."""
     UNKNOWN_TICKET = auto()
-
-
-class _State(Enum):
-    READY = "ready"
-    OPEN = "open"
-    RECEIVED = "received"
-    TRAINED = "trained"
-    EVICTED = "evicted"
-    REFUSED = "refused"
-
-
-_ENDED = (_State.TRAINED, _State.EVICTED, _State.REFUSED)
-_ROW_KINDS = {_State.TRAINED: _TRAINED, _State.EVICTED: _EVICTED, _State.REFUSED: _REFUSED}
-_END_STATES = {kind: state for state, kind in _ROW_KINDS.items()}
-
-
-@dataclass(slots=True)
-class _Parts:
-    """Of a ticket whose episode comes in several unrolls. settled: by unroll, the version that is made of it, 0 where
-    it was evicted. num_unrolls: of the whole episode, once its last one is there."""
-
-    settled: dict[int, int] = field(default_factory=dict)
-    num_unrolls: int | None = None
-
-
-@dataclass(slots=True)
-class _Entry:
-    """All that is known of a ticket."""
-
-    ticket: Ticket
-    born_version: int
-    state: _State = _State.READY
-    actor_id: str | None = None
-    attempts: int = 0
-    episode_id: str | None = None
-    unrolls: set[int] = field(default_factory=set)
-    """Those that were received."""
-    step: int = 0
-    """Version that is made of it, once it is trained on: it counts when that version is published."""
-    parts: _Parts | None = None
-    """None as long as all there is is one unroll, the first and last."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group of which some ticket has not ended."""
-
-    under_way: int
-    """Tickets that have not ended."""
-    num_lost: int = 0
-    """Refused tickets. Their slots stay charged until the whole group has ended, so that a batch keeps its number of
-    groups: a group that is short of members is no room for part of another."""
 
 
 class TicketLedger:
@@ -184,33 +112,26 @@ class TicketLedger:
         self._order = task_order
         self._max_open = max_open
         self._max_attempts = max_attempts
-        self._version = version
+        self._slots = Admission(batch_size, group_size, max_staleness, version)
         self._lock = threading.RLock()
-        self._entries: dict[int, _Entry] = {}
-        self._ended: OrderedDict[int, _Entry] = OrderedDict()
-        self._groups: dict[int, _Group] = {}
+        self._entries: dict[int, Entry] = {}
+        self._ended: OrderedDict[int, Entry] = OrderedDict()
+        self._groups: dict[int, Group] = {}
         self._ready: deque[int] = deque()
         # Tickets open at an actor, and how many it wants; the order of the keys decides between equals.
         self._open_at: dict[str, set[int]] = {}
         self._wants: dict[str, int] = {}
         self._num_open = 0
-        self._charged: Counter[int] = Counter()  # by the version of the grant
-        self._released: list[int] = []  # trained by the step under way: free at the next version
-        self._trains_parts = False  # the step under way has trained on one of several unrolls
-        self._num_beyond = 0  # of all W, what is beyond one for each ticket that has a slot, without the forecast
-        self._num_begun = 0  # unrolls that open tickets have brought
-        self._mean_unrolls = 1.0  # of an episode, from when the first had several
-        self._num_counted = 0
         self._totals: Counter[str] = Counter()
         self._journal = journal
-        self._notes: list[tuple[int, ...]] = []
+        self._notes: list[ticket_notes.Row] = []
         # Resends come within seconds; what ended many batches ago needs no memory.
         self._num_remembered = max(4096, 16 * batch_size * (1 + (max_staleness or 0)))
 
     @property
     def version(self) -> int:
         """The learner's current version."""
-        return self._version
+        return self._slots.version
 
     # --- the actors' side
 
@@ -252,7 +173,7 @@ class TicketLedger:
             self.request(actor_id, self._wants.get(actor_id, 0))
             for ticket_id in held:
                 entry = self._entries.get(ticket_id)
-                if entry is not None and entry.state is _State.READY:
+                if entry is not None and entry.state is State.READY:
                     self._ready.remove(ticket_id)
                     self._open(ticket_id, actor_id)
 
@@ -277,7 +198,7 @@ class TicketLedger:
         with self._lock:
             for ticket_id in ticket_ids:
                 entry = self._entries.get(ticket_id)
-                if entry is None or entry.state is not _State.OPEN or entry.actor_id != actor_id:
+                if entry is None or entry.state is not State.OPEN or entry.actor_id != actor_id:
                     continue
                 if entry.episode_id is None:
                     again.append(entry.ticket)
@@ -296,7 +217,7 @@ class TicketLedger:
             same_episode = entry.episode_id == episode_id
             if same_episode and unroll_index in entry.unrolls:
                 return Verdict.DUPLICATE
-            if entry.state in _ENDED or not (same_episode or entry.episode_id is None):
+            if entry.state in ENDED or not (same_episode or entry.episode_id is None):
                 return Verdict.SUPERSEDED
             return Verdict.ACCEPTED
 
@@ -319,7 +240,7 @@ class TicketLedger:
             for ticket_id, episode_id, unroll_index, continues in keys:
                 entry = entries.get(ticket_id)
                 is_whole = not (continues or unroll_index)
-                if is_whole and entry is not None and entry.state is _State.OPEN and entry.episode_id is None:
+                if is_whole and entry is not None and entry.state is State.OPEN and entry.episode_id is None:
                     # The common case, without detours.
                     open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
                     self._num_open -= 1
@@ -339,11 +260,11 @@ class TicketLedger:
                             num_received += 1
                 if is_whole and verdict is Verdict.ACCEPTED:
                     assert entry is not None
-                    entry.state, entry.actor_id, entry.episode_id = _State.RECEIVED, None, episode_id
+                    entry.state, entry.actor_id, entry.episode_id = State.RECEIVED, None, episode_id
                     entry.unrolls.add(0)
                     num_received += 1
-                    if self._num_counted:
-                        self._count_unrolls(1)
+                    if self._slots.counts_unrolls:
+                        self._slots.count_unrolls(1)
                 verdicts.append(verdict)
             self._totals["received"] += num_received
         return verdicts
@@ -356,7 +277,7 @@ class TicketLedger:
         """
         with self._lock:
             entry = self._entries.get(ticket_id)
-            if entry is None or entry.state is not _State.OPEN or entry.actor_id != actor_id:
+            if entry is None or entry.state is not State.OPEN or entry.actor_id != actor_id:
                 return
             self._totals["failed"] += 1
             entry.attempts += entry.episode_id is None
@@ -368,7 +289,7 @@ class TicketLedger:
                 self._refuse(entry)
             else:
                 self._grant_again(entry)
-                self._note(_LIVE, entry)
+                self._note(entry)
             self._write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
@@ -376,7 +297,7 @@ class TicketLedger:
         effect where the ticket is not open at this actor."""
         with self._lock:
             entry = self._entries.get(ticket_id)
-            if entry is not None and entry.state is _State.OPEN and entry.actor_id == actor_id:
+            if entry is not None and entry.state is State.OPEN and entry.actor_id == actor_id:
                 self._refuse(entry)
                 self._write_notes()
 
@@ -403,31 +324,29 @@ class TicketLedger:
         on or evicted before is passed over (replayed data is trained on again); KeyError for what was not received.
         """
         with self._lock:
-            whole, in_parts = self._settle(unroll_ids, "trained on", self._version + 1)
+            step = self._slots.version + 1
+            whole, in_parts = self._settle(unroll_ids, "trained on", step)
             entries = [*whole, *in_parts]
             for entry in entries:
-                self._released.append(entry.born_version)
-                entry.step = self._version + 1
-            self._end(entries, _State.TRAINED, charged=True)
+                entry.step = step
+            self._end(entries, State.TRAINED, charged=True)
+            self._slots.free_with_step([entry.born_version for entry in entries])
             self._write_notes()
-            if self.max_staleness is None:
-                self._release()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
         """These were dropped untrained: the slots of tickets that end with it are free now. Otherwise as `trained`."""
         with self._lock:
             whole, in_parts = self._settle(unroll_ids, "evicted", 0)
-            self._end([*whole, *(entry for entry in in_parts if not entry.step)], _State.EVICTED)
-            self._end([entry for entry in in_parts if entry.step], _State.TRAINED)
+            self._end([*whole, *(entry for entry in in_parts if not entry.step)], State.EVICTED)
+            self._end([entry for entry in in_parts if entry.step], State.TRAINED)
             self._write_notes()
 
     def advance(self, version: int) -> None:
         """The learner has made this version. ValueError where it is not above the current one."""
         with self._lock:
-            if version <= self._version:
-                raise ValueError(f"version {version} does not follow {self._version}: versions only grow")
-            self._version = version
-            self._release()
+            if version <= self._slots.version:
+                raise ValueError(f"version {version} does not follow {self._slots.version}: versions only grow")
+            self._slots.advance(version)
 
     def lost_members(self, group_id: int) -> int:
         """How many of a group's tickets can never bring a trajectory: the group is complete without them.
@@ -460,14 +379,14 @@ class TicketLedger:
                 "evicted",
                 "refused",
             )
-            ages = [self._version - e.born_version for e in self._entries.values() if e.state is _State.OPEN]
+            ages = [self._slots.version - e.born_version for e in self._entries.values() if e.state is State.OPEN]
             return {
                 **{name: float(self._totals[name]) for name in names},
                 "ready": float(len(self._ready)),
                 "open": float(self._num_open),
                 "in_buffer": float(len(self._entries) - len(self._ready) - self._num_open),
-                "charged": float(self._charged.total()),
-                "version": float(self._version),
+                "charged": float(self._slots.charged.total()),
+                "version": float(self._slots.version),
                 "staleness_in_flight": float(np.mean(ages)) if ages else 0.0,
             }
 
@@ -476,15 +395,12 @@ class TicketLedger:
         with self._lock:
             return {
                 "format": _STATE_FORMAT,
-                "version": self._version,
+                **self._slots.state_dict(),
                 "task_order": self._order.state_dict(),
-                "tickets": [_entry_state(entry) for entry in self._entries.values()],
-                "ended": [_entry_state(entry) for entry in self._ended.values()],
+                "tickets": [entry_state(entry) for entry in self._entries.values()],
+                "ended": [entry_state(entry) for entry in self._ended.values()],
                 "ready": list(self._ready),
                 "groups": [[group_id, g.under_way, g.num_lost] for group_id, g in self._groups.items()],
-                "charged": [[version, count] for version, count in self._charged.items()],
-                "released": list(self._released),
-                "unrolls": [self._mean_unrolls, self._num_counted],
                 "totals": dict(self._totals),
             }
 
@@ -499,27 +415,21 @@ class TicketLedger:
             if state["format"] != _STATE_FORMAT:
                 raise ValueError(f"the saved ledger has format {state['format']}, this program reads {_STATE_FORMAT}")
             self._order.load_state_dict(state["task_order"])
-            self._version = state["version"]
-            self._entries = {entry.ticket.ticket_id: entry for entry in map(_entry_from_state, state["tickets"])}
-            self._ended = OrderedDict((e.ticket.ticket_id, e) for e in map(_entry_from_state, state["ended"]))
-            self._groups = {group_id: _Group(*values) for group_id, *values in state["groups"]}
-            self._charged = Counter(dict(state["charged"]))
-            self._released = list(state["released"])
+            self._entries = {entry.ticket.ticket_id: entry for entry in map(entry_from_state, state["tickets"])}
+            self._ended = OrderedDict((e.ticket.ticket_id, e) for e in map(entry_from_state, state["ended"]))
+            self._groups = {group_id: Group(*values) for group_id, *values in state["groups"]}
+            self._slots.load_state_dict(state, self._entries.values())
             self._totals = Counter(state["totals"])
             self._open_at, self._wants, self._num_open = {}, {}, 0
-            self._trains_parts = False
-            self._num_beyond = sum(map(_beyond_slot, self._entries.values()))
-            self._num_begun = sum(len(entry.unrolls) for entry in self._entries.values() if entry.state is _State.OPEN)
-            self._mean_unrolls, self._num_counted = state["unrolls"]
             interrupted = []
             for ticket_id, entry in sorted(self._entries.items()):
-                if entry.state is _State.OPEN and entry.episode_id is not None:
+                if entry.state is State.OPEN and entry.episode_id is not None:
                     self._cut(entry)
-                elif entry.state is _State.OPEN:
-                    entry.state = _State.READY
+                elif entry.state is State.OPEN:
+                    entry.state = State.READY
                     interrupted.append(ticket_id)
             self._ready = deque([*interrupted, *state["ready"]])
-            return [unroll_id(i, unroll) for i, entry in self._entries.items() for unroll in _waiting(entry)]
+            return [unroll_id(i, unroll) for i, entry in self._entries.items() for unroll in waiting(entry)]
 
     # --- after a death
 
@@ -536,75 +446,53 @@ class TicketLedger:
         """
         with self._lock:
             rows = [] if self._journal is None else self._journal.rows().tolist()
-            last: dict[int, list[int]] = {}
-            settled: dict[int, dict[int, int]] = {}
-            identity = list(self._order.identity().values())
-            for row in rows:
-                if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
-                    raise ValueError(f"the journal is damaged: it has the row {row}. Start under another run.name")
-                if row[0] == _ORDER:
-                    if row[1:] != identity:
-                        raise ValueError(
-                            f"the journal is of the task order {row[1:]}, this run has {self._order.identity()}: "
-                            "start under another run.name"
-                        )
-                elif row[0] == _TAKEN:
-                    self._order.skip_to(row[1])
-                elif row[0] == _SETTLED:
-                    if row[3] <= self._version:
-                        settled.setdefault(row[1], {})[row[2]] = row[3]
-                else:
-                    last[row[1]] = row
-            size = self._order.group_size
-            if last:
-                world_size = self._order.identity()["world_size"]
-                self._order.skip_to(max(self._order.num_taken, max(last) // size // world_size + 1))
+            past = ticket_notes.read(rows, self._order, self._slots.version)
             arrived: dict[int, tuple[str, set[int]]] = {}
             for ticket_id, episode_id, unroll_index in received:
                 arrived.setdefault(ticket_id, (episode_id, set()))[1].add(unroll_index)
-            for ticket_id in sorted(last):
-                group_id = ticket_id // size
-                _, _, born_version, min_version, attempts, step = last[ticket_id]
+            for ticket_id, row in sorted(past.last.items()):
+                group_id = ticket_id // self._order.group_size
+                _, _, born_version, min_version, attempts, step = row
                 ticket = Ticket(
                     *(ticket_id, self._order.task_of(group_id), group_id, self._order.ticket_seed(ticket_id)),
                     min_version,
                 )
-                self._entries[ticket_id] = _Entry(ticket, born_version, attempts=attempts, step=step)
-                self._charged[born_version] += 1
-                self._groups.setdefault(group_id, _Group(under_way=0)).under_way += 1
+                self._entries[ticket_id] = Entry(ticket, born_version, attempts=attempts, step=step)
+                self._slots.charged[born_version] += 1
+                self._groups.setdefault(group_id, Group(under_way=0)).under_way += 1
             for ticket_id, entry in list(self._entries.items()):
-                end = _END_STATES.get(last[ticket_id][0])
-                if end is not None and entry.step <= self._version:
+                end = past.end_of(ticket_id)
+                if end is not None and entry.step <= self._slots.version:
                     self._end([entry], end)
                     continue
                 # Not of a step that was lost: another end must not be taken for a part of it.
-                before = settled.get(ticket_id, {})
+                before = past.settled.get(ticket_id, {})
                 entry.step = max(before.values(), default=0)
                 entry.episode_id, found = arrived.get(ticket_id, (None, set()))
                 entry.unrolls = found | before.keys()
                 if entry.unrolls - {0} or before:
-                    entry.parts = _Parts(before)
+                    entry.parts = Parts(before)
                 if found - before.keys():
-                    entry.state = _State.RECEIVED
-                    self._num_beyond += _beyond_slot(entry)
+                    entry.state = State.RECEIVED
+                    self._slots.num_beyond += beyond_slot(entry)
                 elif before:
-                    self._end([entry], _State.TRAINED if entry.step else _State.EVICTED)
+                    self._end([entry], State.TRAINED if entry.step else State.EVICTED)
                 else:
                     self._ready.append(ticket_id)
-            self._charged += Counter()  # drops the zeros
+            self._slots.drop_zeros()
             self._totals.clear()
             self._notes.clear()
             if self._journal is not None:
                 self._journal.rewrite(self._account())
             return [
-                entry is not None and entry.episode_id == episode_id and unroll_index in _waiting(entry)
+                entry is not None and entry.episode_id == episode_id and unroll_index in waiting(entry)
                 for ticket_id, episode_id, unroll_index in received
                 for entry in [self._entries.get(ticket_id)]
             ]
 
-    def _note(self, kind: int, entry: _Entry) -> None:
+    def _note(self, entry: Entry) -> None:
         if self._journal is not None:
-            self._notes.append(_row(kind, entry))
+            self._notes.append(ticket_notes.note(entry))
 
     def _write_notes(self) -> None:
         """All that a call has changed, in one piece."""
@@ -614,70 +502,36 @@ class TicketLedger:
                 self._journal.rewrite(self._account())
             self._notes.clear()
 
-    def _account(self) -> list[tuple[int, ...]]:
-        """All that a later process must know, in as few rows as it takes."""
-        wanted = self._groups.keys() | {e.ticket.group_id for e in self._ended.values() if e.step > self._version}
-        ended = [entry for entry in self._ended.values() if entry.ticket.group_id in wanted]
-        return [
-            (_ORDER, *self._order.identity().values()),
-            (_TAKEN, self._order.num_taken, 0, 0, 0, 0),
-            *(_row(_ROW_KINDS.get(entry.state, _LIVE), entry) for entry in [*self._entries.values(), *ended]),
-            *(
-                (_SETTLED, entry.ticket.ticket_id, unroll_index, step, 0, 0)
-                for entry in [*self._entries.values(), *ended]
-                if entry.parts is not None
-                for unroll_index, step in entry.parts.settled.items()
-            ),
-        ]
+    def _account(self) -> list[ticket_notes.Row]:
+        """All that a later process must know."""
+        ended = self._ended.values()
+        wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._slots.version}
+        kept = [entry for entry in ended if entry.ticket.group_id in wanted]
+        return ticket_notes.account(self._order, [*self._entries.values(), *kept])
 
-    # --- admission
+    # --- granting
+
+    def _num_playing(self) -> int:
+        return self._num_open + len(self._ready)
 
     def _may_start_group(self) -> bool:
-        size = self._order.group_size
-        if self._max_open is not None and self._num_open + len(self._ready) + size > self._max_open:
+        num_playing = self._num_playing()
+        if self._max_open is not None and num_playing + self._order.group_size > self._max_open:
             return False
-        if self.max_staleness is None:
-            return True
-        if self.max_staleness == 0 and self._charged.total() != self._charged[self._version]:
-            # A part of an older batch was not trained on: whole batches only. But what was refused or evicted of this
-            # version's batch is replaced.
-            return False
-        spoken_for = max(len(self._released), self._step_under_way() * self.batch_size)
-        # However long episodes are: beside a part of a batch there is room for a group.
-        room = max(size, min(size * self._mean_unrolls, self.max_staleness * self.batch_size + 1))
-        return self._num_waiting() + room <= (self.max_staleness + 1) * self.batch_size - spoken_for
-
-    def _step_under_way(self) -> int:
-        return 1 if self._released or self._trains_parts else 0
-
-    def _num_waiting(self) -> int:
-        """W: charged slots that no step has trained on yet, and the unrolls beyond one for each."""
-        num_waiting = self._charged.total() - len(self._released) + self._num_beyond
-        if self._mean_unrolls > 1:
-            num_playing = self._num_open + len(self._ready)
-            num_waiting += max(0, round(num_playing * (self._mean_unrolls - 1)) - self._num_begun)
-        return num_waiting
-
-    def _count_unrolls(self, count: int) -> None:
-        """An episode is whole."""
-        self._num_counted = min(self._num_counted + 1, _MAX_COUNTED)
-        self._mean_unrolls += (count - self._mean_unrolls) / self._num_counted
+        return self._slots.may_start_group(num_playing)
 
     def _start_group(self) -> None:
         """Take a group from the task order and make its tickets ready. They are charged from here on."""
         task_id, group_id = self._order.next()
         size = self._order.group_size
-        min_version = 0
-        if self.max_staleness is not None:
-            steps_ahead = self._step_under_way() + (self._num_waiting() + size - 1) // self.batch_size
-            min_version = max(0, self._version + steps_ahead - self.max_staleness)
-        self._groups[group_id] = _Group(under_way=size)
+        min_version = self._slots.min_version(self._num_playing())
+        self._groups[group_id] = Group(under_way=size)
         for ticket_id in range(group_id * size, (group_id + 1) * size):
             ticket = Ticket(ticket_id, task_id, group_id, self._order.ticket_seed(ticket_id), min_version)
-            entry = self._entries[ticket_id] = _Entry(ticket, self._version)
+            entry = self._entries[ticket_id] = Entry(ticket, self._slots.version)
             self._ready.append(ticket_id)
-            self._note(_LIVE, entry)
-        self._charged[self._version] += size
+            self._note(entry)
+        self._slots.charge_group()
 
     def _deal_batch(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
         while self._may_start_group():
@@ -723,66 +577,66 @@ class TicketLedger:
 
     def _open(self, ticket_id: int, actor_id: str) -> Ticket:
         entry = self._entries[ticket_id]
-        entry.state, entry.actor_id = _State.OPEN, actor_id
+        entry.state, entry.actor_id = State.OPEN, actor_id
         self._open_at[actor_id].add(ticket_id)
         self._num_open += 1
         self._totals["granted"] += 1
         return entry.ticket
 
-    def _leave_queue_or_actor(self, entry: _Entry) -> None:
+    def _leave_queue_or_actor(self, entry: Entry) -> None:
         ticket_id = entry.ticket.ticket_id
-        if entry.state is _State.READY:
+        if entry.state is State.READY:
             self._ready.remove(ticket_id)
-        elif entry.state is _State.OPEN:
+        elif entry.state is State.OPEN:
             assert entry.actor_id is not None
             self._open_at[entry.actor_id].discard(ticket_id)
             self._num_open -= 1
 
-    def _grant_again(self, entry: _Entry) -> None:
+    def _grant_again(self, entry: Entry) -> None:
         assert entry.actor_id is not None
         self._open_at.get(entry.actor_id, set()).discard(entry.ticket.ticket_id)
         self._num_open -= 1
-        entry.state, entry.actor_id = _State.READY, None
+        entry.state, entry.actor_id = State.READY, None
         # In front of new ones: it is the oldest work there is.
         self._ready.appendleft(entry.ticket.ticket_id)
         self._totals["regranted"] += 1
 
-    def _refuse(self, entry: _Entry) -> None:
+    def _refuse(self, entry: Entry) -> None:
         self._leave_queue_or_actor(entry)
         if entry.episode_id is None:
-            self._end([entry], _State.REFUSED)
+            self._end([entry], State.REFUSED)
         else:
             self._cut(entry)
 
-    def _cut(self, entry: _Entry) -> None:
+    def _cut(self, entry: Entry) -> None:
         """The rest of an episode of which an unroll is here will not come: its ticket is open no more."""
         self._totals["cut"] += 1
-        self._num_begun -= len(entry.unrolls)
-        entry.state, entry.actor_id = _State.RECEIVED, None
-        if _waiting(entry):
-            self._num_beyond -= 1
+        self._slots.num_begun -= len(entry.unrolls)
+        entry.state, entry.actor_id = State.RECEIVED, None
+        if waiting(entry):
+            self._slots.num_beyond -= 1
         else:
-            self._end([entry], _State.TRAINED if entry.step else _State.EVICTED)
+            self._end([entry], State.TRAINED if entry.step else State.EVICTED)
 
-    def _receive_part(self, entry: _Entry, unroll_index: int, continues: bool) -> None:
+    def _receive_part(self, entry: Entry, unroll_index: int, continues: bool) -> None:
         """An unroll that is not all of its episode."""
         entry.unrolls.add(unroll_index)
-        parts = entry.parts = entry.parts or _Parts()
+        parts = entry.parts = entry.parts or Parts()
         if not continues:
             parts.num_unrolls = max(parts.num_unrolls or 0, unroll_index + 1)
         is_whole = parts.num_unrolls == len(entry.unrolls)
-        if entry.state is _State.OPEN and is_whole:
-            self._num_begun -= len(entry.unrolls) - 1
-            self._count_unrolls(len(entry.unrolls))
-        elif entry.state is not _State.READY:
-            self._num_beyond += 1
-            self._num_begun += entry.state is _State.OPEN
+        if entry.state is State.OPEN and is_whole:
+            self._slots.num_begun -= len(entry.unrolls) - 1
+            self._slots.count_unrolls(len(entry.unrolls))
+        elif entry.state is not State.READY:
+            self._slots.num_beyond += 1
+            self._slots.num_begun += entry.state is State.OPEN
             return
         # Of an attempt that was given up no more is expected.
         self._leave_queue_or_actor(entry)
-        entry.state, entry.actor_id = _State.RECEIVED, None
+        entry.state, entry.actor_id = State.RECEIVED, None
 
-    def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[_Entry], list[_Entry]]:
+    def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[Entry], list[Entry]]:
         """These were trained on or evicted. Returns whose tickets end with it: of whole episodes, and of several
         unrolls."""
         whole, in_parts = [], []
@@ -790,14 +644,14 @@ class TicketLedger:
         for number in dict.fromkeys(unroll_ids):
             entry = get(number)
             if entry is not None and entry.parts is None:
-                if entry.state is not _State.RECEIVED:
+                if entry.state is not State.RECEIVED:
                     raise KeyError(f"ticket {number} is {entry.state.value}: only a received one can be {what}")
                 whole.append(entry)
             elif entry is not None or number >= MAX_TICKETS:  # otherwise it has ended
                 in_parts += self._settle_part(number, what, step)
         return whole, in_parts
 
-    def _settle_part(self, number: int, what: str, step: int) -> list[_Entry]:
+    def _settle_part(self, number: int, what: str, step: int) -> list[Entry]:
         """The same for one of several unrolls."""
         unroll_index, ticket_id = divmod(number, MAX_TICKETS)
         entry = self._entries.get(ticket_id)
@@ -812,18 +666,18 @@ class TicketLedger:
             return []
         parts.settled[unroll_index] = step
         entry.step = max(entry.step, step)
-        self._trains_parts = self._trains_parts or step > 0
+        self._slots.trains_parts |= step > 0
         if self._journal is not None:
-            self._notes.append((_SETTLED, ticket_id, unroll_index, step, 0, 0))
-        if entry.state is _State.RECEIVED and not _waiting(entry):
+            self._notes.append(ticket_notes.note_settled(ticket_id, unroll_index, step))
+        if entry.state is State.RECEIVED and not waiting(entry):
             return [entry]
-        self._num_beyond -= 1
+        self._slots.num_beyond -= 1
         return []
 
-    def _end(self, ended: Sequence[_Entry], end: _State, charged: bool = False) -> None:
+    def _end(self, ended: Sequence[Entry], end: State, charged: bool = False) -> None:
         """charged: the slots stay charged, since the caller has noted when they become free."""
         live, groups, remembered = self._entries, self._groups, self._ended
-        is_refused = end is _State.REFUSED
+        is_refused = end is State.REFUSED
         for entry in ended:
             ticket = entry.ticket
             entry.state, entry.actor_id = end, None
@@ -834,52 +688,13 @@ class TicketLedger:
             if is_refused:
                 group.num_lost += 1
             elif not charged:
-                self._charged[entry.born_version] -= 1
+                self._slots.free(entry.born_version)
             if group.under_way == 0:
                 if group.num_lost:
-                    self._charged[entry.born_version] -= group.num_lost
+                    self._slots.free(entry.born_version, group.num_lost)
                 del groups[ticket.group_id]
         self._totals[end.value] += len(ended)
         if self._journal is not None:
-            kind = _ROW_KINDS[end]
-            self._notes += [_row(kind, entry) for entry in ended]
+            self._notes += map(ticket_notes.note, ended)
         while len(remembered) > self._num_remembered:
             remembered.popitem(last=False)
-
-    def _release(self) -> None:
-        self._charged.subtract(self._released)
-        self._charged += Counter()  # drops the zeros
-        self._released = []
-        self._trains_parts = False
-
-
-def _waiting(entry: _Entry) -> set[int]:
-    """Unrolls that are to be trained on or evicted."""
-    return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
-
-
-def _beyond_slot(entry: _Entry) -> int:
-    """What a ticket with unrolls adds to W beyond its slot."""
-    return 0 if entry.parts is None else len(_waiting(entry)) - (entry.state is not _State.OPEN)
-
-
-def _row(kind: int, entry: _Entry) -> tuple[int, ...]:
-    ticket = entry.ticket
-    return kind, ticket.ticket_id, entry.born_version, ticket.min_version, entry.attempts, entry.step
-
-
-def _entry_state(entry: _Entry) -> list[Any]:
-    t = entry.ticket
-    return [
-        *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
-        *(entry.attempts, entry.episode_id, sorted(entry.unrolls), entry.step),
-        None if entry.parts is None else [entry.parts.num_unrolls, *map(list, entry.parts.settled.items())],
-    ]
-
-
-def _entry_from_state(values: list[Any]) -> _Entry:
-    *ticket, born_version, state, attempts, episode_id, unrolls, step, saved = values
-    entry = _Entry(Ticket(*ticket), born_version, _State(state), None, attempts, episode_id, set(unrolls), step)
-    if saved is not None:
-        entry.parts = _Parts(dict(saved[1:]), saved[0])
-    return entry
