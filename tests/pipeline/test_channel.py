@@ -1,11 +1,8 @@
-"""Actor and receiver in one process: the receiver on its thread, actors turned by hand."""
+"""What an actor's channel and a learner rank's receiver pass on: once, equal, and nothing that breaks a rule."""
 
 import asyncio
 import dataclasses
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -14,124 +11,14 @@ import zmq
 
 from impala_llm.pipeline import wire
 from impala_llm.pipeline.arena import RecordTooLarge
-from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.inbox import ReceiverError
-from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.record import record_bytes
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
-from impala_llm.trajectory import Trajectory
+from impala_llm.pipeline.tickets import Ticket
+from tests.pipeline.pair import Pair, counter, drain
 from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory, turns_until
-
-ARENA_BYTES = 1 << 16
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    # Not tmp_path: socket paths must be short.
-    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
-        yield run
-
-
-class Pair:
-    """A receiver and what is needed to make actors for it."""
-
-    def __init__(self, run_dir: RunDirectory) -> None:
-        self.run_dir = run_dir
-        self.receivers: list[Receiver] = []
-        self.actors: list[ActorChannel] = []
-
-    def receiver(
-        self,
-        max_staleness: int | None = 1,
-        batch_size: int = 4,
-        heartbeat_timeout_s: float = 60.0,
-        replay_bytes: int = 1 << 20,
-        grant_resend_s: float = 60.0,
-        ticket_timeout_s: float = 600.0,
-        endpoint: str | None = None,
-        version: int = 0,
-    ) -> Receiver:
-        """A later one goes on from what an earlier one left."""
-        self.ledger = TicketLedger(
-            TaskOrder(range(50), seed=1),
-            batch_size,
-            max_staleness,
-            max_open=64,
-            max_attempts=2,
-            version=version,
-            journal=Journal(self.run_dir.journal_path()),
-        )
-        receiver = Receiver(
-            endpoint or self.run_dir.endpoint(0),
-            self.ledger,
-            VOCAB_SIZE,
-            self.run_dir,
-            ReplayArena(self.run_dir.replay_path(), replay_bytes, max_records=64),
-            heartbeat_timeout_s,
-            grant_resend_s,
-            ticket_timeout_s,
-        )
-        receiver.start()
-        self.receivers.append(receiver)
-        return receiver
-
-    def actor(
-        self,
-        actor_id: str = "actor-0",
-        want: int = 2,
-        arena_bytes: int = ARENA_BYTES,
-        heartbeat_s: float = 0.05,
-        resend_s: float = 60.0,
-        learner_timeout_s: float = 60.0,
-        endpoint: str | None = None,
-    ) -> ActorChannel:
-        endpoint = endpoint or self.run_dir.endpoint(0)
-        actor = ActorChannel(
-            endpoint, actor_id, self.run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s
-        )
-        actor.hello()
-        actor.request(want)
-        self.actors.append(actor)
-        return actor
-
-    def tickets(self, actor: ActorChannel, count: int) -> list[Ticket]:
-        turns_until(lambda: len(actor.held) >= count, actor)
-        return actor.held
-
-    def close(self) -> None:
-        for actor in self.actors:
-            actor.close()
-        for receiver in self.receivers:
-            receiver.close()
-
-
-@pytest.fixture
-def pair(run_dir: RunDirectory) -> Iterator[Pair]:
-    pair = Pair(run_dir)
-    yield pair
-    pair.close()
-    kept = set(run_dir.path.glob("learner-0.*"))  # until the run is over
-    assert run_dir.path / "learner-0.sock" not in kept
-    assert {path.name for path in set(run_dir.path.iterdir()) - kept} == {"owner.json"}
-
-
-def drain(receiver: Receiver, count: int, *actors: ActorChannel) -> list[Trajectory]:
-    arrived: list[Trajectory] = []
-
-    def enough() -> bool:
-        arrived.extend(receiver.drain(0.0))
-        return len(arrived) >= count
-
-    turns_until(enough, *actors)
-    return arrived
-
-
-def counter(receiver: Receiver, name: str, value: float = 1) -> Callable[[], bool]:
-    return lambda: receiver.counters()[name] >= value
 
 
 def test_a_trajectory_arrives_once_and_equal_and_is_acknowledged(pair: Pair) -> None:
@@ -324,203 +211,6 @@ def test_bytes_of_a_stranger_cost_a_counter(pair: Pair) -> None:
     pair.tickets(actor, 2)
 
 
-def test_a_silent_actor_loses_its_tickets_and_can_come_back(pair: Pair) -> None:
-    receiver = pair.receiver(heartbeat_timeout_s=0.3)
-    slow, other = pair.actor("slow"), pair.actor("other")
-    lost = pair.tickets(slow, 2)
-    turns_until(counter(receiver, "actors_lost"), other)
-    other.request(4)
-    turns_until(lambda: {t.ticket_id for t in lost} <= {t.ticket_id for t in other.held}, other)
-    first, second = (make_trajectory(ticket, seed=1, actor_id="slow") for ticket in lost)
-    slow.send(first)  # it was not dead after all, and is first
-    assert contents(drain(receiver, 1, slow, other)[0]) == contents(first)
-    other.send(make_trajectory(lost[0], seed=2))
-    other.send(make_trajectory(lost[1], seed=2))
-    drain(receiver, 1, slow, other)
-    slow.send(second)
-    turns_until(lambda: slow.num_unacknowledged + other.num_unacknowledged == 0, slow, other)
-    assert receiver.drain(0.0) == []
-    counters = receiver.counters()
-    assert (counters["received"], counters["trajectories_unwanted"]) == (2, 2)
-
-
-def test_a_leaving_actor_gives_its_tickets_back_at_once(pair: Pair) -> None:
-    receiver = pair.receiver()
-    leaving, staying = pair.actor("leaving"), pair.actor("staying", want=1)
-    tickets = pair.tickets(leaving, 2)
-    pair.actors.remove(leaving)
-    leaving.close()
-    turns_until(counter(receiver, "regranted", 2), staying)
-    staying.request(8)
-    turns_until(lambda: {t.ticket_id for t in tickets} <= {t.ticket_id for t in staying.held}, staying)
-    assert receiver.counters()["actors_lost"] == 0
-
-
-def test_a_new_process_of_the_same_name_takes_over(pair: Pair) -> None:
-    receiver = pair.receiver()
-    old = pair.actor()
-    tickets = pair.tickets(old, 2)
-    pair.actors.remove(old)
-    new = pair.actor()
-    assert pair.tickets(new, 2) == tickets
-    assert receiver.counters()["actors_lost"] == 1
-    old._socket.close(0)
-    old._context.term()
-
-
-def test_two_living_processes_of_one_name_do_not_take_turns(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    receiver = pair.receiver()
-    first = pair.actor()
-    tickets = pair.tickets(first, 2)
-    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
-    second.hello()
-    second.request(2)
-    turns_until(lambda: "two processes have the name" in caplog.text, first, second)
-    assert (first.held, second.held) == (tickets, [])
-    assert receiver.counters()["actors_lost"] == 0
-    second.close()
-
-
-def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(pair: Pair) -> None:
-    first = pair.receiver(batch_size=8)
-    actor = pair.actor(want=4)
-    tickets = pair.tickets(actor, 4)
-    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(tickets)]
-    actor.send(sent[0])
-    turns_until(lambda: actor.num_unacknowledged == 0, actor)  # acknowledged, and never drained
-    pair.receivers.remove(first)
-    first.close()
-    for trajectory in sent[1:3]:
-        actor.send(trajectory)
-    second = pair.receiver(batch_size=8)
-    arrived = drain(second, 3, actor)
-    assert [contents(t) for t in arrived] == [contents(t) for t in sent[:3]]
-    actor.send(sent[3])
-    assert contents(drain(second, 1, actor)[0]) == contents(sent[3])
-    turns_until(lambda: actor.num_unacknowledged == 0, actor)
-    assert second.counters()["recovered"] == 1
-    assert second.counters()["received"] == 3
-
-
-@pytest.mark.parametrize("published", [False, True])
-def test_a_step_counts_once_its_version_is_published(pair: Pair, published: bool) -> None:
-    first = pair.receiver(batch_size=2)
-    actor = pair.actor(want=2)
-    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(pair.tickets(actor, 2))]
-    for trajectory in sent:
-        actor.send(trajectory)
-    drain(first, 2, actor)
-    turns_until(lambda: actor.num_unacknowledged == 0, actor)
-    first.trained([t.ticket_id for t in sent])  # and the learner dies before it announces version 1
-    pair.receivers.remove(first)
-    first.close()
-    second = pair.receiver(batch_size=2, version=int(published))
-    found = second.drain(0.0)
-    assert [contents(t) for t in found] == ([] if published else [contents(t) for t in sent])
-
-
-# --- unrolls
-
-
-def unrolls_of(ticket: Ticket, count: int) -> list[Trajectory]:
-    name = f"episode of {ticket.ticket_id}"
-    return [
-        make_trajectory(ticket, seed=i, episode_id=name, unroll_index=i, continues=i < count - 1) for i in range(count)
-    ]
-
-
-def test_a_ticket_is_held_until_the_last_unroll_was_acknowledged(pair: Pair) -> None:
-    receiver = pair.receiver()
-    actor = pair.actor(want=1)
-    [ticket] = pair.tickets(actor, 1)
-    actor.request(0)
-    for number, unroll in enumerate(unrolls_of(ticket, 3)):
-        assert actor.held == [ticket]
-        actor.send(unroll)
-        [arrived] = drain(receiver, 1, actor)
-        turns_until(lambda: actor.num_unacknowledged == 0, actor)
-        assert contents(arrived) == contents(unroll)
-        assert receiver.counters()["open"] == (number < 2)
-        receiver.trained([arrived.unroll_id])
-        receiver.announce(number + 1)
-    assert actor.held == []
-    assert receiver.counters()["trained"] == 1
-
-
-def test_what_was_learned_from_before_the_learner_died_stays_away_and_the_rest_is_found(pair: Pair) -> None:
-    first = pair.receiver(batch_size=1)
-    actor = pair.actor(want=1)
-    [ticket] = pair.tickets(actor, 1)
-    unrolls = unrolls_of(ticket, 3)
-    for unroll in unrolls[:2]:
-        actor.send(unroll)
-    drain(first, 2, actor)
-    turns_until(lambda: actor.num_unacknowledged == 0, actor)
-    first.trained([unrolls[0].unroll_id])
-    first.announce(1)
-    first.trained([unrolls[1].unroll_id])  # and the learner dies before version 2 is published
-    pair.receivers.remove(first)
-    first.close()
-    second = pair.receiver(batch_size=1, version=1)
-    assert [contents(t) for t in second.drain(0.0)] == [contents(unrolls[1])]
-    assert second.counters()["ready"] == 0, "the episode is not played again"
-    actor.send(unrolls[2])  # it comes in time
-    assert contents(drain(second, 1, actor)[0]) == contents(unrolls[2])
-    second.trained([t.unroll_id for t in unrolls[1:]])
-    second.announce(2)
-    counters = second.counters()
-    assert (counters["trained"], counters["in_buffer"]) == (1, 0)
-
-
-def test_an_actor_is_told_to_end_the_episode_of_a_refused_unroll(pair: Pair) -> None:
-    receiver = pair.receiver()
-    actor = pair.actor(want=1)
-    [ticket] = pair.tickets(actor, 1)
-    actor.request(0)
-    good, bad, _ = unrolls_of(ticket, 3)
-    actor.send(good)
-    drain(receiver, 1, actor)
-    actor.send(dataclasses.replace(bad, task_id=bad.task_id + 1))
-    events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
-    assert any(isinstance(event, wire.Refused) for event in events)
-    assert wire.Revoked((ticket.ticket_id,)) in events and actor.held == []
-    counters = receiver.counters()
-    assert (counters["open"], counters["in_buffer"], counters["cut"], counters["refused"]) == (0, 1, 1, 0)
-
-
-def test_an_episode_whose_rest_the_actor_does_not_know_of_is_cut_and_not_granted_again(pair: Pair) -> None:
-    receiver = pair.receiver(grant_resend_s=0.1)
-    actor = pair.actor(want=1)
-    [ticket] = pair.tickets(actor, 1)
-    actor.request(0)
-    actor.send(unrolls_of(ticket, 2)[0])
-    [arrived] = drain(receiver, 1, actor)
-    actor._held.clear()  # as if the news of its failure had got lost
-    turns_until(lambda: receiver.counters()["cut"] == 1, actor)
-    assert actor.held == []
-    receiver.evicted([arrived.unroll_id])
-    assert receiver.counters()["evicted"] == 1
-
-
-def test_a_ticket_that_takes_too_long_is_taken_away(pair: Pair) -> None:
-    receiver = pair.receiver(ticket_timeout_s=0.2)
-    slow, other = pair.actor("slow", want=1), pair.actor("other", want=0)
-    [ticket] = pair.tickets(slow, 1)
-    slow.request(0)
-    other.request(2)
-    events = turns_until(lambda: not slow.held and ticket in other.held, slow, other)
-    assert wire.Revoked((ticket.ticket_id,)) in events
-    assert receiver.counters()["tickets_expired"] >= 1
-
-
-def test_a_grant_that_got_lost_is_sent_again(pair: Pair) -> None:
-    pair.receiver(grant_resend_s=0.1)
-    actor = pair.actor()
-    tickets = pair.tickets(actor, 2)
-    actor._held.clear()  # as if the message had never come
-    assert pair.tickets(actor, 2) == tickets
-
-
 def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     receiver = pair.receiver()
     actor = pair.actor(want=1, resend_s=0.0)
@@ -544,53 +234,10 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     assert receiver.counters()["trajectories_refused"] == 0
 
 
-def test_shutdown_reaches_all_actors_and_those_that_come_late(pair: Pair) -> None:
-    receiver = pair.receiver()
-    early = pair.actor("early")
-    pair.tickets(early, 2)
-    receiver.shutdown("enough")
-    assert wire.Shutdown("enough") in turns_until(lambda: not receiver.counters()["actors"], early) + early.poll(5.0)
-    late = pair.actor("late")
-    assert wire.Shutdown("enough") in [e for e in late.poll(20.0)] + late.poll(1.0)
-
-
-def test_actors_do_not_outlive_a_silent_learner(pair: Pair) -> None:
-    actor = pair.actor(learner_timeout_s=0.2)
-    with pytest.raises(LearnerLost, match=r"pipeline\.learner_timeout_s=0\.2"):
-        actor.poll(20.0)
-
-
-def test_an_arena_that_the_learner_cannot_open_sends_the_actor_home(pair: Pair) -> None:
-    pair.receiver()
-    actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
-    pair.actors.append(actor)
-    pair.run_dir.arena_path("actor-0").unlink()
-    actor.hello()
-    [event] = actor.poll(20.0)
-    assert isinstance(event, wire.Shutdown) and "arena" in event.reason
-
-
 def test_figures_of_actors_reach_the_learner(pair: Pair) -> None:
     receiver, actor = pair.receiver(), pair.actor()
     actor.report({"tokens_per_s": np.float32(2.0)})  # type: ignore[dict-item]
     turns_until(lambda: receiver.actor_stats() == {"actor-0": {"tokens_per_s": 2.0}}, actor)
-
-
-def test_servers_of_actors_reach_the_learner_and_go_with_them(pair: Pair) -> None:
-    first, actor, other = pair.receiver(), pair.actor(), pair.actor("other")
-    actor.offer_engines(wire.Engines(("http://a:1", "http://a:2"), (5, 6)))
-    other.offer_engines(wire.Engines(("http://b:1",), (7,)))
-    turns_until(lambda: first.engines() == {5: "http://a:1", 6: "http://a:2", 7: "http://b:1"}, actor, other)
-    actor.offer_engines(wire.Engines(("http://a:1",), (8,)))
-    turns_until(lambda: first.engines() == {8: "http://a:1", 7: "http://b:1"}, actor, other)
-    pair.receivers.remove(first)
-    first.close()
-    second = pair.receiver()
-    events = turns_until(lambda: second.engines() == {8: "http://a:1", 7: "http://b:1"}, actor, other)
-    assert wire.HelloWanted() in events
-    pair.actors.remove(other)
-    other.close()
-    turns_until(lambda: second.engines() == {8: "http://a:1"}, actor)
 
 
 def test_an_error_in_the_thread_reaches_whoever_drains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

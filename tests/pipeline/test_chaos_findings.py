@@ -2,13 +2,10 @@
 
 import contextlib
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.intake import Offers
@@ -65,12 +62,6 @@ def test_what_was_seen_of_an_actor_takes_no_memory_after_the_learner_was_started
         offers.add(rows(sequence), [])
         offers.queue.clear()
     assert len(offers._seen) < 100
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
-        yield run
 
 
 def test_a_refused_record_that_is_offered_again_is_not_acknowledged(run_dir: RunDirectory) -> None:

@@ -1,6 +1,5 @@
 """An actor's name belongs to the key that it first came with, on the real sockets."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,12 +52,10 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    # Not tmp_path: socket paths must be short.
-    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run_dir:
-        host = Host(run_dir, tmp_path / "keys")
-        yield host
-        host.receiver.close()
+def host(run_dir: RunDirectory, tmp_path: Path) -> Iterator[Host]:
+    host = Host(run_dir, tmp_path / "keys")
+    yield host
+    host.receiver.close()
 
 
 @pytest.mark.parametrize("first, second", [("a", "b"), ("a", None), (None, "a")])

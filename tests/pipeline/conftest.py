@@ -1,0 +1,27 @@
+"""What several files of these tests start from."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from impala_llm.pipeline.rundir import RunDirectory
+from tests.pipeline.pair import Pair
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    # Not tmp_path: socket paths must be short.
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
+        yield run
+
+
+@pytest.fixture
+def pair(run_dir: RunDirectory) -> Iterator[Pair]:
+    pair = Pair(run_dir)
+    yield pair
+    pair.close()
+    kept = set(run_dir.path.glob("learner-0.*"))  # until the run is over
+    assert run_dir.path / "learner-0.sock" not in kept
+    assert {path.name for path in set(run_dir.path.iterdir()) - kept} == {"owner.json"}

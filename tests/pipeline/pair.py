@@ -1,0 +1,103 @@
+"""An actor's channel and a rank's receiver in one process: the receiver on its thread, actors turned by hand."""
+
+from collections.abc import Callable
+
+from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.journal import Journal
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.replay_arena import ReplayArena
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.trajectory import Trajectory
+from tests.pipeline.support import VOCAB_SIZE, turns_until
+
+ARENA_BYTES = 1 << 16
+
+
+class Pair:
+    """A receiver and what is needed to make actors for it."""
+
+    def __init__(self, run_dir: RunDirectory) -> None:
+        self.run_dir = run_dir
+        self.receivers: list[Receiver] = []
+        self.actors: list[ActorChannel] = []
+
+    def receiver(
+        self,
+        max_staleness: int | None = 1,
+        batch_size: int = 4,
+        heartbeat_timeout_s: float = 60.0,
+        replay_bytes: int = 1 << 20,
+        grant_resend_s: float = 60.0,
+        ticket_timeout_s: float = 600.0,
+        endpoint: str | None = None,
+        version: int = 0,
+    ) -> Receiver:
+        """A later one goes on from what an earlier one left."""
+        self.ledger = TicketLedger(
+            TaskOrder(range(50), seed=1),
+            batch_size,
+            max_staleness,
+            max_open=64,
+            max_attempts=2,
+            version=version,
+            journal=Journal(self.run_dir.journal_path()),
+        )
+        receiver = Receiver(
+            endpoint or self.run_dir.endpoint(0),
+            self.ledger,
+            VOCAB_SIZE,
+            self.run_dir,
+            ReplayArena(self.run_dir.replay_path(), replay_bytes, max_records=64),
+            heartbeat_timeout_s,
+            grant_resend_s,
+            ticket_timeout_s,
+        )
+        receiver.start()
+        self.receivers.append(receiver)
+        return receiver
+
+    def actor(
+        self,
+        actor_id: str = "actor-0",
+        want: int = 2,
+        arena_bytes: int = ARENA_BYTES,
+        heartbeat_s: float = 0.05,
+        resend_s: float = 60.0,
+        learner_timeout_s: float = 60.0,
+        endpoint: str | None = None,
+    ) -> ActorChannel:
+        endpoint = endpoint or self.run_dir.endpoint(0)
+        actor = ActorChannel(
+            endpoint, actor_id, self.run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s
+        )
+        actor.hello()
+        actor.request(want)
+        self.actors.append(actor)
+        return actor
+
+    def tickets(self, actor: ActorChannel, count: int) -> list[Ticket]:
+        turns_until(lambda: len(actor.held) >= count, actor)
+        return actor.held
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.close()
+        for receiver in self.receivers:
+            receiver.close()
+
+
+def drain(receiver: Receiver, count: int, *actors: ActorChannel) -> list[Trajectory]:
+    arrived: list[Trajectory] = []
+
+    def enough() -> bool:
+        arrived.extend(receiver.drain(0.0))
+        return len(arrived) >= count
+
+    turns_until(enough, *actors)
+    return arrived
+
+
+def counter(receiver: Receiver, name: str, value: float = 1) -> Callable[[], bool]:
+    return lambda: receiver.counters()[name] >= value
