@@ -123,8 +123,8 @@ class ModelConfig:
     value_hidden_size: int | None = None
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head. On old data a
     linear head broke what this one keeps (docs/results/off_policy.md)."""
-    value_trunk_gradient: bool = False
-    """Whether the value loss also shapes the trunk."""
+    value_trunk_gradient: bool = True
+    """Whether the value loss also shapes the policy's trunk, as in IMPALA."""
 
 
 @dataclass

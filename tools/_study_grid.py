@@ -13,7 +13,8 @@ COMMON = (
     "env=corridor", "model=scratch", "algorithm=vtrace", "run.terminal=false",
     "engine.max_length=64", "actor.max_episodes=64",
     "algorithm.max_staleness=null", "algorithm.entropy_coef=0.02",
-    "learner.decay=constant", "learner.token_budget=8192", "learner.stall_timeout_s=5",
+    "model.value_trunk_gradient=false", "learner.decay=constant", "learner.token_budget=8192",
+    "learner.stall_timeout_s=5",
 )  # fmt: skip
 
 METHODS: dict[str, tuple[str, ...]] = {
@@ -46,8 +47,8 @@ CRITICS: dict[str, tuple[str, ...]] = {
     "linear, gradient into the trunk": ("model.value_hidden_size=0", "model.value_trunk_gradient=true"),
     "hidden layer, gradient into the trunk": ("model.value_trunk_gradient=true",),
 }
-"""Part (e). What ships, a hidden layer whose gradient stays out of the trunk, is in part (a). A head that does not fit
-the starting policy's begins at zero."""
+"""Part (e). The last is what ships. In all other parts the head has a hidden layer and its gradient stays out of the
+trunk. A head that does not fit the starting policy's begins at zero."""
 
 START = (*COMMON, "learner.batch_size=32", "learner.learning_rate=2e-3")
 SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.num_layers")
@@ -89,7 +90,7 @@ def part_e(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
         _corridor("e", f"critic: {critic}", lag, method, (*METHODS[method], *overrides), seed, num_updates)
         for critic, overrides in CRITICS.items()
         for lag in (LAGS[0], LAGS[-1])
-        for method in ("PPO clip", "V-trace turn, PPO clip")
+        for method in ("no correction", "PPO clip", "V-trace turn, PPO clip")
         for seed in seeds
     ]
 
