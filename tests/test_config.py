@@ -156,6 +156,7 @@ def test_threads_never_exceed_the_cores():
     assert threads_per_process(config) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "entry", [["-m", "impala_llm.cli", "train"], ["impala_llm/actor.py"], ["impala_llm/learner.py"]]
 )

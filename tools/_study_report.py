@@ -166,7 +166,7 @@ def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, pa
             ys = np.array([[point["sampled"] for point in run["curve"]] for run in runs])
             axis.plot(xs, ys.mean(axis=0), label=method, color=colours[method], linewidth=1.4)
             axis.fill_between(xs, ys.min(axis=0), ys.max(axis=0), color=colours[method], alpha=0.15, linewidth=0)
-        axis.set_title(", ".join(f"{name} {value}" for name, value in zip(panel_keys, key, strict=True)), fontsize=10)
+        axis.set_title("\n".join(f"{name} {value}" for name, value in zip(panel_keys, key, strict=True)), fontsize=9)
         axis.set_xlabel(x)
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
