@@ -121,8 +121,8 @@ class ModelConfig:
     device: str = "auto"
     """auto | cpu | cuda."""
     value_hidden_size: int | None = None
-    """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head. On old data a
-    linear head broke what this one keeps (docs/results/off_policy.md)."""
+    """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
+    bears old data less well (docs/results/off_policy.md)."""
     value_trunk_gradient: bool = True
     """Whether the value loss also shapes the policy's trunk, as in IMPALA."""
 
