@@ -189,18 +189,19 @@ class Intake:
 
     def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
         """int64[n, FACTS]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
-        places = chunk.rows[:, 2:].copy()
-        facts = np.zeros((len(places), FACTS), np.int64)
-        rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size)
+        rows = chunk.rows
+        facts = np.zeros((len(rows), FACTS), np.int64)
+        rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, kernels.LARGE)
         if offers.reader is not None:
             offers.reader.check_size()
-            kernels.take_records(offers.reader.words, places, self._arena.words, starts, *rules, facts)
+            kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)
             return facts
-        places[:, 0] = 0
+        rows = rows.copy()
+        rows[:, _START] = 0
         for i, frame in enumerate(chunk.frames):
             words = np.frombuffer(frame, np.uint64)
             part = slice(i, i + 1)
-            kernels.take_records(words, places[part], self._arena.words, starts[part], *rules, facts[part])
+            kernels.take_records(words, rows[part], self._arena.words, starts[part], *rules, facts[part])
         return facts
 
     def _judge(

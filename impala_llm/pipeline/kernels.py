@@ -11,20 +11,25 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from impala_llm.compiled import compiled
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring words get unlike keys
 _LOW = np.uint64(0xFFFFFFFF)
-_MAX_LOGPROB = np.float32(1e-4).view(np.int32)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_INFINITY = np.int32(0x7F800000)
-_NONE = np.uint32(0xFFFFFFFF)
+_MAX_LOGPROB = np.float32(1e-4)
+_LARGEST = np.finfo(np.float32).max
+_ZERO, _NO_VERSION = np.int32(0), np.int32(-1)
+_NO_NUMBER = np.float32(0)
+_NO_ACTION = np.uint8(0)
+_NOTHING, _EIGHT = np.uint64(0), np.uint64(8)
 _BLOCK = 64
 """Words that are summed and then stored: a multiple of a cache line's 8, little enough for the innermost cache."""
-_LARGE = 4096
-"""Words of a block that is streamed past the caches: the other process's core reads it from memory anyway, and copies
+_TAKEN_BLOCK = 256
+"""The same where it is checked as well: more, since there is more to begin with each."""
+LARGE = 4096
+"""Words of what is streamed past the caches: the other process's core reads it from memory anyway, and copies
 there meanwhile, at half the speed where both fight for the memory's bandwidth."""
 
 
@@ -69,6 +74,20 @@ def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int
 
 
 @intrinsic
+def _borrowed(typing: Any, array: Any) -> Any:
+    """The same array, which its caller keeps alive: slices of it need no count of references. Each count is an atomic
+    instruction, and one of those in a loop waits for all stores that were streamed before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        for name in ("meminfo", "parent"):
+            setattr(view, name, ir.Constant(getattr(view, name).type, None))
+        return view._getvalue()
+
+    return array(array), generate
+
+
+@intrinsic
 def _stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -> Any:
     """target[place : place + 8] = source[index : index + 8], uint64, by a store that leaves the caches alone: the old
     content is not fetched first. The target's place lies at a multiple of 64 bytes in memory."""
@@ -83,6 +102,22 @@ def _stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) 
         return context.get_dummy_value()
 
     return types.void(target, place, source, index), generate
+
+
+@intrinsic
+def _prefetch(typing: Any, source: Any, index: Any) -> Any:
+    """Ask for the line of source[index] before it is needed; it may lie outside."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        of = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        word = builder.bitcast(builder.gep(of, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [word.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [word, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(source, index), generate
 
 
 @intrinsic
@@ -114,56 +149,136 @@ def _stream_checksum(target: np.ndarray, source: np.ndarray, first: int) -> int:
     return total + copy_checksum(target[end : source.size], source[end:], first + end)
 
 
-@_compiled
-def check_arrays(
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    versions: np.ndarray,
-    rewards: np.ndarray,
-    turns: np.ndarray,
-    mask: np.ndarray,
-    vocab_size: int,
-) -> tuple[bool, int, int]:
-    """Whether a trajectory's arrays are valid, by the rules of `Trajectory`, and its oldest and newest version.
+_BAD, _LARGEST_TOKEN, _OLDEST, _NEWEST, _FINDINGS = range(5)
 
-    tokens: uint32[T]; logprobs, rewards: the bits of float32[T] as int32; versions: int32[T]; turns: int32[2·K];
-    mask: uint8[T]. T >= 1. All conditions are written on integers, without branches: so they become vector code.
+
+@_compiled
+def _begin_findings(findings: np.ndarray) -> None:
+    findings[_BAD] = 0
+    findings[_LARGEST_TOKEN] = 0
+    findings[_OLDEST] = 0xFFFFFFFF
+    findings[_NEWEST] = -1
+
+
+@compiled(inline="always")
+def _check_span(
+    field: int,
+    ids: np.ndarray,
+    versions: np.ndarray,
+    numbers: np.ndarray,
+    begin: int,
+    mask: np.ndarray,
+    first: int,
+    count: int,
+    findings: np.ndarray,
+) -> None:
+    """Check items of one of the first four arrays by the rules of `Trajectory`.
+
+    field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards. words: uint64[n]; the items are 4 bytes each, from the
+    begin-th such place on. mask: uint8[T], whose first-th byte belongs to the first item. findings: int64[_FINDINGS],
+    updated. All numbers are uint64: numba then needs no branch for places that count from the end, and the loops become
+    vector code, as they do because nothing in them branches.
     """
-    bad = np.int32(0)
-    num_actions = np.int32(0)
-    largest = np.uint32(0)
-    newest = np.int32(-1)
-    oldest = _NONE
-    for i in range(tokens.size):
-        action = np.int32(mask[i])
-        other = action - np.int32(1)  # all bits where no action is, none where one is
-        version = versions[i]
-        largest = max(largest, tokens[i])
-        bad |= (action & np.int32(-2)) | ((version >> np.int32(31)) ^ other) | np.int32(version < np.int32(-1))
-        size = logprobs[i] & _MAGNITUDE
-        bad |= np.int32(size >= _INFINITY) | np.int32(logprobs[i] > _MAX_LOGPROB) | (size & other)
-        size = rewards[i] & _MAGNITUDE
-        bad |= np.int32(size >= _INFINITY) | (size & other)
-        num_actions += action
-        newest = max(newest, version)
-        oldest = min(oldest, np.uint32(version))  # -1 becomes the largest number
-    if bad != 0 or num_actions == 0 or mask[0] != 0 or largest >= vocab_size:
-        return False, 0, 0
+    bad = False
+    if field == 0:
+        largest = np.uint32(0)
+        for i in range(_NOTHING, count):
+            largest = max(largest, ids[begin + i])
+        findings[_LARGEST_TOKEN] = max(findings[_LARGEST_TOKEN], np.int64(largest))
+    elif field == 1:
+        for i in range(_NOTHING, count):
+            number = numbers[begin + i]
+            finite = (number <= _MAX_LOGPROB) & (number >= -_LARGEST)
+            bad |= (not finite) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
+    elif field == 2:
+        newest = _NO_VERSION
+        oldest = np.uint32(0xFFFFFFFF)
+        for i in range(_NOTHING, count):
+            version = versions[begin + i]
+            bad |= ((version >= _ZERO) == (mask[first + i] == _NO_ACTION)) | (version < _NO_VERSION)
+            newest = max(newest, version)
+            oldest = min(oldest, np.uint32(version))  # -1 becomes the largest number
+        findings[_NEWEST] = max(findings[_NEWEST], np.int64(newest))
+        findings[_OLDEST] = min(findings[_OLDEST], np.int64(oldest))
+    else:
+        for i in range(_NOTHING, count):
+            number = numbers[begin + i]
+            bad |= (not abs(number) <= _LARGEST) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
+    findings[_BAD] |= np.int64(bad)
+
+
+@_compiled
+def _take_checked(
+    target: np.ndarray, source: np.ndarray, first: int, mask: np.ndarray, block: np.ndarray, findings: np.ndarray
+) -> int:
+    """Copy the first four arrays past the caches and check them on the way. Returns the checksum of these words.
+
+    target, source: uint64[2·T]. first: place of source[0] in its record. mask: uint8[T], a copy already. block:
+    uint64[_TAKEN_BLOCK], to work with: each word is fetched once from the source, which may change meanwhile, and all that is
+    said of it is said of what was fetched. Others may see the target only after a `_fence`.
+    """
+    num_items = np.uint64(mask.size)
+    end = np.uint64(source.size)
+    address = np.uint64(target.ctypes.data)  # numba has no other way to it
+    lead = (_NOTHING - (address >> np.uint64(3))) & np.uint64(7)
+    ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
+    total = np.uint64(0)
+    field = 0
+    field_end = num_items
+    begin = _NOTHING
+    while begin < end:
+        size = min(lead if begin < lead else np.uint64(_TAKEN_BLOCK), end - begin)
+        key = (np.uint64(first) + begin) * _STEP
+        for i in range(_NOTHING, size):
+            word = source[begin + i]
+            block[i] = word
+            total += _mixed(word, key + i * _STEP)
+        for i in range(_NOTHING, size, _EIGHT):
+            _prefetch(source, begin + size + i)
+        item, last = np.uint64(2) * begin, np.uint64(2) * (begin + size)
+        while item < last:
+            if item == field_end:
+                field += 1
+                field_end += num_items
+            stop = min(field_end, last)
+            place = item + num_items - field_end
+            _check_span(field, ids, versions, numbers, item - np.uint64(2) * begin, mask, place, stop - item, findings)
+            item = stop
+        in_lines = size & ~np.uint64(7) if address & np.uint64(7) == _NOTHING else _NOTHING
+        for i in range(_NOTHING, in_lines, _EIGHT):
+            _stream_line(target, begin + i, block, i)
+        for i in range(in_lines, size):
+            target[begin + i] = block[i]
+        begin += size
+    return total
+
+
+@_compiled
+def _check_turns(turns: np.ndarray, mask: np.ndarray) -> bool:
+    """Whether the spans int32[2·K] are in order, disjoint and cover just the actions of uint8[T], which holds 0 and 1,
+    one action at least and none at its beginning."""
+    num_actions = np.int64(0)
+    bytes_seen = np.uint8(0)
+    for i in range(mask.size):
+        bytes_seen |= mask[i]
+        num_actions += np.int64(mask[i])
+    if bytes_seen > 1 or num_actions == 0 or mask[0] != 0:
+        return False
     num_covered = 0
     last_end = 0
     for k in range(0, turns.size, 2):
         start, end = turns[k], turns[k + 1]
-        if start < last_end or end <= start or end > tokens.size:
-            return False, 0, 0
+        if start < last_end or end <= start or end > mask.size:
+            return False
         span = mask[start:end]
-        inside = np.int32(0)
+        inside = np.int64(0)
         for i in range(span.size):
-            inside += np.int32(span[i])
+            inside += np.int64(span[i])
         if inside != end - start:
-            return False, 0, 0
+            return False
         num_covered += inside
         last_end = end
-    return num_covered == num_actions, np.int64(oldest), np.int64(newest)
+    return num_covered == num_actions
 
 
 @_compiled
@@ -175,7 +290,7 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
     middle = start + num_header
     total = checksum(ring[start:middle])
     place = ring[middle : middle + block.size]
-    if block.size < _LARGE:
+    if block.size < LARGE:
         return np.int64(total + copy_checksum(place, block, num_header))
     total += _stream_checksum(place, block, num_header)
     _fence()
@@ -249,9 +364,51 @@ def _check_names(names: np.ndarray, num_stats: int) -> bool:
 
 
 @_compiled
+def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
+    """Where the arrays of a record of this size begin, by its header uint64[11]; 0 where that is impossible."""
+    num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+    if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
+        return 0
+    if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
+        return 0
+    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[4] >> np.uint64(32))
+    if num_stats > max_stats or num_names > max_text:
+        return 0
+    num_text = np.int64(record[3] & np.uint64(0xFFFF)) + num_names
+    for shift in range(16, 64, 16):
+        num_text += np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+    start = 11 + num_stats + (num_text + 7) // 8
+    if size != start + (17 * num_tokens + 8 * num_turns + 7) // 8:
+        return 0
+    return start
+
+
+@_compiled
+def _check_metadata(record: np.ndarray, block_start: int) -> bool:
+    """Whether a record's header and texts keep the rules, as far as `_find_block` does not look."""
+    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[4] >> np.uint64(32))
+    score = record[9:10].view(np.float64)[0]
+    num_episode = np.int64(record[3] & np.uint64(0xFFFF))
+    if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
+        return False
+    text = record[11 + num_stats : block_start].view(np.uint8)
+    # Each on its own: a letter may not begin in one text and end in the next.
+    begin = 0
+    good = True
+    for shift in range(0, 64, 16):
+        end = begin + np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+        good = good and is_utf8(text[begin:end])
+        begin = end
+    names = text[begin : begin + num_names]
+    return good and is_utf8(names) and _check_names(names, num_stats)
+
+
+@_compiled
 def take_records(
     source: np.ndarray,
-    places: np.ndarray,
+    rows: np.ndarray,
     target: np.ndarray,
     starts: np.ndarray,
     magic: int,
@@ -259,69 +416,58 @@ def take_records(
     max_stats: int,
     max_text: int,
     vocab_size: int,
+    large: int,
     facts: np.ndarray,
 ) -> None:
     """Copy records and check the copies, which nobody else can change any more.
 
-    source, target: uint64. places: int64[n, 3], where each lies in the source: start and length in words, and its
-    checksum. starts: int64[n], where each goes; there is room. facts: int64[n, record.FACTS], set; the first of a row
-    is one of COPIED, TORN and INVALID, and the others are meant where it is COPIED. Layout and rules: record.py.
+    source, target: uint64. rows: int64[n, 5], a `wire.Descriptor` each: where it lies in the source (start and length
+    in words) and its checksum. starts: int64[n], where each goes; there is room. large: words from which on a record is
+    streamed. facts: int64[n, record.FACTS], set; the first of a row is one of COPIED, TORN and INVALID, and the others
+    are meant where it is COPIED. Layout and rules: record.py.
     """
-    for n in range(places.shape[0]):
-        start, size = places[n, 0], places[n, 1]
+    source, target = _borrowed(source), _borrowed(target)
+    kept_space, kept_findings = np.empty(_TAKEN_BLOCK, np.uint64), np.empty(_FINDINGS, np.int64)
+    space, findings = _borrowed(kept_space), _borrowed(kept_findings)
+    for n in range(rows.shape[0]):
+        start, size = rows[n, 2], rows[n, 3]
         facts[n, 0] = TORN
         if start < 0 or size < 11 or size > source.size or start > source.size - size:
             continue
         record = target[starts[n] : starts[n] + size]
-        if np.int64(copy_checksum(record, source[start : start + size])) != places[n, 2]:
+        taken = source[start : start + size]
+        total = copy_checksum(record[:11], taken[:11])
+        # From here on only the copy is believed.
+        begin = _find_block(record[:11], size, magic, max_tokens, max_stats, max_text)
+        num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+        end = begin + 2 * num_tokens
+        _begin_findings(findings)
+        if begin > 0 and size >= large:
+            total += copy_checksum(record[11:begin], taken[11:begin], 11)
+            total += copy_checksum(record[end:], taken[end:], end)
+            mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+            total += _take_checked(record[begin:end], taken[begin:end], begin, mask, space, findings)
+        else:
+            total += copy_checksum(record[11:], taken[11:], 11)
+        if np.int64(total) != rows[n, 4]:
             continue
         facts[n, 0] = INVALID
         for i in range(1, 11):
             facts[n, 2 + i] = np.int64(record[i])
-        num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
-        if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
+        if begin == 0 or not _check_metadata(record, begin):
             continue
-        if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
-            continue
-        num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
-        num_names = np.int64(record[4] >> np.uint64(32))
-        if num_stats > max_stats or num_names > max_text:
-            continue
-        num_episode = np.int64(record[3] & np.uint64(0xFFFF))
-        num_text = num_episode + num_names
-        for shift in range(16, 64, 16):
-            num_text += np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
-        block_start = 11 + num_stats + (num_text + 7) // 8
-        if size != block_start + (17 * num_tokens + 8 * num_turns + 7) // 8:
-            continue
-        score = record[9:10].view(np.float64)[0]
-        if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
-            continue
-        text = record[11 + num_stats : block_start].view(np.uint8)
-        if not _check_names(text[num_text - num_names : num_text], num_stats):
-            continue
-        # Each on its own: a letter may not begin in one text and end in the next.
-        begin = 0
-        good = True
-        for shift in range(0, 64, 16):
-            end = begin + np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
-            good = good and is_utf8(text[begin:end])
-            begin = end
-        if not good or not is_utf8(text[begin:num_text]):
-            continue
-        fields = record[block_start:].view(np.int32)
-        end = 4 * num_tokens + 2 * num_turns
-        ok, oldest, newest = check_arrays(
-            fields[:num_tokens].view(np.uint32),
-            fields[num_tokens : 2 * num_tokens],
-            fields[2 * num_tokens : 3 * num_tokens],
-            fields[3 * num_tokens : 4 * num_tokens],
-            fields[4 * num_tokens : end],
-            fields[end:].view(np.uint8)[:num_tokens],
-            vocab_size,
-        )
-        if ok:
-            facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, oldest, newest
+        mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+        if size < large:
+            block = record[begin:end]
+            ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
+            for field in range(4):
+                place = np.uint64(field * num_tokens)
+                _check_span(field, ids, versions, numbers, place, mask, _NOTHING, np.uint64(num_tokens), findings)
+        good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size
+        if good and _check_turns(record[end : end + num_turns].view(np.int32), mask):
+            facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, findings[_OLDEST], findings[_NEWEST]
+    kept_space[0] = kept_findings[0] = 0  # kept until here
+    _fence()
 
 
 @_compiled

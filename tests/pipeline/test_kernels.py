@@ -38,13 +38,26 @@ def defined_checksum(words: list[int], first: int = 0) -> int:
 def take(
     words: np.ndarray, places: list[tuple[int, int, int]], room: int, vocab_size: int = VOCAB_SIZE
 ) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+    """`take_with`, the same for records that are streamed and for those that are not."""
+    verdicts, target = take_with(words, places, room, vocab_size, large=2**62)
+    streamed, streamed_target = take_with(words, places, room, vocab_size, large=0)
+    assert [row[0] for row in streamed] == [row[0] for row in verdicts]
+    assert [row for row in streamed if row[0] == COPIED] == [row for row in verdicts if row[0] == COPIED]
+    assert (streamed_target == target).all()
+    return verdicts, target
+
+
+def take_with(
+    words: np.ndarray, places: list[tuple[int, int, int]], room: int, vocab_size: int, large: int
+) -> tuple[list[tuple[int, int, int]], np.ndarray]:
     """`take_records` into a guarded target, records `room` words apart. Returns verdicts and the target."""
     target = np.full(1 + (room + 1) * len(places), GUARD, np.uint64)
     starts = np.arange(len(places), dtype=np.int64) * (room + 1) + 1
     guarded = np.full((len(places) + 2, FACTS), 99, np.int64)
     before = words.copy()
-    rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, vocab_size)
-    kernels.take_records(words, np.array(places, np.int64), target, starts, *rules, guarded[1:-1])
+    rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, vocab_size, large)
+    rows = np.array([(0, 0, *place) for place in places], np.int64).reshape(-1, 5)
+    kernels.take_records(words, rows, target, starts, *rules, guarded[1:-1])
     assert (words == before).all() and (guarded[0] == 99).all() and (guarded[-1] == 99).all()
     facts = guarded[1:-1].tolist()
     for row, start, (_, size, _) in zip(facts, starts.tolist(), places, strict=True):

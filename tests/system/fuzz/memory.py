@@ -81,9 +81,16 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
         room = bytes(8 * size) if 0 <= size <= len(words) else b""
         target = targets.place(room, at_end=True)
         facts = np.zeros((1, record.FACTS), np.int64)
-        rules = (record.MAGIC, record.MAX_TOKENS, record.MAX_STATS, record.MAX_TEXT_BYTES, VOCAB_SIZE)
-        places = np.array([[start, size, checksum]])
-        kernels.take_records(words, places, target, np.zeros(1, np.int64), *rules, facts)
+        rules = (
+            record.MAGIC,
+            record.MAX_TOKENS,
+            record.MAX_STATS,
+            record.MAX_TEXT_BYTES,
+            VOCAB_SIZE,
+            len(data) % 3 * kernels.LARGE,
+        )
+        rows = np.array([[0, 0, start, size, checksum]])
+        kernels.take_records(words, rows, target, np.zeros(1, np.int64), *rules, facts)
         assert words.tobytes() == memory, "it wrote to its source"
         inside = start >= 0 and 0 <= size <= len(words) - start
         taken = memory[8 * start : 8 * (start + size)] if inside else b""
