@@ -40,9 +40,11 @@ from impala_llm.pipeline.record import (
     decode_record,
 )
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
+from impala_llm.pipeline.tickets import TicketLedger, Verdict
 from impala_llm.trajectory import TrajectoryError
 
+_CLAIMED = TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION
+"""The end of a `tickets.Claim`."""
 _SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
 """Places in a row: `wire.Descriptor`."""
 _PREMATURE_S = 5.0
@@ -159,7 +161,7 @@ class Intake:
                 self._arena.cancel(start, row[_NUM_WORDS])
                 self._refuse(row, actor_id, str(error), settled)
             return settled
-        if put_back := self._judge(chunk, starts.tolist(), facts.tolist(), actor_id, settled):
+        if put_back := self._judge(chunk, starts, facts, actor_id, settled):
             offers.queue.append(chunk.only(put_back))  # behind what need not wait
         return settled
 
@@ -205,71 +207,86 @@ class Intake:
         return facts
 
     def _judge(
-        self, chunk: _Chunk, starts: list[int], all_facts: list[list[int]], actor_id: str, settled: Settled
+        self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, actor_id: str, settled: Settled
     ) -> list[int]:
         """Keep or refuse each record that was copied. Returns the places of those that must wait for their version."""
-        arena, ledger = self._arena, self._ledger
-        version = ledger.version
-        rows = chunk.rows.tolist()
-        tickets = ledger.lookup_all([row[_TICKET] for row in rows])
-        candidates: list[int] = []
-        keys = []
+        rows = chunk.rows
+        sound = facts[:, OUTCOME] == kernels.COPIED
+        sound &= facts[:, TICKET_ID] == rows[:, _TICKET]
+        sound &= facts[:, NEWEST_VERSION] <= self._ledger.version
+        put_back: list[int] = []
+        if not sound.all():
+            put_back = self._sort_out(chunk, starts, facts, np.flatnonzero(~sound).tolist(), actor_id, settled)
+            rows, starts, facts = rows[sound], starts[sound], facts[sound]
+        columns = [facts[:, column].tolist() for column in _CLAIMED]
+        continues = (facts[:, FLAGS] & CONTINUES).tolist()
+        answers = self._ledger.received_all(
+            zip(self._arena.episode_ids(starts, facts), continues, *columns, strict=True)
+        )
+        if answers.count(Verdict.ACCEPTED) < len(answers):
+            for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
+                if answer is not Verdict.ACCEPTED:
+                    self._turn_away(answer, row, start, known, actor_id, settled)
+            kept = [answer is Verdict.ACCEPTED for answer in answers]
+            rows, starts, facts = rows[kept], starts[kept], facts[kept]
+        settled.acks += rows[:, _SEQUENCE].tolist()
+        self.totals["received_bytes"] += 8 * int(rows[:, _NUM_WORDS].sum())
+        self._inbox.put(self._arena.commit(starts, rows[:, _NUM_WORDS], rows[:, _CHECKSUM], facts))
+        return put_back
+
+    def _sort_out(
+        self,
+        chunk: _Chunk,
+        starts: np.ndarray,
+        facts: np.ndarray,
+        places: list[int],
+        actor_id: str,
+        settled: Settled,
+    ) -> list[int]:
+        """Of these places, whose records are not as they should be: refuse what cannot be kept, with a reason. Returns
+        the places of those that must wait."""
         put_back = []
-        for place, facts in enumerate(all_facts):
-            ticket_id = facts[TICKET_ID]
-            ticket = tickets[place]
-            if not (
-                facts[OUTCOME] == kernels.COPIED
-                and ticket_id == rows[place][_TICKET]
-                and facts[NEWEST_VERSION] <= version
-                and ticket is not None
-                and facts[TASK_ID] == ticket.task_id
-                and facts[GROUP_ID] == ticket.group_id
-                and facts[OLDEST_VERSION] >= ticket.min_version
-            ):
-                # Not as it should be: now slowly, and with a reason.
-                row, start = rows[place], starts[place]
-                if facts[OUTCOME] == kernels.COPIED and facts[NEWEST_VERSION] > version and self._may_wait(chunk):
-                    arena.cancel(start, row[_NUM_WORDS])
-                    put_back.append(place)
-                    continue
-                reason = self._explain(row, start, facts, ticket, version)
-                if reason is not None:
-                    arena.cancel(start, row[_NUM_WORDS])
-                    self._refuse(row, actor_id, reason, settled)
-                    continue
-            candidates.append(place)
-            episode_id = arena.episode_id(starts[place], facts)
-            keys.append((ticket_id, episode_id, facts[UNROLL_INDEX], facts[FLAGS] & CONTINUES))
-        kept = []
-        for place, answer in zip(candidates, ledger.received_all(keys), strict=True):
-            if answer is Verdict.ACCEPTED:
-                kept.append(place)
-                continue
-            row = rows[place]
-            arena.cancel(starts[place], row[_NUM_WORDS])
-            if answer is Verdict.DUPLICATE:
-                settled.acks.append(row[_SEQUENCE])
-                continue
+        for place in places:
+            row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
+            reason = self._explain(row, start, known)
+            self._arena.cancel(start, row[_NUM_WORDS])
+            if reason is None and self._may_wait(chunk):
+                put_back.append(place)
+            else:
+                early = f"versions reaches {known[NEWEST_VERSION]}, the learner has {self._ledger.version}"
+                self._refuse(row, actor_id, reason or early, settled)
+        return put_back
+
+    def _turn_away(
+        self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
+    ) -> None:
+        """The ledger does not want this record."""
+        self._arena.cancel(start, row[_NUM_WORDS])
+        if answer is Verdict.DUPLICATE:
+            settled.acks.append(row[_SEQUENCE])
+        elif answer is Verdict.NOT_AS_GRANTED:
+            ticket = self._ledger.lookup(row[_TICKET])
+            assert ticket is not None
+            reason = (
+                f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
+                f"{ticket.task_id} and {ticket.group_id}"
+            )
+            if (facts[TASK_ID], facts[GROUP_ID]) == (ticket.task_id, ticket.group_id):
+                oldest = facts[OLDEST_VERSION]
+                reason = f"versions goes down to {oldest}, ticket {ticket.ticket_id} demands {ticket.min_version}"
+            self._refuse(row, actor_id, reason, settled)
+        else:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
             self.totals["trajectories_unwanted"] += 1
             settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
-        if kept:
-            if len(kept) < len(rows):
-                rows, starts, all_facts = ([values[i] for i in kept] for values in (rows, starts, all_facts))  # type: ignore[assignment]
-            sequences, _, _, sizes, checksums = zip(*rows, strict=True)
-            settled.acks += sequences
-            self.totals["received_bytes"] += 8 * sum(sizes)
-            self._inbox.put(arena.commit(starts, sizes, checksums, all_facts))
-        return put_back
 
     def _may_wait(self, chunk: _Chunk) -> bool:
         if chunk.not_after is None:
             chunk.not_after = self._clock.now + _PREMATURE_S
         return self._clock.now < chunk.not_after
 
-    def _explain(self, row: list[int], start: int, facts: Facts, ticket: Ticket | None, version: int) -> str | None:
-        """Why a copied record cannot be kept; None where its ticket has ended, which the ledger answers for."""
+    def _explain(self, row: list[int], start: int, facts: Facts) -> str | None:
+        """Why a record that was copied cannot be kept; None where all that is wrong is that it came too early."""
         if facts[OUTCOME] == kernels.TORN:
             return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
         if facts[OUTCOME] != kernels.COPIED:
@@ -281,16 +298,7 @@ class Intake:
             return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
         if facts[TICKET_ID] != row[_TICKET]:
             return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"
-        if ticket is None:
-            return None
-        if facts[TASK_ID] != ticket.task_id or facts[GROUP_ID] != ticket.group_id:
-            return (
-                f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
-                f"{ticket.task_id} and {ticket.group_id}"
-            )
-        if facts[NEWEST_VERSION] > version:
-            return f"versions reaches {facts[NEWEST_VERSION]}, the learner has {version}"
-        return f"versions goes down to {facts[OLDEST_VERSION]}, ticket {ticket.ticket_id} demands {ticket.min_version}"
+        return None
 
     def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
         self.totals["trajectories_refused"] += 1

@@ -54,6 +54,8 @@ _FREE, _COMMITTED, _ENDED = 0, 1, 2
 _STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
 _ROW_WORDS = 8
 _MAX_SERIAL = 1 << 62
+_MANY = 1024
+"""Dropped records whose space is taken back although there is room without it: many at once cost less."""
 _INTEGERS = {"group_id": GROUP_ID, "task_id": TASK_ID, "unroll_index": UNROLL_INDEX}
 
 
@@ -61,29 +63,32 @@ class _Stored:
     """A committed record: its fields by name, as `Trajectory.deferred` asks for them, and the right to its space, which
     goes back when the last reference is gone."""
 
-    __slots__ = ("_arena", "_facts", "_size", "_start", "row")
+    __slots__ = ("_arena", "_facts", "_place", "row")
 
-    def __init__(self, arena: ReplayArena, row: int, start: int, size: int, facts: Facts) -> None:
+    def __init__(self, arena: ReplayArena, row: int, facts: np.ndarray, place: int) -> None:
+        """facts: int64[n, FACTS], of which those at `place` are its own."""
         self._arena = arena
         self.row = row
-        self._start = start
-        self._size = size
-        self._facts = facts
+        self._facts: np.ndarray | Facts = facts
+        self._place = place
 
     def __call__(self, name: str) -> object:
         facts = self._facts
+        if isinstance(facts, np.ndarray):
+            facts = self._facts = facts[self._place].tolist()
         if name in _INTEGERS:
             return facts[_INTEGERS[name]]
+        start, size = self._arena.extent(self.row)
         if name not in ARRAY_FIELDS and name != "block":
-            return metadata_of(self._arena.record(self._start, self._size), facts)[name]
-        words = self._arena.view(self._start, self._size)
+            return metadata_of(self._arena.record(start, size), facts)[name]
+        words = self._arena.view(start, size)
         words.keeper = self
         block = words.view(np.ndarray)[block_start(facts) :]
         return block if name == "block" else block_views(block, facts[NUM_TOKENS], facts[NUM_TURNS])[name]
 
     def __del__(self) -> None:
         # From whichever thread: only this, the arena's owner does the rest.
-        self._arena.dropped.append((self._start, self._size, self.row))
+        self._arena.dropped.append(self.row)
 
 
 class _KeptWords(np.ndarray):
@@ -118,10 +123,10 @@ class ReplayArena:
         self._index = np.frombuffer(self._map, np.int64, _ROW_WORDS * max_records, _HEADER_BYTES).reshape(
             -1, _ROW_WORDS
         )
-        self.dropped: deque[tuple[int, int, int]] = deque()
-        """(start, size, row) of records of which nothing is left but their bytes."""
+        self.dropped: deque[int] = deque()
+        """Rows of records of which nothing is left but their bytes."""
         self._lock = threading.Lock()
-        self._by_unroll: dict[int, list[_Stored]] = {}
+        self._by_unroll: dict[int, _Stored] = {}
         self._free = _FreeSpace()
         self._serial = 0
         self._used = 0
@@ -136,8 +141,8 @@ class ReplayArena:
     @property
     def used(self) -> int:
         """Bytes that records take up."""
-        given_back = sum(-(-size // _UNIT) * _UNIT for _, size, _ in list(self.dropped))
-        return 8 * (self._used - given_back)
+        given_back = _rounded(self._index[list(self.dropped), _SIZE]).sum()
+        return 8 * (self._used - int(given_back))
 
     def recovered(self) -> list[Trajectory]:
         """Once: what an earlier process had committed and not ended, in the order in which it was committed."""
@@ -150,11 +155,16 @@ class ReplayArena:
 
         Each of them must be committed or cancelled.
         """
-        self._reclaim()
+        if len(self.dropped) >= _MANY or len(sizes) > len(self._free_rows):
+            self._reclaim()
         sizes = _rounded(sizes[: len(self._free_rows)])
         starts = np.cumsum(sizes) - sizes
         total = int(sizes.sum())
-        if (start := self._free.take(total)) is not None:
+        start = self._free.take(total)
+        if start is None and self.dropped:
+            self._reclaim()
+            start = self._free.take(total)
+        if start is not None:
             return starts + start
         # Not in one piece: one by one.
         found = []
@@ -169,10 +179,17 @@ class ReplayArena:
         """Give back what was reserved."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
-    def episode_id(self, start: int, facts: Facts) -> str:
-        """Of the record at `start`, which was checked."""
-        begin = self._begin + 8 * (start + HEADER_WORDS + (facts[STATS] & 0xFFFFFFFF))
-        return str(self._bytes[begin : begin + (facts[TEXTS] & 0xFFFF)], "utf-8")
+    def episode_ids(self, starts: np.ndarray, facts: np.ndarray) -> list[str]:
+        """Of the records at `starts`, which were checked. facts: int64[n, FACTS]."""
+        begins = self._begin + 8 * (starts + HEADER_WORDS + (facts[:, STATS] & 0xFFFFFFFF))
+        ends = begins + (facts[:, TEXTS] & 0xFFFF)
+        content = self._bytes
+        return [str(content[begin:end], "utf-8") for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def extent(self, row: int) -> tuple[int, int]:
+        """Start and size of the record that this row of the index is for, in words."""
+        start, size = self._index[row, _START : _SIZE + 1].tolist()
+        return start, size
 
     def record(self, start: int, size: int) -> memoryview:
         """A record's bytes, valid until its space is given back."""
@@ -180,59 +197,62 @@ class ReplayArena:
         return self._bytes[begin : begin + 8 * size]
 
     def commit(
-        self, starts: Sequence[int], sizes: Sequence[int], checksums: Sequence[int], facts: Sequence[Facts]
+        self, starts: np.ndarray, sizes: np.ndarray, checksums: np.ndarray, facts: np.ndarray
     ) -> list[Trajectory]:
-        """These records, of which `facts` are known, are whole, valid and wanted: keep them. sizes: in words."""
+        """These records, of which `facts` are known, are whole, valid and wanted: keep them.
+
+        All int64[n], sizes in words, but facts: int64[n, FACTS].
+        """
         count = len(starts)
-        rows = [self._free_rows.pop() for _ in range(count)]
+        if not count:
+            return []
+        rows = self._free_rows[-count:]
+        del self._free_rows[-count:]
         entries = np.empty((count, 4), np.int64)
         entries[:, 0], entries[:, 1], entries[:, 2] = starts, sizes, checksums
         entries[:, 3] = np.arange(self._serial, self._serial + count)
         self._serial += count
-        with self._lock:
-            trajectories = list(map(self._keep, rows, starts, sizes, facts))
         self._index[rows, _START : _SERIAL + 1] = entries
+        trajectories = self._keep(rows, facts)
         self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
         return trajectories
 
     def end(self, unroll_ids: Iterable[int]) -> None:
         """These were trained on or evicted (`Trajectory.unroll_id`): a later process need not find their records."""
         with self._lock:
-            ended = [stored for number in unroll_ids for stored in self._by_unroll.pop(number, ())]
-        self._index[[stored.row for stored in ended], _STATE] = _ENDED
+            found = [self._by_unroll.pop(number, None) for number in unroll_ids]
+        self._index[[stored.row for stored in found if stored is not None], _STATE] = _ENDED
 
     def view(self, start: int, size: int) -> _KeptWords:
         """uint64[size] at `start`."""
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
 
-    def _keep(self, row: int, start: int, size: int, facts: Facts) -> Trajectory:
-        self._used += -(-size // _UNIT) * _UNIT
-        stored = _Stored(self, row, start, size, facts)
-        ticket_id = number = facts[TICKET_ID]
-        if facts[UNROLL_INDEX]:
-            number = unroll_id(ticket_id, facts[UNROLL_INDEX])
-        known = self._by_unroll.get(number)
-        if known is None:
-            self._by_unroll[number] = [stored]
-        else:
-            known.append(stored)
-        return Trajectory.deferred(stored, ticket_id)
+    def _keep(self, rows: Sequence[int], facts: np.ndarray) -> list[Trajectory]:
+        """Trajectories of the records of these rows of the index."""
+        self._used += int(_rounded(self._index[rows, _SIZE]).sum())
+        ticket_ids = facts[:, TICKET_ID].tolist()
+        unrolls = facts[:, UNROLL_INDEX].tolist()
+        trajectories = []
+        with self._lock:
+            for place, (row, ticket_id, unroll) in enumerate(zip(rows, ticket_ids, unrolls, strict=True)):
+                stored = _Stored(self, row, facts, place)
+                self._by_unroll[unroll_id(ticket_id, unroll) if unroll else ticket_id] = stored
+                trajectories.append(Trajectory.deferred(stored, ticket_id))
+        return trajectories
 
     def _reclaim(self) -> None:
-        rows = []
-        begin = end = 0
-        while self.dropped:
-            start, size, row = self.dropped.popleft()
-            rows.append(row)
-            # Most come in the order in which they lie: put together before they are given back.
-            if start != end:
-                self._give(begin, end)
-                begin = start
-            end = start + -(-size // _UNIT) * _UNIT
-        if rows:
-            self._give(begin, end)
-            self._index[rows, _STATE] = _FREE
-            self._free_rows += rows
+        rows = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        if not rows:
+            return
+        starts = self._index[rows, _START]
+        order = np.argsort(starts)
+        starts, ends = starts[order], (starts + _rounded(self._index[rows, _SIZE]))[order]
+        # What lies end to end is put together before it is given back.
+        gaps = np.flatnonzero(starts[1:] != ends[:-1])
+        for first, last in zip([0, *(gaps + 1)], [*gaps, len(rows) - 1], strict=True):
+            self._give(int(starts[first]), int(ends[last]))
+        self._index[rows, _STATE] = _FREE
+        self._free_rows += rows
 
     def _give(self, start: int, end: int) -> None:
         self._used -= end - start
@@ -255,13 +275,15 @@ class ReplayArena:
                 record = self.record(start, size)
                 decode_record(record)
                 facts = facts_of(record)
+                if unroll_id(facts[TICKET_ID], facts[UNROLL_INDEX]) in self._by_unroll:
+                    raise RecordError(f"unroll {facts[UNROLL_INDEX]} of ticket {facts[TICKET_ID]} is there already")
             except RecordError as error:
                 _log.warning("a record of %s is damaged and left out: %s", self.path, str(error))
                 self._index[row, _STATE] = _FREE
                 continue
             self._free.give(end, start)
             end = start + -(-size // _UNIT) * _UNIT
-            found.append((serial, self._keep(row, start, size, facts)))
+            found.append((serial, *self._keep([row], np.array([facts], np.int64))))
             self._serial = max(self._serial, serial + 1)
         self._free.give(end, self._num_words)
         self._index[self._index[:, _STATE] == _ENDED, _STATE] = _FREE

@@ -56,6 +56,13 @@ class Verdict(Enum):
     SUPERSEDED = auto()
     """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is not touched."""
     UNKNOWN_TICKET = auto()
+    NOT_AS_GRANTED = auto()
+    """It is of another task or group than its ticket, or of older weights than that demands."""
+
+
+Claim = tuple[str, int | bool, int, int, int, int, int]
+"""What a trajectory says of itself: episode_id, continues, ticket_id, unroll_index, task_id, group_id, and the oldest
+version of the weights that made it."""
 
 
 class TicketLedger:
@@ -183,12 +190,6 @@ class TicketLedger:
             entry = self._entries.get(ticket_id)
             return None if entry is None else entry.ticket
 
-    def lookup_all(self, ticket_ids: Iterable[int]) -> list[Ticket | None]:
-        """`lookup` of several."""
-        with self._lock:
-            found = map(self._entries.get, ticket_ids)
-            return [None if entry is None else entry.ticket for entry in found]
-
     def lost_by(self, actor_id: str, ticket_ids: Iterable[int]) -> list[Ticket]:
         """The actor says nothing of these tickets, which are open at it: those that it should be granted once more.
 
@@ -229,44 +230,54 @@ class TicketLedger:
         continues: another unroll of the episode will follow. Unrolls may come in any order, and those of an episode
         that was cut are accepted until its ticket ends.
         """
-        return self.received_all([(ticket_id, episode_id, unroll_index, continues)])[0]
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            if entry is None:
+                return self.check(ticket_id, episode_id, unroll_index)
+            t = entry.ticket
+            claim = (episode_id, continues, ticket_id, unroll_index, t.task_id, t.group_id, t.min_version)
+            return self.received_all([claim])[0]
 
-    def received_all(self, keys: Sequence[tuple[int, str, int, bool | int]]) -> list[Verdict]:
-        """`received` for several trajectories, (ticket_id, episode_id, unroll_index, continues), in order."""
+    def received_all(self, claims: Iterable[Claim]) -> list[Verdict]:
+        """`received` for several trajectories, in order, each of which must be what its ticket was granted for."""
         verdicts = []
         with self._lock:
             entries, open_at = self._entries, self._open_at
-            num_received = 0
-            for ticket_id, episode_id, unroll_index, continues in keys:
+            num_whole = num_parts = 0
+            for episode_id, continues, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
                 entry = entries.get(ticket_id)
-                is_whole = not (continues or unroll_index)
-                if is_whole and entry is not None and entry.state is State.OPEN and entry.episode_id is None:
-                    # The common case, without detours.
-                    open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
-                    self._num_open -= 1
-                    verdict = Verdict.ACCEPTED
+                if entry is None:
+                    verdicts.append(self.check(ticket_id, episode_id, unroll_index))
+                    continue
+                ticket = entry.ticket
+                if ticket.task_id != task_id or ticket.group_id != group_id or ticket.min_version > oldest_version:
+                    verdicts.append(Verdict.NOT_AS_GRANTED)
+                    continue
+                is_new = entry.episode_id is None
+                if is_new and entry.state is State.OPEN:
+                    verdict = Verdict.ACCEPTED  # the common case, without detours
                 else:
                     verdict = self.check(ticket_id, episode_id, unroll_index)
-                    if verdict is Verdict.DUPLICATE:
-                        self._totals["duplicates"] += 1
-                    elif verdict is Verdict.ACCEPTED:
-                        assert entry is not None
-                        is_whole = is_whole and entry.episode_id is None
-                        if is_whole:
-                            self._leave_queue_or_actor(entry)
-                        else:
-                            self._receive_part(entry, unroll_index, bool(continues))
-                            entry.episode_id = episode_id
-                            num_received += 1
-                if is_whole and verdict is Verdict.ACCEPTED:
-                    assert entry is not None
-                    entry.state, entry.actor_id, entry.episode_id = State.RECEIVED, None, episode_id
-                    entry.unrolls.add(0)
-                    num_received += 1
-                    if self._slots.counts_unrolls:
-                        self._slots.count_unrolls(1)
                 verdicts.append(verdict)
-            self._totals["received"] += num_received
+                if verdict is Verdict.DUPLICATE:
+                    self._totals["duplicates"] += 1
+                elif verdict is Verdict.ACCEPTED:
+                    entry.episode_id = episode_id
+                    if is_new and not (continues or unroll_index):
+                        if entry.state is State.OPEN:
+                            open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
+                            self._num_open -= 1
+                        else:
+                            self._leave_queue_or_actor(entry)
+                        entry.state, entry.actor_id = State.RECEIVED, None
+                        entry.unrolls.add(0)
+                        num_whole += 1
+                        if self._slots.counts_unrolls:
+                            self._slots.count_unrolls(1)
+                    else:
+                        self._receive_part(entry, unroll_index, bool(continues))
+                        num_parts += 1
+            self._totals["received"] += num_whole + num_parts
         return verdicts
 
     def failed(self, ticket_id: int, actor_id: str) -> None:

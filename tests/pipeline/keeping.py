@@ -36,7 +36,7 @@ def lay_down(arena: ReplayArena, start: int, words: np.ndarray) -> tuple[int, in
 
 
 def commit_laid(arena: ReplayArena, laid: Sequence[tuple[int, int, int, list[int]]]) -> list[Trajectory]:
-    starts, sizes, checksums, facts = (list(column) for column in zip(*laid, strict=True))
+    starts, sizes, checksums, facts = (np.array(column, np.int64) for column in zip(*laid, strict=True))
     return arena.commit(starts, sizes, checksums, facts)
 
 

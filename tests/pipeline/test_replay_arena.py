@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impala_llm.pipeline.arena import ArenaError
+from impala_llm.pipeline.record import FACTS
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.trajectory import Trajectory, unroll_id
 from tests.pipeline.keeping import commit, commit_laid, lay_down, make, words_of
@@ -219,7 +220,8 @@ def test_no_more_records_are_kept_than_there_are_rows(path: Path) -> None:
 
 def test_nothing_to_commit_or_end_is_no_matter(path: Path) -> None:
     arena = ReplayArena(path, CAPACITY, ROWS)
-    assert arena.commit([], [], [], []) == []
+    nothing = np.empty(0, np.int64)
+    assert arena.commit(nothing, nothing, nothing, np.empty((0, FACTS), np.int64)) == []
     arena.end([])
     assert len(commit(arena, [make(i, 10) for i in range(3)])) == 3
 
