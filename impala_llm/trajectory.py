@@ -88,26 +88,6 @@ class Trajectory:
     stats: dict[str, float] = field(default_factory=dict)
     block: np.ndarray = field(init=False, repr=False)
     """uint64[n]: the arrays in the order of ARRAY_FIELDS without gaps, then zeros up to a multiple of 8 bytes."""
-    _load: Callable[[str], object] = field(init=False, repr=False)
-
-    @classmethod
-    def deferred(cls, load: Callable[[str], object], ticket_id: int) -> "Trajectory":
-        """A trajectory whose other fields are asked for by name, `load(name)`, each at its first use.
-
-        For whoever has validated its bytes by other means: nothing is checked here.
-        """
-        trajectory: Trajectory = _new(cls)
-        _set(trajectory, "_load", load)
-        _set(trajectory, "ticket_id", ticket_id)
-        return trajectory
-
-    def __getattr__(self, name: str) -> Any:
-        # Called only for what has no value yet: a field of a deferred trajectory.
-        if name not in _LOADABLE:
-            raise AttributeError(f"a Trajectory has no {name!r}")
-        value = self._load(name)
-        _set(self, name, value)
-        return value
 
     def __copy__(self) -> "Trajectory":
         return dataclasses.replace(self)
@@ -258,6 +238,31 @@ METADATA_FIELDS: dict[str, type] = {
 
 
 _LOADABLE = frozenset((*ARRAY_FIELDS, *METADATA_FIELDS, "block"))
+
+
+class DeferredTrajectory(Trajectory):
+    """A trajectory whose fields are asked for by name, each at its first use. A class of its own, since a class with
+    `__getattr__` finds all of its attributes several times slower."""
+
+    __slots__ = ("_load",)
+    _load: Callable[[str], object]
+
+    @classmethod
+    def of(cls, load: Callable[[str], object], ticket_id: int) -> "DeferredTrajectory":
+        """load(name) is a field's value. Nothing is checked here: for whoever has validated its bytes by other
+        means."""
+        trajectory = _new(cls)
+        _set(trajectory, "_load", load)
+        _set(trajectory, "ticket_id", ticket_id)
+        return trajectory
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for what has no value yet.
+        if name not in _LOADABLE:
+            raise AttributeError(f"a Trajectory has no {name!r}")
+        value = self._load(name)
+        _set(self, name, value)
+        return value
 
 
 def block_words(num_tokens: int, num_turns: int) -> int:

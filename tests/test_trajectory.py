@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, DeferredTrajectory, Trajectory, TrajectoryError
 
 
 def fields(**changes) -> dict:
@@ -170,7 +170,7 @@ def deferred(counts: Counter, **changes) -> Trajectory:
         counts[name] += 1
         return getattr(whole, name)
 
-    return Trajectory.deferred(load, 3)
+    return DeferredTrajectory.of(load, 3)
 
 
 def test_a_deferred_trajectory_loads_each_field_once_and_only_when_asked_for():
@@ -208,7 +208,7 @@ def test_a_field_that_cannot_be_loaded_is_an_error_and_is_tried_again():
             raise answer
         return answer
 
-    trajectory = Trajectory.deferred(load, 3)
+    trajectory = DeferredTrajectory.of(load, 3)
     with pytest.raises(RuntimeError, match="not now"):
         _ = trajectory.env
     assert trajectory.env == "e"

@@ -56,9 +56,9 @@ class Admission:
         """A group leaves the task order."""
         self.charged[self.version] += self.group_size
 
-    def free(self, born_version: int, count: int = 1) -> None:
-        """Slots that were charged at this version are free."""
-        self.charged[born_version] -= count
+    def free(self, born_versions: Iterable[int]) -> None:
+        """Slots that were charged at these versions are free."""
+        self.charged.subtract(born_versions)
 
     def free_with_step(self, born_versions: Iterable[int]) -> None:
         """Slots become free with the version that the step under way makes; running free, at once."""

@@ -214,8 +214,8 @@ def _take_checked(
     """Copy the first four arrays past the caches and check them on the way. Returns the checksum of these words.
 
     target, source: uint64[2·T]. first: place of source[0] in its record. mask: uint8[T], a copy already. block:
-    uint64[_TAKEN_BLOCK], to work with: each word is fetched once from the source, which may change meanwhile, and all that is
-    said of it is said of what was fetched. Others may see the target only after a `_fence`.
+    uint64[_TAKEN_BLOCK], to work with: each word is fetched once from the source, which may change meanwhile, and all
+    that is said of it is said of what was fetched. Others may see the target only after a `_fence`.
     """
     num_items = np.uint64(mask.size)
     end = np.uint64(source.size)

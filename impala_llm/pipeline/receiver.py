@@ -306,10 +306,9 @@ class Receiver:
             if socket not in ready:
                 continue
             for _ in range(_MAX_FRAMES_A_TURN):
-                try:
-                    frames, key = _receive(socket, from_afar=index > 0)
-                except zmq.Again:
+                if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]  # a number
                     break
+                frames, key = _receive(socket, from_afar=index > 0)
                 self._handle((index, frames[0]), frames[1:], key)
         for session in list(self._sessions.values()):
             self._take_in(session)
@@ -526,7 +525,7 @@ class Receiver:
 
 
 def _receive(socket: zmq.Socket[bytes], from_afar: bool) -> tuple[list[bytes], str | None]:
-    """A message's frames, and the name of the key of who sent it. Raises zmq.Again."""
+    """A message's frames, and the name of the key of who sent it. There must be one."""
     if not from_afar:
         return socket.recv_multipart(zmq.NOBLOCK), None
     # Uncopied, as copies do not know whence they came.

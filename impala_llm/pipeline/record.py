@@ -62,53 +62,62 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     """The record of a trajectory, without copying its arrays. RecordError where its metadata is too large."""
     t = trajectory
     num_tokens = len(t.tokens)
-    episode_id, env, actor_id, signature, stats = t.episode_id, t.env, t.actor_id, t.signature, t.stats
-    names = "\0".join(stats) if stats else ""
+    stats = t.stats
+    episode, env, actor, signature = parts = t.episode_id, t.env, t.actor_id, t.signature
     try:
-        text = f"{episode_id}{env}{actor_id}{signature}{names}".encode()
-        lengths = len(episode_id), len(env), len(actor_id), len(signature), len(names)
-        if sum(lengths) != len(text):  # letters of more than one byte
-            texts = episode_id, env, actor_id, signature, names
-            lengths = tuple(len(part.encode()) for part in texts)  # type: ignore[assignment]  # five as well
-        header = _HEADER.pack(
+        names, num_name_bytes, header = _stats_layout(tuple(stats))
+        text = f"{episode}{env}{actor}{signature}{names}"
+        data = text.encode()
+        lengths = len(episode), len(env), len(actor), len(signature)
+        if len(data) != len(text):  # letters of more than one byte
+            lengths = tuple(len(part.encode()) for part in parts)  # type: ignore[assignment]  # four as well
+        head = header.pack(
             MAGIC,
             num_tokens,
             len(t.turns),
-            *lengths[:4],
+            *lengths,
             len(stats),
-            lengths[4],
+            num_name_bytes,
             t.ticket_id,
             t.group_id,
             t.task_id,
             t.unroll_index,
             t.score,
             t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS + t.continues * CONTINUES,
+            *stats.values(),
         )
-        if stats:
-            header += _doubles(len(stats)).pack(*stats.values())
     except (ValueError, TypeError, OverflowError, struct.error) as error:
-        if max(map(len, (episode_id, env, actor_id, signature))) > MAX_TEXT_BYTES:
+        if isinstance(error, _StatsError):
+            raise RecordError(f"stats of episode {t.episode_id!r:.80} has {error}") from error
+        if max(map(len, parts)) > MAX_TEXT_BYTES:
             raise RecordError(
                 f"a text of episode {t.episode_id!r:.80} is too long: at most {MAX_TEXT_BYTES} bytes are allowed, "
                 "shorten episode_id, env, actor_id or signature"
             ) from error
         raise RecordError(f"the metadata of episode {t.episode_id!r:.80} cannot be encoded: {error}") from error
-    if stats and (len(stats) > MAX_STATS or lengths[4] > MAX_TEXT_BYTES or names.count("\0") != len(stats) - 1):
-        raise RecordError(
-            f"stats of episode {episode_id!r:.80} has {len(stats)} names of {lengths[4]} bytes in all: at most "
-            f"{MAX_STATS} of {MAX_TEXT_BYTES} are allowed, without zero bytes"
-        )
     if num_tokens > MAX_TOKENS:
         raise RecordError(f"episode {t.episode_id!r} has {num_tokens} tokens: at most {MAX_TOKENS} are allowed")
-    header += text + _PADDING[len(text) % 8]
+    head += data + _PADDING[len(data) % 8]
     block = t.block
     # Three times as fast as to call the class.
-    return tuple.__new__(EncodedTrajectory, (header, block, len(header) // 8 + len(block)))
+    return tuple.__new__(EncodedTrajectory, (head, block, len(head) // 8 + len(block)))
 
 
-@functools.cache
-def _doubles(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}d")
+class _StatsError(ValueError):
+    """What stats has too much of."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _stats_layout(names: tuple[str, ...]) -> tuple[str, int, struct.Struct]:
+    """Of stats with these names: the names as they are written, their bytes, and the header with its values."""
+    joined = "\0".join(names)
+    num_bytes = len(joined.encode())
+    if len(names) > MAX_STATS or num_bytes > MAX_TEXT_BYTES or joined.count("\0") > max(0, len(names) - 1):
+        raise _StatsError(
+            f"{len(names)} names of {num_bytes} bytes in all: at most {MAX_STATS} of {MAX_TEXT_BYTES} are allowed, "
+            "without zero bytes"
+        )
+    return joined, num_bytes, struct.Struct(f"{_HEADER.format}{len(names)}d")
 
 
 def record_bytes(trajectory: Trajectory) -> bytes:

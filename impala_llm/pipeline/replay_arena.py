@@ -42,7 +42,7 @@ from impala_llm.pipeline.record import (
     facts_of,
     metadata_of,
 )
-from impala_llm.trajectory import ARRAY_FIELDS, Trajectory, block_views, unroll_id
+from impala_llm.trajectory import ARRAY_FIELDS, DeferredTrajectory, Trajectory, block_views, unroll_id
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"ILLMKEEP"
@@ -60,8 +60,8 @@ _INTEGERS = {"group_id": GROUP_ID, "task_id": TASK_ID, "unroll_index": UNROLL_IN
 
 
 class _Stored:
-    """A committed record: its fields by name, as `Trajectory.deferred` asks for them, and the right to its space, which
-    goes back when the last reference is gone."""
+    """A committed record: its fields by name, as a `DeferredTrajectory` asks for them, and the right to its space,
+    which goes back when the last reference is gone."""
 
     __slots__ = ("_arena", "_facts", "_place", "row")
 
@@ -232,12 +232,12 @@ class ReplayArena:
         self._used += int(_rounded(self._index[rows, _SIZE]).sum())
         ticket_ids = facts[:, TICKET_ID].tolist()
         unrolls = facts[:, UNROLL_INDEX].tolist()
-        trajectories = []
+        trajectories: list[Trajectory] = []
         with self._lock:
             for place, (row, ticket_id, unroll) in enumerate(zip(rows, ticket_ids, unrolls, strict=True)):
                 stored = _Stored(self, row, facts, place)
                 self._by_unroll[unroll_id(ticket_id, unroll) if unroll else ticket_id] = stored
-                trajectories.append(Trajectory.deferred(stored, ticket_id))
+                trajectories.append(DeferredTrajectory.of(stored, ticket_id))
         return trajectories
 
     def _reclaim(self) -> None:

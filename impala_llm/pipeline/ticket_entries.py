@@ -47,6 +47,10 @@ class Parts:
     num_unrolls: int | None = None
 
 
+NO_UNROLLS: frozenset[int] = frozenset()
+FIRST_UNROLL = frozenset((0,))
+
+
 @dataclass(slots=True)
 class Entry:
     """All that is known of a ticket."""
@@ -57,8 +61,8 @@ class Entry:
     actor_id: str | None = None
     attempts: int = 0
     episode_id: str | None = None
-    unrolls: set[int] = field(default_factory=set)
-    """Those that were received."""
+    unrolls: frozenset[int] = NO_UNROLLS
+    """Those that were received. Immutable, so that most entries share theirs: many small sets make the ledger slow."""
     step: int = 0
     """Version that is made of it, once it is trained on: it counts when that version is published."""
     parts: Parts | None = None
@@ -76,7 +80,7 @@ class Group:
     groups: a group that is short of members is no room for part of another."""
 
 
-def waiting(entry: Entry) -> set[int]:
+def waiting(entry: Entry) -> frozenset[int]:
     """Unrolls that are to be trained on or evicted."""
     return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
 
@@ -94,7 +98,7 @@ def entry_state(entry: Entry) -> list[Any]:
 def entry_from_state(values: list[Any]) -> Entry:
     """What `entry_state` was made of; where it was open, at no actor."""
     *ticket, born_version, state, attempts, episode_id, unrolls, step, saved = values
-    entry = Entry(Ticket(*ticket), born_version, State(state), None, attempts, episode_id, set(unrolls), step)
+    entry = Entry(Ticket(*ticket), born_version, State(state), None, attempts, episode_id, frozenset(unrolls), step)
     if saved is not None:
         entry.parts = Parts(dict(saved[1:]), saved[0])
     return entry

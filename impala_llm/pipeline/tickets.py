@@ -31,6 +31,7 @@ from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.ticket_entries import (
     ENDED,
+    FIRST_UNROLL,
     Entry,
     Group,
     Parts,
@@ -270,7 +271,7 @@ class TicketLedger:
                         else:
                             self._leave_queue_or_actor(entry)
                         entry.state, entry.actor_id = State.RECEIVED, None
-                        entry.unrolls.add(0)
+                        entry.unrolls = FIRST_UNROLL
                         num_whole += 1
                         if self._slots.counts_unrolls:
                             self._slots.count_unrolls(1)
@@ -480,7 +481,7 @@ class TicketLedger:
                 before = past.settled.get(ticket_id, {})
                 entry.step = max(before.values(), default=0)
                 entry.episode_id, found = arrived.get(ticket_id, (None, set()))
-                entry.unrolls = found | before.keys()
+                entry.unrolls = frozenset(found | before.keys())
                 if entry.unrolls - {0} or before:
                     entry.parts = Parts(before)
                 if found - before.keys():
@@ -631,7 +632,7 @@ class TicketLedger:
 
     def _receive_part(self, entry: Entry, unroll_index: int, continues: bool) -> None:
         """An unroll that is not all of its episode."""
-        entry.unrolls.add(unroll_index)
+        entry.unrolls |= {unroll_index}
         parts = entry.parts = entry.parts or Parts()
         if not continues:
             parts.num_unrolls = max(parts.num_unrolls or 0, unroll_index + 1)
@@ -689,21 +690,25 @@ class TicketLedger:
         """charged: the slots stay charged, since the caller has noted when they become free."""
         live, groups, remembered = self._entries, self._groups, self._ended
         is_refused = end is State.REFUSED
+        freed: list[int] = []
         for entry in ended:
             ticket = entry.ticket
+            ticket_id, group_id = ticket.ticket_id, ticket.group_id
             entry.state, entry.actor_id = end, None
-            del live[ticket.ticket_id]
-            remembered[ticket.ticket_id] = entry
-            group = groups[ticket.group_id]
+            del live[ticket_id]
+            remembered[ticket_id] = entry
+            group = groups[group_id]
             group.under_way -= 1
             if is_refused:
                 group.num_lost += 1
-            elif not charged:
-                self._slots.free(entry.born_version)
-            if group.under_way == 0:
+            else:
+                freed.append(entry.born_version)
+            if not group.under_way:
                 if group.num_lost:
-                    self._slots.free(entry.born_version, group.num_lost)
-                del groups[ticket.group_id]
+                    self._slots.free([entry.born_version] * group.num_lost)
+                del groups[group_id]
+        if not charged:
+            self._slots.free(freed)
         self._totals[end.value] += len(ended)
         if self._journal is not None:
             self._notes += map(ticket_notes.note, ended)

@@ -286,11 +286,12 @@ _TYPES: dict[int, type[Message]] = {
     16: Revoked,
 }
 _CODES = {kind: code for code, kind in _TYPES.items()}
+_FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in _CODES}
 
 
 def encode(message: Message) -> bytes:
     """Bytes of a message. WireError where it is larger than MAX_MESSAGE_BYTES or a number leaves 64 bits."""
-    values = [getattr(message, field.name) for field in dataclasses.fields(message)]
+    values = [getattr(message, name) for name in _FIELDS[type(message)]]
     if isinstance(message, Grant):
         values = [[(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version) for t in message.tickets]]
     try:
@@ -314,7 +315,7 @@ def decode(frame: bytes) -> Message:
     if not values or type(values[0]) is not int or values[0] not in _TYPES:
         raise WireError(f"code {_shown(values[0])} is none of {list(_TYPES)}" if values else "a message has no code")
     kind, values = _TYPES[values[0]], values[1:]
-    num_fields = len(dataclasses.fields(kind))
+    num_fields = len(_FIELDS[kind])
     if len(values) != num_fields:
         raise WireError(f"{kind.__name__} has {len(values)} fields: {num_fields} are expected")
     if kind is Grant:
