@@ -167,8 +167,8 @@ class ActorChannel:
 
         It is offered to the learner at once where nothing else waits for an answer, otherwise at the next `poll` or
         when enough of them have gathered. Returns True if it lies in the arena, False if the arena is full and it waits
-        here for acknowledgements (then finish no more episodes for a while). Raises RecordTooLarge where it can never fit, RecordError where its metadata is too large: `fail`
-        its ticket then.
+        here for acknowledgements (then finish no more episodes for a while). Raises RecordTooLarge where it can never
+        fit, RecordError where its metadata is too large: `fail` its ticket then.
         """
         encoded = encode_record(trajectory)
         ticket_id = trajectory.ticket_id

@@ -21,7 +21,7 @@ class Inbox:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._trajectories: list[Trajectory] = []
         self._error: BaseException | None = None
 
@@ -29,22 +29,22 @@ class Inbox:
         return len(self._trajectories)
 
     def put(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append them and wake the drain."""
-        with self._changed:
+        """Append them."""
+        with self._lock:
             self._trajectories.extend(trajectories)
-            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """From now on `drain` raises."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        self._error = error
 
-    def drain(self, timeout_s: float) -> list[Trajectory]:
-        """All that is inside, oldest first, waiting up to `timeout_s` seconds for the first. Raises ReceiverError."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._trajectories or self._error is not None, timeout_s)
-            if self._error is not None:
-                raise ReceiverError(f"the receiver has died: {self._error}") from self._error
+    def is_ready(self) -> bool:
+        """`drain` gives something, or raises."""
+        return bool(self._trajectories) or self._error is not None
+
+    def drain(self) -> list[Trajectory]:
+        """All that is inside, oldest first. Raises ReceiverError."""
+        if self._error is not None:
+            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
+        with self._lock:
             trajectories, self._trajectories = self._trajectories, []
-            return trajectories
+        return trajectories

@@ -4,15 +4,15 @@ Invariant: a trajectory is acknowledged once it lies, valid, in the replay arena
 gets there once. What is malformed, or says it is what its ticket is not, is refused and counted; no message of a peer
 can end the receiver.
 
-One thread owns the sockets and all that belongs to actors. It shares with the learner's thread the ledger and the queue
-(each has a lock), the ends of tickets in the arena, and a pipe to be woken by. Messages: see wire.py.
+One thread at a time serves the sockets and all that belongs to actors: the receiver's own, or the learner's while that
+waits for trajectories (shifts.py). Both use at any time the ledger and the queue (each has a lock), the ends of tickets
+in the arena, and a pipe to be woken by. Messages: see wire.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
+import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -31,6 +31,7 @@ from impala_llm.pipeline.intake import Intake, Offers
 from impala_llm.pipeline.keys import LearnerKeys
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory
+from impala_llm.pipeline.shifts import Shifts
 from impala_llm.pipeline.tickets import Ticket, TicketLedger
 from impala_llm.pipeline.wire import (
     MAX_MESSAGE_BYTES,
@@ -57,7 +58,7 @@ from impala_llm.pipeline.wire import (
 from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
-_POLL_MS = 100
+_POLL_S = 0.1
 _MAX_GAP_S = 0.5
 _PROCESS_CHECK_S = 0.5
 _MAX_FRAMES_A_TURN = 1000
@@ -122,13 +123,12 @@ class Receiver:
         # Shared with the learner's thread. The flags are set once; _lock is for what follows it.
         self._inbox = Inbox()
         self._shutdown_reason: str | None = None
-        self._closing = False
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._actor_stats: dict[str, dict[str, float]] = {}
         self._engines: dict[str, dict[int, str]] = {}
         self._step: list[int] = []
-        # Owned by the receiver's thread.
+        # For whoever serves.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
         self._intake = Intake(arena, ledger, self._inbox, vocab_size, self._clock)
         self._sessions: dict[_Address, _Session] = {}
@@ -138,6 +138,7 @@ class Receiver:
         self._announced = self._published = ledger.version
         self._next_process_check = 0.0
         self._complaints = Complaints()
+        self._shifts = Shifts(_POLL_S)
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
     # --- the learner's thread
@@ -154,13 +155,15 @@ class Receiver:
                 self._sockets.append(sockets.router(self._context, remote, MAX_RECORD_BYTES, self._gatekeeper))
         except BaseException:
             self._close_sockets()
+            self._shifts.close()
             self._context.destroy(linger=0)
             raise
         self.endpoints = [_bound_to(socket) for socket in self._sockets]
         self._recover()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        for socket in self._sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._shifts.bell, zmq.POLLIN)
         self._thread.start()
 
     @property
@@ -172,10 +175,17 @@ class Receiver:
         """All trajectories that have arrived, oldest first, waiting up to `timeout_s` seconds for the first.
 
         Their arrays are writable and belong to the caller; their memory is used again when they were trained on or
-        evicted and the last of them is gone. After `close` it gives what was acknowledged last. Raises ReceiverError
-        where the receiver has died.
+        evicted and the last of them is gone. After `close` it gives what was acknowledged last. For one thread. Raises
+        ReceiverError where the receiver has died.
         """
-        return self._inbox.drain(timeout_s)
+        if timeout_s > 0 and not self._inbox.is_ready() and self._thread.is_alive():
+            try:
+                self._shifts.help(self._serve, self._inbox.is_ready, timeout_s)
+            except BaseException as error:
+                self._die(error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C, or a signal that ends the learner
+        return self._inbox.drain()
 
     def trained(self, unroll_ids: Iterable[int]) -> None:
         """These trajectories go into the step that makes the next version: before the first weight changes.
@@ -186,14 +196,14 @@ class Receiver:
         step = list(unroll_ids)
         self._ledger.trained(step)
         self._step += step
-        self._wake()
+        self._shifts.nudge()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
         """See `TicketLedger.evicted`."""
         dropped = list(unroll_ids)
         self._ledger.evicted(dropped)
         self._arena.end(dropped)
-        self._wake()
+        self._shifts.nudge()
 
     def announce(self, version: int, published: bool = True) -> None:
         """The learner has made this version; tell all actors, if its weights are published.
@@ -206,7 +216,7 @@ class Receiver:
             self._published = version
             self._arena.end(self._step)
             self._step.clear()
-        self._wake()
+        self._shifts.nudge(urgent=True)
 
     def lost_members(self, group_id: int) -> int:
         """See `TicketLedger.lost_members`."""
@@ -243,28 +253,19 @@ class Receiver:
     def shutdown(self, reason: str = "the run is over") -> None:
         """Tell all actors, those that come later too, to end. Grants nothing from now on."""
         self._shutdown_reason = reason
-        self._wake()
+        self._shifts.nudge(urgent=True)
 
     def close(self) -> None:
         """End the thread and free the sockets; messages that were sent are delivered within a second or not at all."""
-        self._closing = True
-        self._wake()
+        self._shifts.stop()
         self._thread.join()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._shifts.close()
         for endpoint in self.endpoints:
             if endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    def _wake(self) -> None:
-        if not self._thread.is_alive():
-            return
-        # A full pipe is full of earlier calls: it will wake.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"w")
-
-    # --- the receiver's thread
+    # --- for whoever serves
 
     def _recover(self) -> None:
         kept = self._arena.recovered()
@@ -278,18 +279,21 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            poller = zmq.Poller()
-            for socket in self._sockets:
-                poller.register(socket, zmq.POLLIN)
-            poller.register(self._wake_read, zmq.POLLIN)
-            while not self._closing:
-                self._turn({ready for ready, _ in poller.poll(_POLL_MS)})
+            self._shifts.work(self._serve)
             self._say_shutdown()
         except BaseException as error:
-            _log.exception("the receiver has died")
-            self._inbox.fail(error)
+            self._die(error)
         finally:
             self._close_sockets()
+
+    def _die(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            _log.error("the receiver has died", exc_info=error)
+        self._inbox.fail(error)
+        self._shifts.stop()
+
+    def _serve(self, timeout_s: float) -> None:
+        self._turn({ready for ready, _ in self._poller.poll(math.ceil(1000 * timeout_s))})
 
     def _close_sockets(self) -> None:
         for socket in self._sockets:
@@ -298,9 +302,9 @@ class Receiver:
             self._gatekeeper.close()
 
     def _turn(self, ready: set[object]) -> None:
-        """ready: which of the sockets, and of the pipe's end, have something to read."""
-        if self._wake_read in ready:
-            os.read(self._wake_read, 1 << 16)
+        """ready: which of the sockets have something to read, and the bell."""
+        if self._shifts.bell in ready:
+            self._shifts.silence()
         self._clock.tick()
         for index, socket in enumerate(self._sockets):
             if socket not in ready:

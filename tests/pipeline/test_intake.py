@@ -63,7 +63,7 @@ class Side:
         return total
 
     def arrived(self) -> list[Trajectory]:
-        return self.inbox.drain(0.0)
+        return self.inbox.drain()
 
     def state_of(self, ticket: Ticket) -> str:
         if self.ledger.lookup(ticket.ticket_id) is None:
