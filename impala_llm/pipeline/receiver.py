@@ -11,6 +11,7 @@ in the arena, and a pipe to be woken by. Messages: see wire.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -179,12 +180,8 @@ class Receiver:
         ReceiverError where the receiver has died.
         """
         if timeout_s > 0 and not self._inbox.is_ready() and self._thread.is_alive():
-            try:
+            with contextlib.suppress(Exception):  # which the queue tells of
                 self._shifts.help(self._serve, self._inbox.is_ready, timeout_s)
-            except BaseException as error:
-                self._die(error)
-                if not isinstance(error, Exception):
-                    raise  # Ctrl-C, or a signal that ends the learner
         return self._inbox.drain()
 
     def trained(self, unroll_ids: Iterable[int]) -> None:
@@ -279,21 +276,23 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            self._shifts.work(self._serve)
-            self._say_shutdown()
-        except BaseException as error:
-            self._die(error)
+            with contextlib.suppress(Exception):
+                self._shifts.work(self._serve)
+                self._say_shutdown()
         finally:
             self._close_sockets()
 
-    def _die(self, error: BaseException) -> None:
-        if isinstance(error, Exception):
-            _log.error("the receiver has died", exc_info=error)
-        self._inbox.fail(error)
-        self._shifts.stop()
-
     def _serve(self, timeout_s: float) -> None:
-        self._turn({ready for ready, _ in self._poller.poll(math.ceil(1000 * timeout_s))})
+        ready = {ready for ready, _ in self._poller.poll(math.ceil(1000 * timeout_s))}
+        try:
+            self._turn(ready)
+        except BaseException as error:
+            # Ctrl-C and signals too: nobody knows how far this turn came, so there is no other after it.
+            if isinstance(error, Exception):
+                _log.exception("the receiver has died")
+            self._inbox.fail(error)
+            self._shifts.stop()
+            raise
 
     def _close_sockets(self) -> None:
         for socket in self._sockets:

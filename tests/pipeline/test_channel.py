@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import os
+import threading
+from collections.abc import Iterable
 
 import msgpack
 import numpy as np
@@ -16,7 +18,7 @@ from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.record import record_bytes
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.tickets import Claim, Ticket, Verdict
 from tests.pipeline.pair import Pair, counter, drain
 from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory, turns_until
 
@@ -250,6 +252,30 @@ def test_an_error_in_the_thread_reaches_whoever_drains(pair: Pair, monkeypatch: 
     with pytest.raises(ReceiverError, match="a defect") as caught:
         receiver.drain(20.0)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_signal_in_the_middle_of_a_turn_ends_the_receiver_and_nothing_more_is_acknowledged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, actor = pair.receiver(), pair.actor()
+    [ticket, _] = pair.tickets(actor, 2)
+    # Judged, and neither kept nor answered: here the signal comes.
+    judge = pair.ledger.received_all
+
+    def interrupted(claims: Iterable[Claim]) -> list[Verdict]:
+        judge(claims)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(pair.ledger, "received_all", interrupted)
+    sender = threading.Timer(0.05, actor.send, (make_trajectory(ticket),))
+    sender.start()
+    with pytest.raises((SystemExit, ReceiverError)):
+        receiver.drain(20.0)
+    sender.join()
+    with pytest.raises(ReceiverError):
+        receiver.drain(20.0)
+    actor.poll(0.2)
+    assert actor.num_unacknowledged == 1
 
 
 def test_tcp_on_loopback_when_asked_and_nothing_beyond(pair: Pair) -> None:

@@ -29,12 +29,13 @@ class Desk:
             self.shifts.work(self.serve)
 
     def serve(self, timeout_s: float) -> None:
-        if fault := self.faults.pop(threading.current_thread().name, None):
-            raise fault
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
         if select.select([self.shifts.bell], [], [], timeout_s)[0]:
             self.shifts.silence()
+        if fault := self.faults.pop(threading.current_thread().name, None):
+            self.num_inside -= 1
+            raise fault
         while self.put:
             self.taken.append((self.put.popleft(), threading.current_thread().name))
         self.num_inside -= 1
@@ -115,15 +116,17 @@ def test_many_changes_of_shift_lose_nothing_and_never_overlap(desk: Desk) -> Non
 
 def test_an_error_in_a_guests_shift_is_the_guests_and_the_worker_goes_on(desk: Desk) -> None:
     desk.faults["MainThread"] = KeyboardInterrupt()
+    clerk = threading.Timer(0.05, desk.shifts.nudge)
+    clerk.start()
     with pytest.raises(KeyboardInterrupt):
         desk.shifts.help(desk.serve, lambda: False, timeout_s=20)
+    clerk.join()
     desk.ask(1)
     desk.wait_for(1)
 
 
 def test_an_error_of_the_worker_keeps_no_guest_waiting(desk: Desk) -> None:
     desk.faults["worker"] = ZeroDivisionError()
-    desk.shifts.nudge()
     desk.shifts.help(desk.serve, lambda: False, timeout_s=20)
     desk.worker.join(20)
     assert not desk.worker.is_alive()
