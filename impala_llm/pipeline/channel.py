@@ -318,6 +318,7 @@ class ActorChannel:
         self._socket = self._connect()
         self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
         self._next_connect = self._clock.now + self._patience_s
+        self._offer_all_again()  # what was on its way may be lost
 
     def _receive(self) -> Message | None:
         while self._has_input():
@@ -352,8 +353,7 @@ class ActorChannel:
             self.request(self._want)
         if self._engines is not None:
             self._send(self._engines)
-        self._unsent.clear()
-        self._offer(self._in_flight)
+        self._offer_all_again()
 
     def _lay(self, ticket_id: int, ended: int, encoded: EncodedTrajectory) -> bool:
         """Into the arena. False where it has no room now."""
@@ -377,6 +377,12 @@ class ActorChannel:
             unsent, self._unsent = self._unsent, []
             self._unsent_words = 0
             self._offer(unsent)
+
+    def _offer_all_again(self) -> None:
+        self._unsent.clear()
+        self._unsent_words = 0
+        self._offered.clear()
+        self._offer(self._in_flight)
 
     def _offer(self, sequences: Iterable[int]) -> None:
         """Tell the learner of records in flight; what was answered meanwhile is left out."""

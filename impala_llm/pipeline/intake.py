@@ -20,7 +20,8 @@ from impala_llm.pipeline.arena import ArenaError, ArenaReader
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.record import (
-    CONTINUES,
+    EPISODE_BEGIN,
+    EPISODE_END,
     FACTS,
     FLAGS,
     GROUP_ID,
@@ -43,8 +44,10 @@ from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.tickets import TicketLedger, Verdict
 from impala_llm.trajectory import TrajectoryError
 
-_CLAIMED = TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION
-"""The end of a `tickets.Claim`."""
+_CLAIMED = np.array(
+    [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
+)
+"""What a `tickets.Claim` is made of."""
 _SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
 """Places in a row: `wire.Descriptor`."""
 _PREMATURE_S = 5.0
@@ -97,7 +100,8 @@ class Offers:
         rows: int64[n, 5], a `wire.Descriptor` each. frames: a record each, or none at all.
         """
         sequences = rows[:, 0]
-        if not self._seen and sequences[0] == self._seen_below and (np.diff(sequences) == 1).all():
+        follows = not self._seen and sequences[0] == self._seen_below
+        if follows and (len(rows) == 1 or (np.diff(sequences) == 1).all()):
             self._seen_below += len(rows)
             self.queue.append(_Chunk(rows, frames))
             return []
@@ -192,7 +196,7 @@ class Intake:
     def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
         """int64[n, FACTS]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
         rows = chunk.rows
-        facts = np.zeros((len(rows), FACTS), np.int64)
+        facts = np.empty((len(rows), FACTS), np.int64)
         rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, kernels.LARGE)
         if offers.reader is not None:
             offers.reader.check_size()
@@ -211,18 +215,16 @@ class Intake:
     ) -> list[int]:
         """Keep or refuse each record that was copied. Returns the places of those that must wait for their version."""
         rows = chunk.rows
-        sound = facts[:, OUTCOME] == kernels.COPIED
-        sound &= facts[:, TICKET_ID] == rows[:, _TICKET]
-        sound &= facts[:, NEWEST_VERSION] <= self._ledger.version
+        version = self._ledger.version
         put_back: list[int] = []
-        if not sound.all():
+        if kernels.count_sound(rows, facts, version) < len(rows):
+            sound = facts[:, OUTCOME] == kernels.COPIED
+            sound &= (facts[:, TICKET_ID] == rows[:, _TICKET]) & (facts[:, NEWEST_VERSION] <= version)
             put_back = self._sort_out(chunk, starts, facts, np.flatnonzero(~sound).tolist(), actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
-        columns = [facts[:, column].tolist() for column in _CLAIMED]
-        continues = (facts[:, FLAGS] & CONTINUES).tolist()
-        answers = self._ledger.received_all(
-            zip(self._arena.episode_ids(starts, facts), continues, *columns, strict=True)
-        )
+        begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
+        episodes = map(self._arena.text, starts.tolist(), begins, ends)
+        answers = self._ledger.received_all(zip(episodes, *claims, strict=True))
         if answers.count(Verdict.ACCEPTED) < len(answers):
             for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
                 if answer is not Verdict.ACCEPTED:

@@ -454,6 +454,8 @@ def take_records(
         facts[n, 0] = INVALID
         for i in range(1, 11):
             facts[n, 2 + i] = np.int64(record[i])
+        facts[n, 13] = 8 * (11 + (facts[n, 6] & 0xFFFFFFFF))
+        facts[n, 14] = facts[n, 13] + (facts[n, 5] & 0xFFFF)
         if begin == 0 or not _check_metadata(record, begin):
             continue
         mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
@@ -468,6 +470,28 @@ def take_records(
             facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, findings[_OLDEST], findings[_NEWEST]
     kept_space[0] = kept_findings[0] = 0  # kept until here
     _fence()
+
+
+@_compiled
+def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
+    """How many of these records were copied, are of the ticket that their row says, and of no later version."""
+    count = 0
+    for n in range(rows.shape[0]):
+        count += facts[n, 0] == COPIED and facts[n, 7] == rows[n, 1] and facts[n, 2] <= version
+    return count
+
+
+@_compiled
+def lay_end_to_end(sizes: np.ndarray, unit: int, starts: np.ndarray) -> int:
+    """Where pieces of these sizes begin, one behind the other at multiples of `unit`. Returns where the last one ends.
+
+    sizes, starts: int64[n]; starts is set.
+    """
+    end = 0
+    for n in range(sizes.size):
+        starts[n] = end
+        end += (sizes[n] + unit - 1) // unit * unit
+    return end
 
 
 @_compiled

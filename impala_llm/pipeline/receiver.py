@@ -450,7 +450,6 @@ class Receiver:
     # --- tickets, weights, actors
 
     def _grant(self) -> None:
-        by_actor = {session.actor_id: session for session in self._sessions.values()}
         grants = self._ledger.grantable()
         # Read after the grants: no ticket then demands a version that its actor has not heard of.
         version = self._published
@@ -458,8 +457,10 @@ class Receiver:
             self._announced = version
             for address in self._sessions:
                 self._send(address, WeightsAnnounced(version))
-        for actor_id, tickets in grants:
-            self._send_grant(by_actor[actor_id], tickets)
+        if grants:
+            by_actor = {session.actor_id: session for session in self._sessions.values()}
+            for actor_id, tickets in grants:
+                self._send_grant(by_actor[actor_id], tickets)
 
     def _send_grant(self, session: _Session, tickets: list[Ticket]) -> None:
         session.granted_at |= {ticket.ticket_id: self._clock.now for ticket in tickets}

@@ -36,10 +36,12 @@ _BITS = struct.Struct("<q")
 _PADDING = [bytes(-length % 8) for length in range(8)]
 _BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
 
-# What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word.
+# What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word,
+# then where the text of its episode_id begins and ends, in bytes.
 OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
 NUM_TOKENS, NUM_TURNS, TEXTS, STATS, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(3, 13)
-FACTS = 13
+EPISODE_BEGIN, EPISODE_END = range(13, 15)
+FACTS = 15
 
 Facts = Sequence[int]
 """A row of FACTS integers."""
@@ -135,7 +137,8 @@ def facts_of(record: memoryview) -> Facts:
         raise RecordError(
             f"a record begins with {magic:#x}, this program writes {MAGIC:#x}: run the same release on both sides"
         )
-    return [0, 0, 0, *words]
+    begin = 8 * (HEADER_WORDS + (words[STATS - NUM_TOKENS] & 0xFFFFFFFF))
+    return [0, 0, 0, *words, begin, begin + (words[TEXTS - NUM_TOKENS] & 0xFFFF)]
 
 
 def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:

@@ -27,12 +27,9 @@ from impala_llm.pipeline import kernels
 from impala_llm.pipeline.arena import ArenaError, map_new_file, populate
 from impala_llm.pipeline.record import (
     GROUP_ID,
-    HEADER_WORDS,
     NUM_TOKENS,
     NUM_TURNS,
-    STATS,
     TASK_ID,
-    TEXTS,
     TICKET_ID,
     UNROLL_INDEX,
     Facts,
@@ -157,9 +154,9 @@ class ReplayArena:
         """
         if len(self.dropped) >= _MANY or len(sizes) > len(self._free_rows):
             self._reclaim()
-        sizes = _rounded(sizes[: len(self._free_rows)])
-        starts = np.cumsum(sizes) - sizes
-        total = int(sizes.sum())
+        sizes = sizes[: len(self._free_rows)]
+        starts = np.empty(len(sizes), np.int64)
+        total = kernels.lay_end_to_end(sizes, _UNIT, starts)
         start = self._free.take(total)
         if start is None and self.dropped:
             self._reclaim()
@@ -168,7 +165,7 @@ class ReplayArena:
             return starts + start
         # Not in one piece: one by one.
         found = []
-        for size in sizes.tolist():
+        for size in _rounded(sizes).tolist():
             start = self._free.take(size)
             if start is None:
                 break
@@ -179,12 +176,10 @@ class ReplayArena:
         """Give back what was reserved."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
-    def episode_ids(self, starts: np.ndarray, facts: np.ndarray) -> list[str]:
-        """Of the records at `starts`, which were checked. facts: int64[n, FACTS]."""
-        begins = self._begin + 8 * (starts + HEADER_WORDS + (facts[:, STATS] & 0xFFFFFFFF))
-        ends = begins + (facts[:, TEXTS] & 0xFFFF)
-        content = self._bytes
-        return [str(content[begin:end], "utf-8") for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    def text(self, start: int, begin: int, end: int) -> str:
+        """UTF-8 in the record at `start`, which was checked: bytes [begin, end) of it."""
+        base = self._begin + 8 * start
+        return str(self._bytes[base + begin : base + end], "utf-8")
 
     def extent(self, row: int) -> tuple[int, int]:
         """Start and size of the record that this row of the index is for, in words."""

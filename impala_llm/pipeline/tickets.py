@@ -28,6 +28,7 @@ import numpy as np
 from impala_llm.pipeline import ticket_notes
 from impala_llm.pipeline.admission import Admission, beyond_slot
 from impala_llm.pipeline.journal import Journal
+from impala_llm.pipeline.record import CONTINUES
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.ticket_entries import (
     ENDED,
@@ -61,9 +62,9 @@ class Verdict(Enum):
     """It is of another task or group than its ticket, or of older weights than that demands."""
 
 
-Claim = tuple[str, int | bool, int, int, int, int, int]
-"""What a trajectory says of itself: episode_id, continues, ticket_id, unroll_index, task_id, group_id, and the oldest
-version of the weights that made it."""
+Claim = tuple[str, int, int, int, int, int, int]
+"""What a trajectory says of itself: episode_id, flags (record.py), ticket_id, unroll_index, task_id, group_id, and the
+oldest version of the weights that made it."""
 
 
 class TicketLedger:
@@ -223,9 +224,7 @@ class TicketLedger:
                 return Verdict.SUPERSEDED
             return Verdict.ACCEPTED
 
-    def received(
-        self, ticket_id: int, episode_id: str, unroll_index: int = 0, continues: bool | int = False
-    ) -> Verdict:
+    def received(self, ticket_id: int, episode_id: str, unroll_index: int = 0, continues: bool = False) -> Verdict:
         """A valid trajectory arrived, from whichever attempt; the first episode to arrive is the ticket's.
 
         continues: another unroll of the episode will follow. Unrolls may come in any order, and those of an episode
@@ -236,7 +235,15 @@ class TicketLedger:
             if entry is None:
                 return self.check(ticket_id, episode_id, unroll_index)
             t = entry.ticket
-            claim = (episode_id, continues, ticket_id, unroll_index, t.task_id, t.group_id, t.min_version)
+            claim = (
+                episode_id,
+                CONTINUES if continues else 0,
+                ticket_id,
+                unroll_index,
+                t.task_id,
+                t.group_id,
+                t.min_version,
+            )
             return self.received_all([claim])[0]
 
     def received_all(self, claims: Iterable[Claim]) -> list[Verdict]:
@@ -245,7 +252,7 @@ class TicketLedger:
         with self._lock:
             entries, open_at = self._entries, self._open_at
             num_whole = num_parts = 0
-            for episode_id, continues, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
+            for episode_id, flags, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
                 entry = entries.get(ticket_id)
                 if entry is None:
                     verdicts.append(self.check(ticket_id, episode_id, unroll_index))
@@ -264,6 +271,7 @@ class TicketLedger:
                     self._totals["duplicates"] += 1
                 elif verdict is Verdict.ACCEPTED:
                     entry.episode_id = episode_id
+                    continues = bool(flags & CONTINUES)
                     if is_new and not (continues or unroll_index):
                         if entry.state is State.OPEN:
                             open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
@@ -276,7 +284,7 @@ class TicketLedger:
                         if self._slots.counts_unrolls:
                             self._slots.count_unrolls(1)
                     else:
-                        self._receive_part(entry, unroll_index, bool(continues))
+                        self._receive_part(entry, unroll_index, continues)
                         num_parts += 1
             self._totals["received"] += num_whole + num_parts
         return verdicts

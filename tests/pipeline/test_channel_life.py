@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+import zmq
 
-from impala_llm.pipeline import wire
+from impala_llm.pipeline import sockets, wire
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.trajectory import Trajectory
@@ -250,3 +251,23 @@ def test_servers_of_actors_reach_the_learner_and_go_with_them(pair: Pair) -> Non
     pair.actors.remove(other)
     other.close()
     turns_until(lambda: second.engines() == {8: "http://a:1"}, actor)
+
+
+def test_what_a_lost_connection_may_have_swallowed_is_offered_again_at_once(pair: Pair) -> None:
+    context = zmq.Context()
+    silent = sockets.router(context, pair.run_dir.endpoint(0), wire.MAX_MESSAGE_BYTES)
+    actor = pair.actor(heartbeat_s=0.02, resend_s=1000.0)
+    assert actor.send(make_trajectory(num_tokens=20))
+    offers: list[wire.Message] = []
+
+    def offered_twice() -> bool:
+        while silent.poll(0):
+            message = wire.decode(silent.recv_multipart()[1])
+            if isinstance(message, wire.DescriptorBatch):
+                offers.append(message)
+        return len(offers) >= 2
+
+    turns_until(offered_twice, actor)
+    assert offers[0] == offers[1]
+    silent.close()
+    context.term()
