@@ -255,8 +255,9 @@ def test_servers_of_actors_reach_the_learner_and_go_with_them(pair: Pair) -> Non
 
 def test_what_a_lost_connection_may_have_swallowed_is_offered_again_at_once(pair: Pair) -> None:
     context = zmq.Context()
-    silent = sockets.router(context, pair.run_dir.endpoint(0), wire.MAX_MESSAGE_BYTES)
-    actor = pair.actor(heartbeat_s=0.02, resend_s=1000.0)
+    silent = sockets.router(context, "tcp://127.0.0.1:*", wire.MAX_MESSAGE_BYTES)
+    endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
+    actor = pair.actor(heartbeat_s=0.02, resend_s=1000.0, endpoint=endpoint)
     assert actor.send(make_trajectory(num_tokens=20))
     offers: list[wire.Message] = []
 
