@@ -54,6 +54,10 @@ _PREMATURE_S = 5.0
 """How long a trajectory of a version above the current one may wait for `announce`, which follows `publish`."""
 
 
+_MANY = 512
+"""Records that are worth the few calls that a chunk takes; of so many no more are made one chunk."""
+
+
 @dataclass(slots=True)
 class _Chunk:
     """Records that were offered together. rows: int64[n, 5], a `wire.Descriptor` each. frames: one each, where records
@@ -122,6 +126,18 @@ class Offers:
             self.queue.append(_Chunk(rows, frames).only(new))
         return settled
 
+    def next_chunk(self) -> _Chunk:
+        """What was offered first, with what was offered after it and may be judged together with it."""
+        chunks = [self.queue.popleft()]
+        while self.queue and chunks[-1].not_after is None and self.queue[0].not_after is None:
+            if sum(len(chunk.rows) for chunk in chunks) >= _MANY:
+                break
+            chunks.append(self.queue.popleft())
+        if len(chunks) == 1:
+            return chunks[0]
+        frames = [frame for chunk in chunks for frame in chunk.frames]
+        return _Chunk(np.concatenate([chunk.rows for chunk in chunks]), frames)
+
     @property
     def num_gaps(self) -> int:
         """Records that were seen before one with a smaller sequence: few, in an actor that is sound."""
@@ -151,7 +167,7 @@ class Intake:
     def take(self, offers: Offers, actor_id: str) -> Settled:
         """Settle what an actor has offered first, as far as there is room for it."""
         settled = Settled()
-        chunk = self._possible(offers.queue.popleft(), actor_id, settled)
+        chunk = self._possible(offers.next_chunk(), actor_id, settled)
         starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
         if len(starts) < len(chunk.rows):
             chunk, rest = chunk.split(len(starts))
