@@ -2,7 +2,7 @@
 
     receive → buffer → draw by priority → pack → forward → V-trace → loss → backward → reduce → step → publish → repeat
 
-Actors play on all the while: the receiver's thread takes their trajectories and deals tickets during every step. Each
+Actors play on all the while: the receiver takes their trajectories and deals tickets during every step. Each
 rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
 version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
 

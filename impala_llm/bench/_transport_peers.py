@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import importlib.resources
 import itertools
+import mmap
 import pickle
 import queue
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +283,69 @@ class FasterFifoPacked(FasterFifo):
     def _put(self, message: Any) -> None:
         payload = memoryview(message)
         self._batch.put_packed(bytes(payload[self._record_bytes :]), payload[: self._record_bytes])
+
+
+class BareRing(_Peer):
+    """What two processes can do on this machine: one copies payloads into a ring of shared memory, the other out of it,
+    and both turn in circles on a counter meanwhile. No message, no metadata, no check.
+
+    Not one of the peers that ratios refer to; it has a figure of its own.
+    """
+
+    name = "bare_ring"
+    most_actors = 1
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        self._file = Path(f"/dev/shm/{Path(load.folder).name}-ring-{load.num_tokens}")
+
+    def _open_producer(self, index: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self._file.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._file} is not there after {DEADLINE_S:g} s")
+            time.sleep(0.01)
+        self._map()
+
+    def _open_consumer(self) -> None:
+        slots = max(2, _QUEUE_BYTES // self._record_bytes)
+        new = self._file.with_suffix(".new")
+        np.ones(mmap.PAGESIZE + slots * self._record_bytes, np.uint8).tofile(new)
+        with new.open("r+b") as file:
+            file.write(bytes(mmap.PAGESIZE))
+        new.rename(self._file)
+        self._map()
+
+    def _map(self) -> None:
+        whole = np.memmap(self._file, np.uint8)
+        counters = whole[: mmap.PAGESIZE].view(np.int64)
+        self._num_sent, self._num_taken = counters[:1], counters[64:65]  # not in one cache line
+        self._slots = whole[mmap.PAGESIZE :].reshape(-1, self._record_bytes)
+        self._slots.max()  # brings its pages in
+
+    def send(self, count: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        for place in range(int(self._num_sent[0]), int(self._num_sent[0]) + count):
+            payload = np.frombuffer(next(self._records).payload, np.uint8)
+            while place - self._num_taken[0] >= len(self._slots):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the ring is full for {DEADLINE_S:g} s")
+            np.copyto(self._slots[place % len(self._slots)], payload)
+            self._num_sent[0] = place + 1
+
+    def receive(self) -> int:
+        first = int(self._num_taken[0])
+        deadline = time.monotonic() + _WAIT_S
+        while (last := int(self._num_sent[0])) == first and time.monotonic() < deadline:
+            pass
+        for place in range(first, last):
+            self._batch.put_packed(b"", self._slots[place % len(self._slots)])
+            self._num_taken[0] = place + 1
+        return last - first
+
+    def close(self) -> None:
+        for file in (self._file, self._file.with_suffix(".new")):
+            file.unlink(missing_ok=True)
 
 
 class RedisStreams(_Peer):

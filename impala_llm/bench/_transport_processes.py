@@ -143,6 +143,8 @@ class Contender(ABC):
     """The module that must be installed."""
     needs_cluster = False
     """Whether it needs Ray's processes."""
+    most_actors: int | None = None
+    """It works for so many producers only."""
     may_be_killed = False
     """Whether its producers and consumer leave nothing behind when they are killed, which is faster."""
     chunk = 1

@@ -10,6 +10,8 @@ Figures, by size in tokens and number of actors:
 - `ratio_<tokens>_<actors>`: our trajectories/s over the best peer's. `ratio_packed_<tokens>_<actors>`: over those of
   faster-fifo as a ring of hand-packed bytes, which is not one of those peers;
 - `memcpy_fraction_<tokens>`: our payload bytes/s over those of one thread's memcpy in pieces of this size, one actor;
+- `ring_fraction_<tokens>`: our trajectories/s over those of a bare ring, one actor: two processes that copy in and out
+  and do nothing else. What the machine has for a pipeline, where one thread's memcpy has its memory for itself;
 - `cpu_ratio_<tokens>`: our CPU seconds per GB over those of the fastest peer (not of the thriftiest), one actor;
 - `latency_p99_ratio_<tokens>`: our p99 from before a send to the consumer's hands over that of pyzmq ipc, one actor.
 
@@ -33,6 +35,7 @@ import numpy as np
 
 from impala_llm.bench._transport_ours import MAX_OPEN, OurPipeline
 from impala_llm.bench._transport_peers import (
+    BareRing,
     FasterFifo,
     FasterFifoPacked,
     MultiprocessingQueue,
@@ -70,12 +73,13 @@ CONTENDERS: tuple[type[Contender], ...] = (
     ZmqPickle,
     FasterFifo,
     FasterFifoPacked,
+    BareRing,
     RedisStreams,
     RayObjects16,
     TransferQueue,
 )
 OURS = OurPipeline.name
-_NOT_IN_RATIOS = (OURS, FasterFifoPacked.name, "memcpy")
+_NOT_IN_RATIOS = (OURS, FasterFifoPacked.name, BareRing.name, "memcpy")
 _BURST_S = 0.2
 _WARM_S = 0.08
 _WARM_TRIES = 8
@@ -141,7 +145,8 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     try:
         here = [contender for contender in chosen if not contender.needs_cluster]
         for num_tokens, num_actors in loads:
-            results += _compete(here, Load(num_tokens, num_actors, folder), rounds, with_memcpy=True)
+            able = [contender for contender in here if num_actors <= (contender.most_actors or num_actors)]
+            results += _compete(able, Load(num_tokens, num_actors, folder), rounds, with_memcpy=True)
         on_ray = [contender for contender in chosen if contender.needs_cluster]
         if on_ray:
             results += _compete_on_ray(on_ray, loads, folder, min(rounds, _RAY_ROUNDS))
@@ -168,6 +173,8 @@ def figures(results: Sequence[Result]) -> dict[str, float]:
             continue
         if (memcpy := others.get("memcpy")) is not None:
             found[f"memcpy_fraction_{size}"] = ours.rate / memcpy.rate
+        if (ring := others.get(BareRing.name)) is not None:
+            found[f"ring_fraction_{size}"] = ours.rate / ring.rate
         if best is not None and best.cpu > 0:
             found[f"cpu_ratio_{size}"] = ours.cpu / best.cpu
         zmq_ipc = others.get(ZmqMultipart.name)

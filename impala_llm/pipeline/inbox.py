@@ -1,8 +1,7 @@
-"""The queue between the receiver's thread and the learner's. What bounds it is the replay arena, where its trajectories
-lie.
+"""The queue of what the receiver has taken in and the learner has not seen yet. What bounds it is the replay arena,
+where its trajectories lie.
 
-Invariant: a trajectory that was put is drained exactly once, in order. An error of the receiver's thread reaches
-whoever drains.
+Invariant: a trajectory that was put is drained exactly once, in order. An error of the receiver reaches whoever drains.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from impala_llm.trajectory import Trajectory
 
 
 class ReceiverError(RuntimeError):
-    """The receiver's thread has died; the cause is attached."""
+    """The receiver has died; the cause is attached."""
 
 
 class Inbox:

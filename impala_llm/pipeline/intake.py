@@ -1,4 +1,4 @@
-"""Intake: from records that actors offer to trajectories in the replay arena. The receiver's thread owns it.
+"""Intake: from records that actors offer to trajectories in the replay arena. For one thread at a time.
 
 Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged) or
 refused, or known already and acknowledged again. While the arena is full it stays queued; so does, for a moment, one
@@ -54,8 +54,9 @@ _PREMATURE_S = 5.0
 """How long a trajectory of a version above the current one may wait for `announce`, which follows `publish`."""
 
 
-_MANY = 512
-"""Records that are worth the few calls that a chunk takes; of so many no more are made one chunk."""
+_MANY, _MANY_WORDS = 512, 1 << 20
+"""Records, and their words, that are worth the calls that a chunk takes: no more are made one. The sooner they are
+acknowledged, the sooner their actor goes on."""
 
 
 @dataclass(slots=True)
@@ -129,8 +130,11 @@ class Offers:
     def next_chunk(self) -> _Chunk:
         """What was offered first, with what was offered after it and may be judged together with it."""
         chunks = [self.queue.popleft()]
+        num_records = num_words = 0
         while self.queue and chunks[-1].not_after is None and self.queue[0].not_after is None:
-            if sum(len(chunk.rows) for chunk in chunks) >= _MANY:
+            rows = chunks[-1].rows
+            num_records, num_words = num_records + len(rows), num_words + int(rows[:, _NUM_WORDS].sum())
+            if num_records >= _MANY or num_words >= _MANY_WORDS:
                 break
             chunks.append(self.queue.popleft())
         if len(chunks) == 1:

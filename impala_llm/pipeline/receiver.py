@@ -313,11 +313,9 @@ class Receiver:
                     break
                 frames, key = _receive(socket, from_afar=index > 0)
                 self._handle((index, frames[0]), frames[1:], key)
+        self._send_acks()
         for session in list(self._sessions.values()):
             self._take_in(session)
-        for address, sequences in self._acks.items():
-            self._send(address, Ack(tuple(sequences)))
-        self._acks.clear()
         self._check_actors()
         if self._shutdown_reason is not None:
             self._say_shutdown()
@@ -436,6 +434,7 @@ class Receiver:
             settled = self._intake.take(session.offers, session.actor_id)
             if settled.acks:
                 self._acks[session.address] += settled.acks
+                self._send_acks()
             for sequence, reason in settled.refusals:
                 self._complaints.log("a trajectory was refused", f"record {sequence} of {session.actor_id}: {reason}")
                 reason = reason[:_MAX_REASON]
@@ -446,6 +445,11 @@ class Receiver:
                 self._send(session.address, Refused(sequence, reason))
             if not settled.acks and not settled.refusals:
                 return  # what is left must wait: for room, or for its version
+
+    def _send_acks(self) -> None:
+        for address, sequences in self._acks.items():
+            self._send(address, Ack(tuple(sequences)))
+        self._acks.clear()
 
     # --- tickets, weights, actors
 

@@ -21,6 +21,7 @@ def test_figures_compare_ours_with_the_fastest_peer():
             result("zmq_ipc", [10.0, 20.0, 21.0], cpu=1.0, latency=0.004),
             result("faster_fifo", [40.0], cpu=2.0),
             result("faster_fifo_packed", [200.0], cpu=0.1),
+            result("bare_ring", [125.0], cpu=0.1),
             Result("memcpy", 512, 1, [1000.0]),
         ]
     )
@@ -29,6 +30,7 @@ def test_figures_compare_ours_with_the_fastest_peer():
             "ratio_512_1": 2.5,
             "ratio_packed_512_1": 0.5,
             "memcpy_fraction_512": 0.1,
+            "ring_fraction_512": 0.8,
             "cpu_ratio_512": 0.25,
             "latency_p99_ratio_512": 0.5,
         }

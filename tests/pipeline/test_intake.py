@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from impala_llm.pipeline import intake
 from impala_llm.pipeline.arena import ArenaReader, ArenaWriter, Place
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
@@ -96,6 +97,25 @@ def test_records_are_kept_acknowledged_and_given_to_the_learner_in_order(side: S
     assert side.intake.totals["received_bytes"] == sum(len(record_bytes(t)) for t in played)
     later = ReplayArena(side.replay.path, side.replay.capacity, 256)
     assert [contents(t) for t in later.recovered()] == [contents(t) for t in played]
+
+
+def test_messages_that_wait_are_judged_together_and_each_record_for_itself(side: Side) -> None:
+    played = [play(ticket) for ticket in side.tickets[:6]]
+    descriptors = [side.descriptor(i, t) for i, t in enumerate(played)]
+    descriptors[2] = descriptors[2]._replace(checksum=descriptors[2].checksum ^ 1)
+    for first in (0, 1, 4):
+        assert side.offer(*descriptors[first : {0: 1, 1: 4, 4: 6}[first]]) == []
+    settled = side.intake.take(side.offers, ACTOR)
+    assert settled.acks == [0, 1, 3, 4, 5] and [sequence for sequence, _ in settled.refusals] == [2]
+    assert not side.offers.queue
+    assert [contents(t) for t in side.arrived()] == [contents(played[i]) for i in settled.acks]
+
+
+def test_no_more_than_many_are_judged_together(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "_MANY", 2)
+    for i, ticket in enumerate(side.tickets[:5]):
+        side.offer(side.descriptor(i, play(ticket)))
+    assert [side.intake.take(side.offers, ACTOR).acks for _ in range(3)] == [[0, 1], [2, 3], [4]]
 
 
 def test_a_record_may_change_after_it_was_acknowledged(side: Side) -> None:

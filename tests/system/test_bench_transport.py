@@ -25,18 +25,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leftovers() -> set[Path]:
-    return {*Path("/tmp").glob("illm-*"), *Path("/dev/shm").glob(f"impala_llm-*-bench-{os.getpid()}-*")}
+    shared = Path("/dev/shm")
+    return {*Path("/tmp").glob("illm-*"), *shared.glob("illm-*"), *shared.glob(f"*-bench-{os.getpid()}-*")}
 
 
 @pytest.mark.system
 def test_ours_and_two_peers_are_measured(small: None) -> None:
     before = leftovers()
-    options = {"sizes": "512", "actors": "1,2", "peers": "mp_queue,zmq_ipc", "rounds": "2"}
+    options = {"sizes": "512", "actors": "1,2", "peers": "mp_queue,zmq_ipc,bare_ring", "rounds": "2"}
     found, rows = transport.run(options)
-    assert {"ratio_512_1", "ratio_512_2", "memcpy_fraction_512", "cpu_ratio_512", "latency_p99_ratio_512"} == set(found)
+    expected = {"ratio_512_1", "ratio_512_2", "memcpy_fraction_512", "ring_fraction_512", "cpu_ratio_512"}
+    assert expected | {"latency_p99_ratio_512"} == set(found)
     assert all(value > 0 for value in found.values())
-    contenders = ["impala_llm", "mp_queue", "zmq_ipc", "memcpy"]
-    assert [(row["contender"], row["actors"]) for row in rows] == [(c, n) for n in (1, 2) for c in contenders]
+    for_one = ["impala_llm", "mp_queue", "zmq_ipc", "bare_ring", "memcpy"]
+    contenders = [(name, 1) for name in for_one] + [(name, 2) for name in for_one if name != "bare_ring"]
+    assert [(row["contender"], row["actors"]) for row in rows] == contenders
     assert leftovers() <= before
     assert [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())] == []
 
