@@ -287,16 +287,7 @@ class Intake:
         if answer is Verdict.DUPLICATE:
             settled.acks.append(row[_SEQUENCE])
         elif answer is Verdict.NOT_AS_GRANTED:
-            ticket = self._ledger.lookup(row[_TICKET])
-            assert ticket is not None
-            reason = (
-                f"task_id and group_id are {facts[TASK_ID]} and {facts[GROUP_ID]}, ticket {ticket.ticket_id} is for "
-                f"{ticket.task_id} and {ticket.group_id}"
-            )
-            if (facts[TASK_ID], facts[GROUP_ID]) == (ticket.task_id, ticket.group_id):
-                oldest = facts[OLDEST_VERSION]
-                reason = f"versions goes down to {oldest}, ticket {ticket.ticket_id} demands {ticket.min_version}"
-            self._refuse(row, actor_id, reason, settled)
+            self._refuse(row, actor_id, self._explain_claim(row[_TICKET], facts), settled)
         else:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
             self.totals["trajectories_unwanted"] += 1
@@ -321,6 +312,19 @@ class Intake:
         if facts[TICKET_ID] != row[_TICKET]:
             return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"
         return None
+
+    def _explain_claim(self, ticket_id: int, facts: Facts) -> str:
+        """What of a record's claim is not as its ticket was granted."""
+        task_id, group_id, oldest = facts[TASK_ID], facts[GROUP_ID], facts[OLDEST_VERSION]
+        ticket = self._ledger.lookup(ticket_id)
+        if ticket is None:  # the learner's thread has ended it meanwhile
+            return f"task_id {task_id}, group_id {group_id} or version {oldest} is not what ticket {ticket_id} was for"
+        if (task_id, group_id) != (ticket.task_id, ticket.group_id):
+            return (
+                f"task_id and group_id are {task_id} and {group_id}, ticket {ticket_id} is for {ticket.task_id} and "
+                f"{ticket.group_id}"
+            )
+        return f"versions goes down to {oldest}, ticket {ticket_id} demands {ticket.min_version}"
 
     def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
         self.totals["trajectories_refused"] += 1

@@ -174,10 +174,10 @@ def _check_span(
 ) -> None:
     """Check items of one of the first four arrays by the rules of `Trajectory`.
 
-    field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards. words: uint64[n]; the items are 4 bytes each, from the
-    begin-th such place on. mask: uint8[T], whose first-th byte belongs to the first item. findings: int64[_FINDINGS],
-    updated. All numbers are uint64: numba then needs no branch for places that count from the end, and the loops become
-    vector code, as they do because nothing in them branches.
+    field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards. ids, versions, numbers: the same memory as uint32,
+    int32 and float32; the items are `count` from the begin-th on. mask: uint8[T], whose first-th byte belongs to the
+    first item. findings: int64[_FINDINGS], updated. All numbers are uint64: numba then needs no branch for places that
+    count from the end, and loops without branches become vector code.
     """
     bad = False
     if field == 0:
@@ -454,6 +454,7 @@ def take_records(
         facts[n, 0] = INVALID
         for i in range(1, 11):
             facts[n, 2 + i] = np.int64(record[i])
+        # Where the text of episode_id lies: behind the values of the stats.
         facts[n, 13] = 8 * (11 + (facts[n, 6] & 0xFFFFFFFF))
         facts[n, 14] = facts[n, 13] + (facts[n, 5] & 0xFFFF)
         if begin == 0 or not _check_metadata(record, begin):
@@ -474,7 +475,10 @@ def take_records(
 
 @_compiled
 def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
-    """How many of these records were copied, are of the ticket that their row says, and of no later version."""
+    """How many of these records were copied, are of the ticket that their row says, and of no later version.
+
+    rows, facts: as for `take_records`.
+    """
     count = 0
     for n in range(rows.shape[0]):
         count += facts[n, 0] == COPIED and facts[n, 7] == rows[n, 1] and facts[n, 2] <= version
