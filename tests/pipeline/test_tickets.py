@@ -274,6 +274,25 @@ def test_failures_are_granted_again_until_the_group_is_closed_short() -> None:
     assert (counters["failed"], counters["given_up"], counters["refused"], counters["trained"]) == (2, 1, 1, 3)
 
 
+def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
+    ledger = make_ledger()
+    ledger.advance(7)
+    ledger.request("a", 2)
+    first, second = grant(ledger)["a"]
+    task, group, oldest = first.task_id, first.group_id, first.min_version
+    assert oldest > 0
+    wrong = [(task + 1, group, oldest), (task, group + 1, oldest), (task, group, oldest - 1)]
+    claims = [("x", 0, first.ticket_id, 0, *granted) for granted in wrong]
+    assert ledger.received_all(claims) == [Verdict.NOT_AS_GRANTED] * 3
+    assert ids(ledger.open_tickets("a")) == [first.ticket_id, second.ticket_id]
+    # Among others, each for itself; what has ended or never was is told so, whatever it says.
+    claims = [claims[0], ("x", 0, first.ticket_id, 0, task, group, oldest), claims[1], ("x", 0, 999, 0, 1, 2, 3)]
+    accepted = [Verdict.NOT_AS_GRANTED, Verdict.ACCEPTED, Verdict.NOT_AS_GRANTED, Verdict.UNKNOWN_TICKET]
+    assert ledger.received_all(claims) == accepted
+    ledger.trained([first.ticket_id])
+    assert ledger.received_all(claims[:2]) == [Verdict.DUPLICATE, Verdict.DUPLICATE]
+
+
 def test_trajectories_are_taken_once_by_episode_and_unroll() -> None:
     ledger = make_ledger()
     ledger.request("a", 2)
