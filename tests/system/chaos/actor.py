@@ -42,6 +42,16 @@ class Playing:
     num_sent: int = 0
 
 
+class Holding(ActorChannel):
+    """Offers what it is given at once, or, told to hold back, at a later `poll`."""
+
+    holds_back = False
+
+    def _offer_unsent(self) -> None:
+        if not self.holds_back:
+            super()._offer_unsent()
+
+
 class Actor:
     def __init__(self, settings: Settings, index: int) -> None:
         self.settings = settings
@@ -50,7 +60,7 @@ class Actor:
         self.board = WeightReader(self.run_dir.weights_path)
         self.is_remote = is_remote(index)
         self.actor_id = f"actor-{index}"
-        self.channel = ActorChannel(
+        self.channel = Holding(
             settings.endpoint(index, self.run_dir),
             self.actor_id,
             None if self.is_remote else self.run_dir,
@@ -149,6 +159,8 @@ class Actor:
         )
         self.log.say("created", episode.name, unroll, ticket.ticket_id, digest(trajectory), flaw)
         self.sent.append((episode.name, unroll))
+        # What somebody spoils, or claims, before the learner has heard of it.
+        self.channel.holds_back = flaw == "scribbled" or self.settings.sabotage == "claim_early"
         self.channel.send(trajectory)
         if goes_on:
             episode.num_sent += 1
@@ -160,6 +172,7 @@ class Actor:
         if self.settings.sabotage == "claim_early" and attempt % 40 == 0:
             self.answer("acknowledged", len(self.sent) - 1)
             os.kill(os.getpid(), signal.SIGKILL)  # before the next `poll` offers it
+        self.channel.holds_back = False
 
 
 def main(arguments: list[str]) -> None:
