@@ -231,20 +231,10 @@ class TicketLedger:
         that was cut are accepted until its ticket ends.
         """
         with self._lock:
-            entry = self._entries.get(ticket_id)
-            if entry is None:
-                return self.check(ticket_id, episode_id, unroll_index)
-            t = entry.ticket
-            claim = (
-                episode_id,
-                CONTINUES if continues else 0,
-                ticket_id,
-                unroll_index,
-                t.task_id,
-                t.group_id,
-                t.min_version,
-            )
-            return self.received_all([claim])[0]
+            ticket = self.lookup(ticket_id)
+            granted = (0, 0, 0) if ticket is None else (ticket.task_id, ticket.group_id, ticket.min_version)
+            flags = CONTINUES if continues else 0
+            return self.received_all([(episode_id, flags, ticket_id, unroll_index, *granted)])[0]
 
     def received_all(self, claims: Iterable[Claim]) -> list[Verdict]:
         """`received` for several trajectories, in order, each of which must be what its ticket was granted for."""
@@ -255,7 +245,9 @@ class TicketLedger:
             for episode_id, flags, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
                 entry = entries.get(ticket_id)
                 if entry is None:
-                    verdicts.append(self.check(ticket_id, episode_id, unroll_index))
+                    verdict = self.check(ticket_id, episode_id, unroll_index)
+                    self._totals["duplicates"] += verdict is Verdict.DUPLICATE
+                    verdicts.append(verdict)
                     continue
                 ticket = entry.ticket
                 if ticket.task_id != task_id or ticket.group_id != group_id or ticket.min_version > oldest_version:

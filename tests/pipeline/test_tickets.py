@@ -291,6 +291,7 @@ def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
     assert ledger.received_all(claims) == accepted
     ledger.trained([first.ticket_id])
     assert ledger.received_all(claims[:2]) == [Verdict.DUPLICATE, Verdict.DUPLICATE]
+    assert ledger.counters()["duplicates"] == 2
 
 
 def test_trajectories_are_taken_once_by_episode_and_unroll() -> None:
