@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.resources
 import itertools
-import mmap
 import pickle
 import queue
 import shutil
@@ -30,6 +29,7 @@ _WAIT_S = 0.2
 _MOST_AT_ONCE = 64
 _QUEUE_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
+_HEADER_BYTES = 4096
 
 
 class _Peer(Contender):
@@ -310,17 +310,17 @@ class BareRing(_Peer):
     def _open_consumer(self) -> None:
         slots = max(2, _QUEUE_BYTES // self._record_bytes)
         new = self._file.with_suffix(".new")
-        np.ones(mmap.PAGESIZE + slots * self._record_bytes, np.uint8).tofile(new)
+        np.ones(_HEADER_BYTES + slots * self._record_bytes, np.uint8).tofile(new)
         with new.open("r+b") as file:
-            file.write(bytes(mmap.PAGESIZE))
+            file.write(bytes(_HEADER_BYTES))
         new.rename(self._file)
         self._map()
 
     def _map(self) -> None:
         whole = np.memmap(self._file, np.uint8)
-        counters = whole[: mmap.PAGESIZE].view(np.int64)
+        counters = whole[:_HEADER_BYTES].view(np.int64)
         self._num_sent, self._num_taken = counters[:1], counters[64:65]  # not in one cache line
-        self._slots = whole[mmap.PAGESIZE :].reshape(-1, self._record_bytes)
+        self._slots = whole[_HEADER_BYTES:].reshape(-1, self._record_bytes)
         self._slots.max()  # brings its pages in
 
     def send(self, count: int) -> None:
