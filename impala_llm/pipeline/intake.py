@@ -104,6 +104,9 @@ class Offers:
 
         rows: int64[n, 5], a `wire.Descriptor` each. frames: a record each, or none at all.
         """
+        # Its own copy, as that of several chunks put together is: compiled code for read-only rows would be code of its
+        # own, and be compiled when the first of the other kind comes.
+        rows = rows.copy()
         sequences = rows[:, 0]
         follows = not self._seen and sequences[0] == self._seen_below
         if follows and (len(rows) == 1 or (np.diff(sequences) == 1).all()):

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -109,6 +110,17 @@ def test_messages_that_wait_are_judged_together_and_each_record_for_itself(side:
     assert settled.acks == [0, 1, 3, 4, 5] and [sequence for sequence, _ in settled.refusals] == [2]
     assert not side.offers.queue
     assert [contents(t) for t in side.arrived()] == [contents(played[i]) for i in settled.acks]
+
+
+def test_what_came_alone_or_together_runs_through_the_same_compiled_code(side: Side) -> None:
+    played = [play(ticket) for ticket in side.tickets[:3]]
+    offered = [DescriptorBatch.of([side.descriptor(i, t)]).array for i, t in enumerate(played)]
+    seen = []
+    for batch in ([offered[0]], offered[1:]):
+        for rows in batch:
+            side.offers.add(rows, [])
+        seen.append(numba.typeof(side.offers.next_chunk().rows))
+    assert seen[0] == seen[1]
 
 
 def test_no_more_than_many_are_judged_together(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
