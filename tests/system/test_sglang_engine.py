@@ -1,6 +1,7 @@
 """The SGLang engine on real servers. Expected log-probabilities are those of a plain forward without any cache."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
@@ -328,10 +329,10 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
 def kill_server(rig: Rig) -> None:
     port = int(rig.server.url.rsplit(":", 1)[1])
     for process in descendants():
-        if any(
-            each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections("tcp")
-        ):
-            process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # others may end meanwhile
+            sockets = process.net_connections("tcp")
+            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets):
+                process.send_signal(signal.SIGKILL)
 
 
 def test_the_prefix_cache_never_serves_old_keys_and_values(tmp_path):
