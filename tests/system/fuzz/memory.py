@@ -170,7 +170,7 @@ def replay_decoder(source: Source, folder: Path) -> Decoder:
         for trajectory in found:
             dataclasses.replace(trajectory)  # which checks all of it
             assert sum(getattr(trajectory, name).nbytes for name in ARRAY_FIELDS) <= capacity
-        arena.end([trajectory.ticket_id for trajectory in found])
+        arena.end([trajectory.unroll_id for trajectory in found])
         trajectory = None
         found.clear()
         if not len(arena.reserve(np.array([capacity // 8]))):
