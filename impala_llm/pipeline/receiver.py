@@ -5,8 +5,8 @@ gets there once. What is malformed, or says it is what its ticket is not, is ref
 can end the receiver.
 
 One thread at a time serves the sockets and all that belongs to actors: the receiver's own, or the learner's while that
-waits for trajectories (shifts.py). Both use at any time the ledger and the queue (each has a lock), the ends of tickets
-in the arena, and a pipe to be woken by. Messages: see wire.py.
+waits for trajectories (shifts.py). Both use at any time the ledger and the queue (each has a lock) and the ends of
+tickets in the arena. Messages: see wire.py.
 """
 
 from __future__ import annotations
@@ -276,9 +276,11 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(Exception):
-                self._shifts.work(self._serve)
-                self._say_shutdown()
+            self._shifts.work(self._serve)
+            self._say_shutdown()
+        except Exception as error:
+            _log.exception("the receiver has died")
+            self._inbox.fail(error)
         finally:
             self._close_sockets()
 
@@ -287,9 +289,8 @@ class Receiver:
         try:
             self._turn(ready)
         except BaseException as error:
-            # Ctrl-C and signals too: nobody knows how far this turn came, so there is no other after it.
-            if isinstance(error, Exception):
-                _log.exception("the receiver has died")
+            # Ctrl-C and signals too: nobody knows how far this turn came, so there is no other after it. Noted before
+            # anybody is told to stop, so that whoever drains learns of it.
             self._inbox.fail(error)
             self._shifts.stop()
             raise

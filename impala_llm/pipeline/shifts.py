@@ -57,12 +57,12 @@ class Shifts:
     def help(self, serve: Serve, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Serve instead of the worker until there is what the guest waits for, or the time is over, or `stop`."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._guest_is_here = True
-            if not self._worker_rests:
-                self._ring()
-                self._changed.wait_for(lambda: self._worker_rests or self._stopping)
         try:
+            with self._changed:
+                self._guest_is_here = True
+                if not self._worker_rests:
+                    self._ring()
+                    self._changed.wait_for(lambda: self._worker_rests or self._stopping)
             while not (self._stopping or is_done() or (left := deadline - time.monotonic()) <= 0):
                 serve(min(left, self._idle_s))
         finally:

@@ -241,7 +241,7 @@ class TicketLedger:
         verdicts = []
         with self._lock:
             entries, open_at = self._entries, self._open_at
-            num_whole = num_parts = 0
+            num_received = 0
             for episode_id, flags, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
                 entry = entries.get(ticket_id)
                 if entry is None:
@@ -262,6 +262,7 @@ class TicketLedger:
                 if verdict is Verdict.DUPLICATE:
                     self._totals["duplicates"] += 1
                 elif verdict is Verdict.ACCEPTED:
+                    num_received += 1
                     entry.episode_id = episode_id
                     continues = bool(flags & CONTINUES)
                     if is_new and not (continues or unroll_index):
@@ -272,13 +273,11 @@ class TicketLedger:
                             self._leave_queue_or_actor(entry)
                         entry.state, entry.actor_id = State.RECEIVED, None
                         entry.unrolls = FIRST_UNROLL
-                        num_whole += 1
                         if self._slots.counts_unrolls:
                             self._slots.count_unrolls(1)
                     else:
                         self._receive_part(entry, unroll_index, continues)
-                        num_parts += 1
-            self._totals["received"] += num_whole + num_parts
+            self._totals["received"] += num_received
         return verdicts
 
     def failed(self, ticket_id: int, actor_id: str) -> None:

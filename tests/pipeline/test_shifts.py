@@ -125,6 +125,19 @@ def test_an_error_in_a_guests_shift_is_the_guests_and_the_worker_goes_on(desk: D
     desk.wait_for(1)
 
 
+def test_a_guest_that_is_interrupted_before_its_shift_leaves_the_worker_free(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(predicate: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(desk.shifts._changed, "wait_for", interrupted)
+        desk.shifts.help(desk.serve, lambda: False, timeout_s=20)
+    desk.ask(1)
+    desk.wait_for(1)
+
+
 def test_an_error_of_the_worker_keeps_no_guest_waiting(desk: Desk) -> None:
     desk.faults["worker"] = ZeroDivisionError()
     desk.shifts.help(desk.serve, lambda: False, timeout_s=20)
