@@ -1,25 +1,126 @@
-"""`impala-llm`: train (one host: learner and actors, supervised), evaluate, bench, keys (for actors on other hosts).
+"""The console script `impala-llm`: its commands, options and help. Settings: settings.py, settings_reference.py."""
 
-impala-llm train [--dry-run] key=value ...
-impala-llm evaluate [--json] key=value ...
-impala-llm bench NAME [--json] [--option value ...]
-impala-llm keys --dir DIR [--actors NAME,NAME,...]
-"""
-
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from impala_llm.config import ConfigError, load
 from impala_llm.settings import Config
 
-USAGE = (
-    __doc__.strip()
-    + "\n\nKeys and groups: configs/ and impala_llm/config.py. Start with: impala-llm train experiment=quickstart"
-)
+USAGE = """\
+impala-llm train [--config FILE] [--dry-run] [key=value ...]     train on this host: learner and actors, supervised
+impala-llm actors [--config FILE] [--num-actors N] [key=value ...]   actors alone, for a learner started elsewhere
+impala-llm evaluate [--config FILE] [--json] [key=value ...]     play held-out tasks with a policy
+impala-llm bench NAME [--json] [--option value ...]              measure a part, beside others' (no NAME: the list)
+impala-llm keys --dir DIR [--actors NAME,NAME,...]               make keys for actors on other hosts
+
+`impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the settings whose key contains WORD.
+Start with: impala-llm train experiment=quickstart"""
+
+HELP = {
+    "train": """\
+impala-llm train [--config FILE] [--dry-run] [key=value ...]
+
+Starts a learner and its actors on this host, starts again what dies, and ends when training has ended.
+  --config FILE   settings from a YAML file, such as the config.yaml in a run's folder; the same as experiment=FILE
+  --dry-run       print every setting and every process, and start nothing""",
+    "actors": """\
+impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
+
+Starts actors for a learner that was started by torchrun on this host, or on the one that pipeline.connect names. Both
+sides need the same settings. Ends when the learner says stop (status 0), or when an actor is lost for good or finds its
+learner gone (status 1).
+  --config FILE     settings from a YAML file; the same as experiment=FILE
+  --num-actors N    the same as actor.num_actors=N; with engine=sglang the default is one for each share of the GPUs""",
+    "evaluate": """\
+impala-llm evaluate [--config FILE] [--json] [key=value ...]
+
+Plays held-out tasks greedily with the policy in model.path and prints scores, intervals and some episodes to read.
+  --config FILE   settings from a YAML file; the same as experiment=FILE
+  --json          print the result as JSON""",
+}
+FLAGS = {"train": "--dry-run", "evaluate": "--json"}
 
 
-def train(config: Config, overrides: Sequence[str]) -> int:
-    """Train, then show before and after if `evaluation.before_and_after`."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the console script. Returns the exit code; 2 for bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "bench":
+        from impala_llm.bench.frame import main as bench
+
+        return bench(rest)
+    if command == "keys":
+        from impala_llm.pipeline.keys import main as keys
+
+        return keys(rest)
+    if command not in HELP:
+        if command:
+            close = difflib.get_close_matches(command, (*HELP, "bench", "keys"), n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            print(f"impala-llm: {command!r} is no command{hint}", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
+        return 2
+    if "-h" in rest or "--help" in rest:
+        return show_help(command, next((word for word in rest if not word.startswith("-")), ""))
+    try:
+        flagged, overrides = options(command, rest)
+        config = load(overrides)
+    except ConfigError as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 2
+    commands: dict[str, Callable[[Config, list[str], bool], int]] = {
+        "train": train,
+        "actors": actors,
+        "evaluate": evaluate,
+    }
+    return commands[command](config, overrides, flagged)
+
+
+def show_help(command: str, word: str) -> int:
+    """Print what the command does and the settings whose key contains the word. Returns the exit code."""
+    from impala_llm.settings_reference import reference
+
+    settings = reference(word)
+    if word and not settings:
+        print(f"impala-llm: no setting has {word!r} in its key: see `impala-llm {command} --help`", file=sys.stderr)
+        return 2
+    if not word:
+        print(f"{HELP[command]}\n\nSettings, with default, range and meaning:\n")
+    print(settings)
+    return 0
+
+
+def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the command's flag is among the words, and the settings, as Hydra's words. Raises ConfigError."""
+    flagged, overrides = False, []
+    given = iter(words)
+    for word in given:
+        option, equals, value = word.partition("=")
+        if word == FLAGS.get(command):
+            flagged = True
+        elif option == "--config" or (option == "--num-actors" and command == "actors"):
+            value = value if equals else next(given, "")
+            if not value:
+                raise ConfigError(f"{option} needs a value: see `impala-llm {command} --help`")
+            overrides.append(f"actor.num_actors={value}" if option == "--num-actors" else f"experiment={value}")
+        elif word.startswith("-"):
+            raise ConfigError(f"{word} is no option of this command: see `impala-llm {command} --help`")
+        else:
+            overrides.append(word)
+    return flagged, overrides
+
+
+def train(config: Config, overrides: list[str], is_dry: bool) -> int:
+    """Train, then show before and after if `evaluation.before_and_after`; or only say what would be started."""
+    if is_dry:
+        from impala_llm.launch import dry_run
+
+        print(dry_run(config, overrides))
+        return 0
     from impala_llm.launch import supervise
 
     code = supervise(config, overrides)
@@ -30,41 +131,18 @@ def train(config: Config, overrides: Sequence[str]) -> int:
     return code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the console script. Returns the exit code; 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    command, rest = (words[0], words[1:]) if words else ("", [])
-    if command not in ("train", "evaluate", "bench", "keys"):
-        print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-        return 0 if command in ("-h", "--help") else 2
-    if command == "bench":
-        from impala_llm.bench.frame import main as bench
+def actors(_config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Actors alone."""
+    from impala_llm.launch import main as launch
 
-        return bench(rest)
-    if command == "keys":
-        from impala_llm.pipeline.keys import main as keys
+    return launch(overrides)
 
-        return keys(rest)
-    if "-h" in rest or "--help" in rest:
-        print(USAGE)
-        return 0
-    flag = "--dry-run" if command == "train" else "--json"
-    flagged, overrides = flag in rest, [word for word in rest if word != flag]
-    try:
-        config = load(overrides)
-    except ConfigError as error:
-        print(f"impala-llm: {error}", file=sys.stderr)
-        return 2
-    if command == "evaluate":
-        from impala_llm.evaluate import main as evaluate
 
-        return evaluate(config, as_json=flagged)
-    if flagged:
-        from impala_llm.launch import dry_run
+def evaluate(config: Config, _overrides: list[str], as_json: bool) -> int:
+    """Play held-out tasks."""
+    from impala_llm.evaluate import main as evaluate_policy
 
-        print(dry_run(config, overrides))
-        return 0
-    return train(config, overrides)
+    return evaluate_policy(config, as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import difflib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -418,16 +420,22 @@ def load(overrides: Sequence[str] = ()) -> Config:
 
     Args:
         overrides: Hydra's `key=value` and `group=choice` words, such as `experiment=quickstart learner.batch_size=32`.
+            `experiment` may also be the path of a YAML file: one like those in configs/experiment/, or the config.yaml
+            that a run has left in its folder.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
+    _refuse_unknown_keys(overrides)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            raw = compose("config", overrides=list(overrides))
+        with (
+            _hydra_words(overrides) as words,
+            initialize_config_dir(version_base="1.3", config_dir=str(config_folder())),
+        ):
+            raw = compose("config", overrides=words)
         OmegaConf.resolve(raw)
         config = OmegaConf.to_object(raw)
     except (HydraException, OmegaConfBaseException) as error:
@@ -437,6 +445,79 @@ def load(overrides: Sequence[str] = ()) -> Config:
     if found:
         raise ConfigError("\n".join(found))
     return config
+
+
+@contextmanager
+def _hydra_words(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides as Hydra takes them, while entered: each `experiment=FILE.yaml` in a place where it finds that."""
+    with tempfile.TemporaryDirectory(prefix="impala_llm-experiment-") as folder:
+        words = []
+        for word in (word.lstrip("+") for word in overrides):
+            key, _, value = word.partition("=")
+            if key != "experiment" or Path(value).suffix not in (".yaml", ".yml"):
+                words.append(word)
+                continue
+            try:
+                text = Path(value).expanduser().read_text()
+            except OSError as error:
+                raise ConfigError(f"{word}: the file cannot be read ({error.strerror}): correct the path") from None
+            # Hydra takes the header from comments at the top only. The settings of a whole run have none.
+            header = "" if "@package" in text.partition("\n")[0] else "# @package _global_\n"
+            place = Path(folder) / "experiment"
+            place.mkdir(exist_ok=True)
+            (place / "file.yaml").write_text(header + text)
+            words += ["experiment=file", f"hydra.searchpath=[file://{folder}]"]
+        yield words
+
+
+def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
+    """Hydra would take `+key=value` of any key, and leave out `~key`."""
+    known = dict(leaves(Config()))
+    parts = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        name = key.lstrip("+")
+        if not equals or name.startswith("~"):
+            raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
+        if name not in known and name not in parts and name not in _groups():
+            raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+
+
+FAMILIAR_NAMES = {
+    "batch": "learner.batch_size",
+    "epochs": "learner.total_updates",
+    "eta": "algorithm.max_staleness",
+    "gamma": "algorithm.discount",
+    "lambda": "algorithm.lam",
+    "lr": "learner.learning_rate",
+    "max_steps": "learner.total_updates",
+    "max_tokens": "engine.max_new_tokens",
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "num_steps": "learner.total_updates",
+    "num_workers": "actor.num_actors",
+    "rollouts": "actor.max_episodes",
+    "steps": "learner.total_updates",
+    "tp": "engine.tensor_parallel",
+    "tp_size": "engine.tensor_parallel",
+}
+"""What other trainers call some of our settings, by the last part of the key."""
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    """What somebody who wrote this key may have meant."""
+    last = key.rsplit(".", 1)[-1]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    meant = FAMILIAR_NAMES.get(last.lower())
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    for name in (*same, *([meant] if meant else ()), *close):
+        return f"did you mean {name}?"
+    return "run `impala-llm train --help` to see all keys"
+
+
+def _groups() -> list[str]:
+    """Names of the groups of choices in configs/."""
+    return [path.name for path in config_folder().iterdir() if path.is_dir()]
 
 
 def config_folder() -> Path:
@@ -466,22 +547,20 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     while cause is not None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    given = dict(word.lstrip("+~").partition("=")[::2] for word in overrides)
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     known = dict(leaves(Config()))
-    groups = [p.name for p in config_folder().iterdir() if p.is_dir()]
     for key, value in given.items():
-        if key in groups:
+        if key in _groups():
             choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml"))
-            if value not in choices:
+            if value not in choices and not value.endswith((".yaml", ".yml")):
                 return f"{key}={value} is not known: choose one of {', '.join(choices)}"
-        elif key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-            hint = (leaf or close or ["run `impala-llm train --dry-run` to see all keys"])[0]
-            return f"{key}={value} is an unknown key: did you mean {hint}?"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
-        if isinstance(cause, OmegaConfBaseException) and full_key and not isinstance(cause, ConfigKeyError):
+        if isinstance(cause, ConfigKeyError) and full_key:
+            # Words were looked at before: it stands in a file.
+            where = f"experiment={given['experiment']}: " if "experiment" in given else ""
+            return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
+        if isinstance(cause, OmegaConfBaseException) and full_key:
             reason = str(cause.msg or cause).splitlines()[0]
             return (
                 f"{full_key}={given.get(full_key, '?')} has the wrong type: {reason}; "

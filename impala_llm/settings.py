@@ -18,6 +18,7 @@ class RunConfig:
     dir: str = "outputs/${run.name}"
     """Folder of logs, metrics and checkpoints; made if it is missing."""
     seed: int = 0
+    """Of everything random: task order, sampling, weights of new heads."""
     resume: bool = False
     """A learner started by hand goes on from what a killed one left in shared memory: weights, tickets, trajectories.
     Under `impala-llm train` a killed learner is started again by itself, and always does."""
@@ -38,13 +39,17 @@ class WebShopConfig:
     num_products: int = 1000
     """Size of the synthetic catalogue; of files, the first so many records."""
     catalogue_seed: int = 0
+    """Of the synthetic catalogue."""
     goals: str = "synthetic"
     """synthetic | human."""
     observation_mode: str = "text_rich"
     """text | text_rich, as in the original | compact: a third of the tokens, for small models."""
     strict_compat: bool = True
+    """Keep the quirks of the original, such as its rounding and its mistakes: see envs/webshop/env.py."""
     solvable_only: bool = False
+    """Leave out goals for which no sequence of actions scores 1.0."""
     max_steps: int = 15
+    """Actions of an episode at most."""
     max_invalid_actions: int | None = None
     """In training an episode ends after so many actions that do nothing; None: never."""
     results_per_page: int = 10
@@ -110,7 +115,9 @@ class ScratchConfig:
     """A randomly initialised model with a tokenizer of characters, for the toy environments."""
 
     hidden_size: int = 64
+    """Width of the model."""
     num_layers: int = 2
+    """Transformer layers."""
 
 
 @dataclass
@@ -130,6 +137,7 @@ class ModelConfig:
 @dataclass
 class ActorConfig:
     num_actors: int = 1
+    """Actor processes on this host, each with an engine of its own."""
     max_episodes: int = 64
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = 300.0
@@ -158,8 +166,11 @@ class AlgorithmConfig:
     discount: float = 1.0
     """γ a turn."""
     lam: float = 1.0
+    """λ of GAE and V-trace."""
     rho_bar: float = 1.0
+    """vtrace: ρ̄, cap of the weight of a temporal difference; it decides what value is learned."""
     c_bar: float = 1.0
+    """vtrace: c̄, cap of the weight with which later differences count; it decides how fast."""
     turn_ratio: str = "geometric"
     """Ratio of a turn in V-trace: geometric (mean of its tokens' log-ratios) | product."""
     dead_band: float = 0.0
@@ -172,9 +183,11 @@ class AlgorithmConfig:
     is_level: str = "token"
     """truncated_is: the weight is of a token | sequence (of all its tokens together)."""
     clip_low: float = 0.2
+    """ppo_clip, decoupled_ppo, gspo: ratios are clipped at 1 - clip_low."""
     clip_high: float = 0.28
     """ppo_clip, decoupled_ppo, cispo; gspo wants about 3e-4 and 4e-4 instead."""
     dual_clip: float = 3.0
+    """ppo_clip, decoupled_ppo, gspo: largest ratio that counts for a negative advantage."""
     proximal: str = "log_linear"
     """decoupled_ppo: π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins
     (recomputed). With one step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
@@ -184,12 +197,15 @@ class AlgorithmConfig:
     """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
     sequence); what lies outside of reject_low and reject_high does not teach."""
     reject_low: float = 0.5
+    """Smallest ratio that is kept."""
     reject_high: float = 2.0
+    """Largest ratio that is kept."""
     probability_limit: float | None = None
     """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
     aggregate: str = "token_mean"
     """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
     value_coef: float = 0.5
+    """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Bonus for entropy; with a target, its start."""
     entropy_target: float | None = None
@@ -206,6 +222,7 @@ class AlgorithmConfig:
     reference: str | None = None
     """Reference policy of kl_coef and dpo, as model.path; None: the one that training started from."""
     dpo_beta: float = 0.1
+    """dpo: β, how strongly the policy is held to the reference."""
     teacher: str | None = None
     """distillation: the teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
     teacher_context: str = ""
@@ -228,6 +245,7 @@ class LearnerConfig:
     batch_size: int = 64
     """Trajectories of an update, over all ranks."""
     total_updates: int = 400
+    """Optimizer steps of the run."""
     sync_interval: int | None = 1
     """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
     max_minutes: float | None = None
@@ -235,18 +253,25 @@ class LearnerConfig:
     token_budget: int = 8192
     """Tokens of a micro-batch."""
     learning_rate: float = 3e-4
+    """Of the policy: the largest, after the warm-up."""
     value_learning_rate: float = 1e-3
     """Of the value head. A matrix with n > 64 inputs has 64 / n of it: a step then moves values as far at any width."""
     weight_decay: float = 0.0
+    """AdamW's."""
     adam_beta1: float = 0.9
+    """AdamW's, of the gradient's mean."""
     adam_beta2: float = 0.95
+    """AdamW's, of the gradient's square."""
     warmup_updates: int = 5
+    """Updates in which the learning rate rises from 0."""
     value_warmup_updates: int = 0
     """First updates in which only the value head learns."""
     decay: str = "linear"
     """constant | linear | cosine: of the learning rate after the warm-up, to `final_learning_rate_fraction`."""
     final_learning_rate_fraction: float = 0.1
+    """Learning rate at the end, as a fraction of the largest."""
     max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
     save_every: int = 0
     """Updates between two saved models; 0: only the last one."""
     stall_timeout_s: float = 600.0
@@ -258,10 +283,13 @@ class ReplayConfig:
     capacity: int = 4096
     """Trajectories a rank keeps."""
     capacity_mb: int = 512
+    """Megabytes a rank keeps at most."""
     recency_tau: float | None = None
     """τ of e^(-age/τ), in versions; None: recency off."""
     advantage_exponent: float = 0.0
+    """α of (|A| + ε)^α; 0: off."""
     rarity_exponent: float = 0.0
+    """β of n^-β, n: how often a task's signature was seen lately; 0: off."""
     uniform_floor: float = 0.0
     """Share of draws that ignore priority."""
     correction_exponent: float = 1.0
@@ -282,7 +310,9 @@ class PipelineConfig:
     arena_mb: int = 64
     """Shared memory of an actor for trajectories under way."""
     weight_slots: int = 3
+    """Versions of the weights that lie on the board at once."""
     heartbeat_s: float = 1.0
+    """Time between two signs of life of an actor."""
     actor_timeout_s: float = 20.0
     """Silence after which an actor counts as dead and its tickets are granted again."""
     ticket_timeout_s: float = 600.0
@@ -303,6 +333,7 @@ class EvaluationConfig:
     before_and_after: bool = False
     """`impala-llm train` ends with a table: the policy before and after, greedy, on held-out tasks."""
     split: str = "test"
+    """Tasks to play."""
     num_tasks: int = 500
     """Tasks of the split, the first ones in canonical order."""
     unseen_seed: int | None = None

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from impala_llm import cli, launch
+from impala_llm.settings import Config, leaves
+from impala_llm.settings_reference import reference
 
 
 @pytest.fixture(autouse=True)
@@ -14,16 +16,72 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["train", "--help"], ["evaluate", "-h"]])
-def test_help_goes_to_stdout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 0
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_goes_to_stdout(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 0
     printed = capsys.readouterr()
-    for command in ("train", "evaluate", "bench", "keys"):
+    for command in ("train", "actors", "evaluate", "bench", "keys"):
         assert f"impala-llm {command}" in printed.out
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["experiment=toy"]])
+@pytest.mark.parametrize("command", ["train", "actors", "evaluate"])
+def test_help_of_a_command_shows_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert f"impala-llm {command}" in printed
+    for key, _default in leaves(Config()):
+        assert f"{key}=" in printed, key
+    assert "learner.learning_rate=0.0003  (0 to 1)" in printed
+
+
+def test_help_with_a_word_shows_its_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "staleness"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("algorithm.max_staleness=2  (at least 0)") and "learner." not in printed
+    assert cli.main(["train", "--help", "nosuchthing"]) == 2
+
+
+def test_every_setting_has_a_meaning() -> None:
+    lines = reference().splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        assert line.startswith(" ") or following.startswith("    "), line
+
+
+def test_a_misspelt_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "'trian' is no command: did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train", "--json"], ["train", "--config"], ["actors", "--actors", "2"]])
+def test_unknown_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert words[1] in said and "--help" in said
+
+
+def test_settings_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "my.yaml"
+    assert cli.main(["train", "experiment=corridor", "algorithm=dpo", "learner.batch_size=16", "--dry-run"]) == 0
+    first = capsys.readouterr().out.partition("# threads")[0]
+    saved.write_text(first)
+    for words in (["--config", str(saved)], [f"--config={saved}"], [f"experiment={saved}"]):
+        assert cli.main(["train", *words, "--dry-run"]) == 0
+        assert capsys.readouterr().out.partition("# threads")[0] == first
+    assert cli.main(["train", "--config", str(saved), "learner.batch_size=24", "--dry-run"]) == 0
+    assert "batch_size: 24" in capsys.readouterr().out
+
+
+def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.yaml").write_text("learner:\n  lr: 1.0e-4\n")
+    assert cli.main(["train", "--config", str(tmp_path / "my.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "my.yaml: learner.lr is an unknown key: did you mean learner.learning_rate?" in said
+    assert cli.main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["experiment=toy"]])
 def test_no_command_is_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     printed = capsys.readouterr()

@@ -32,6 +32,10 @@ def test_overrides_and_groups_take_effect():
     ("overrides", "words"),
     [
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
+        (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
+        (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
+        (["++foo.bar=3"], ["foo.bar=3", "unknown key", "--help"]),
+        (["~learner.batch_size"], ["~learner.batch_size", "key=value"]),
         (["learning_rate=3"], ["learning_rate=3", "unknown key", "learner.learning_rate"]),
         (["experiment=nope"], ["experiment=nope", "choose one of", "toy"]),
         (["env=nope"], ["env=nope", "webshop"]),
