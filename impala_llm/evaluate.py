@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -47,6 +48,8 @@ class Result:
     turns: float
     tokens: float
     """Mean tokens of an episode, observations included."""
+    scores: tuple[float, ...]
+    """Of each task, in order."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,11 @@ def evaluate(
 
         try:
             await engine.start()
-            return await asyncio.gather(*(play(i, task) for i, task in enumerate(tasks)))
+            playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
+            finished = asyncio.as_completed(playing)
+            for episode in track(finished, f"{label}: {tasks_label}", len(tasks), console=Console(stderr=True)):
+                await episode
+            return [task.result() for task in playing]
         finally:
             await engine.close()
 
@@ -123,6 +130,7 @@ def evaluate(
         success_interval=wilson_interval(successes, len(tasks)),
         turns=float(np.mean([len(e.turns) for e in episodes])),
         tokens=float(np.mean([e.num_tokens for e in episodes])),
+        scores=tuple(scores),
     )
     examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
     return result, examples
@@ -176,9 +184,21 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
     console.print(table)
 
 
+def difference(before: Result, after: Result) -> str:
+    """A sentence on how the second policy differs from the first on the same tasks, each compared with itself."""
+    change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
+    low, high = mean_interval(change)
+    verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
+    return (
+        f"{after.tasks}: {after.label} - {before.label}: score {np.mean(change):+.3f} [{low:+.3f}, {high:+.3f}] over "
+        f"{len(change)} tasks: {verdict}"
+    )
+
+
 def results_json(results: Sequence[Result]) -> str:
-    """The results as one JSON list."""
-    return json.dumps([dataclasses.asdict(r) for r in results])
+    """The results as one JSON list, without the scores of single tasks."""
+    rows = [dataclasses.asdict(r) for r in results]
+    return json.dumps([{key: value for key, value in row.items() if key != "scores"} for row in rows])
 
 
 def compare(config: Config) -> list[Result]:
@@ -186,6 +206,8 @@ def compare(config: Config) -> list[Result]:
     policies = {"before": resolve_policy(config), "after": Path(config.run.dir) / "policy"}
     results, examples = evaluate_policies(config, policies)
     show(results, examples, Console())
+    for before, after in zip(results[::2], results[1::2], strict=True):
+        print(difference(before, after))
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
     return results
 

@@ -14,7 +14,7 @@ from impala_llm import evaluate as evaluation
 from impala_llm.config import load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
-from impala_llm.evaluate import Result, evaluate, mean_interval, results_json, show, wilson_interval
+from impala_llm.evaluate import Result, difference, evaluate, mean_interval, results_json, show, wilson_interval
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.settings import Config
 
@@ -128,7 +128,7 @@ def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest
 
 
 def test_a_table_names_policies_numbers_and_intervals() -> None:
-    result = Result("after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4)
+    result = Result("after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40)
     console = Console(file=io.StringIO(), width=200)
     show([result], [], console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -136,3 +136,14 @@ def test_a_table_names_policies_numbers_and_intervals() -> None:
         assert word in printed
     [read] = json.loads(results_json([result]))
     assert read["success_interval"] == [0.14, 0.4]
+
+
+def test_the_difference_is_paired_task_by_task() -> None:
+    def result(label: str, scores: list[float]) -> Result:
+        return Result(label, "toy", len(scores), 0.0, (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores))
+
+    # Differences 0, 1, 1, 0: see test_mean_interval_by_hand. Each alone the two score alike: 0, 1, 0, 1 and 0, 2, 1, 1.
+    said = difference(result("before", [0.0, 1.0, 0.0, 1.0]), result("after", [0.0, 2.0, 1.0, 1.0]))
+    assert "after - before: score +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
+    assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
+    assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")

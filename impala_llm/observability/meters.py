@@ -1,5 +1,8 @@
 """What a rank measures in each step, beyond the update itself: episodes, buffer, tickets, actors."""
 
+from collections import deque
+from collections.abc import Mapping
+
 import psutil
 
 from impala_llm.learning.feed import Batch, Feed
@@ -9,6 +12,32 @@ from impala_llm.pipeline.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 
 _MAX_BEGUN = 1 << 14
+WINDOW = 500
+"""Episodes that a windowed score covers at least, once there are so many."""
+
+
+class EpisodeWindow:
+    """Score and success rate over the last `size` finished episodes, or somewhat more: whole steps are kept."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size = size
+        self._steps: deque[tuple[float, float, float]] = deque()  # episodes, and sums of score and success
+
+    def add(self, step: Mapping[str, float]) -> dict[str, float]:
+        """Take the metrics of a step in. Returns the windowed ones; none before the first episode."""
+        count = step.get("rollout/episodes", 0.0)
+        if count:
+            self._steps.append((count, count * step["rollout/score"], count * step["rollout/success_rate"]))
+        while self._steps and sum(count for count, _, _ in self._steps) - self._steps[0][0] >= self._size:
+            self._steps.popleft()
+        if not self._steps:
+            return {}
+        count, score, success = map(sum, zip(*self._steps, strict=True))
+        return {
+            "rollout/window_score": score / count,
+            "rollout/window_success_rate": success / count,
+            "rollout/window_episodes": count,
+        }
 
 
 class Meters:
@@ -31,6 +60,7 @@ class Meters:
         self._receiver, self._ranks = receiver, ranks
         # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
         self._begun: dict[int, tuple[float, int, int]] = {}
+        self._window = EpisodeWindow()
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0}
 
@@ -101,4 +131,5 @@ class Meters:
         for state in self._ranks.gather(self.log.state()):
             merged.merge(state)
         self.log.flush()
-        return merged.flush()
+        summary = merged.flush()
+        return summary | self._window.add(summary)

@@ -58,6 +58,10 @@ _DECLARED = (
     ("rollout/action_tokens", _MEAN, "sampled tokens of an episode, per finished episode"),
     ("rollout/turns", _MEAN, "actions of an episode, per finished episode"),
     ("rollout/episodes", _SUM, "finished episodes that the learner received since the last step"),
+    # The same over a window: what a single step received is few episodes, and short ones come first.
+    ("rollout/window_score", _LAST, "final score in [0, 1], mean of the last 500 finished episodes or somewhat more"),
+    ("rollout/window_success_rate", _LAST, "share of them that succeeded"),
+    ("rollout/window_episodes", _LAST, "how many they are: fewer at the start of a run"),
     # The update.
     ("loss/policy", _MEAN, "policy-gradient part, per action token"),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),

@@ -78,7 +78,7 @@ class TerminalView:
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:
-    """The five lines as plain text; what has no value yet is a dash."""
+    """The five lines as plain text, each short enough for 80 columns; a metric without a value yet is a dash."""
 
     def show(name: str, form: str) -> str:
         value = metrics.get(name)
@@ -86,19 +86,18 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
 
     return [
         f"step      {progress}",
-        f"episodes  score {show('rollout/score', '.3f')}  success {show('rollout/success_rate', '.1%')}"
-        f"  reward {show('rollout/reward', '.3f')}  turns {show('rollout/turns', '.1f')}"
+        f"episodes  score {show('rollout/window_score', '.3f')}  success {show('rollout/window_success_rate', '.1%')}"
+        f" (last {show('rollout/window_episodes', ',.0f')})  turns {show('rollout/turns', '.1f')}"
         f"  tokens {show('rollout/length_tokens', '.0f')}",
         f"update    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
-        f"  entropy {show('loss/entropy', '.3f')}  gradient {show('optimizer/gradient_norm', '.2f')}"
-        f"  rate {show('optimizer/learning_rate', '.1e')}",
+        f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
+        f"  lr {show('optimizer/learning_rate', '.1e')}",
         f"lag       staleness {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
-        f"  ratio {show('ratio/mean', '.3f')} (max {show('ratio/max', '.2f')})"
-        f"  clipped {show('ratio/pg_clip_share', '.1%')}  ess {show('ratio/ess', '.2f')}  k3 {show('ratio/k3', '.4f')}",
-        f"speed     actors {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
-        f" (idle {show('actor/idle_share', '.0%')})  learner {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
-        f" (idle {show('time/idle_share', '.0%')})  buffer {show('buffer/fill', '.0%')}"
-        f"  queue {show('pipeline/queue_fill', '.0%')}  publish {show('weights/publish_s', '.3f')} s",
+        f"  largest ratio {show('ratio/max', '.2f')}  weights capped {show('ratio/pg_clip_share', '.0%')}"
+        f"  ESS {show('ratio/ess', '.2f')}",
+        f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
+        f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
+        f" (idle {show('time/idle_share', '.0%')})",
     ]
 
 

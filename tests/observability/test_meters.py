@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from impala_llm.observability.meters import Meters
+from impala_llm.observability.meters import EpisodeWindow, Meters
 from tests.pipeline.support import make_trajectory
 
 
@@ -30,3 +30,18 @@ def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
     assert found["rollout/action_tokens"] == (whole.num_action_tokens + sum(t.num_action_tokens for t in unrolls)) / 2
     reward = float(whole.rewards.sum()) + sum(float(t.rewards.sum()) for t in unrolls)
     assert np.isclose(found["rollout/reward"], reward / 2)
+
+
+def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes() -> None:
+    window = EpisodeWindow(size=10)
+    assert window.add({}) == {}
+    steps = [(1, 1.0), (4, 0.5), (8, 0.25), (3, 0.0)]
+    for count, score in steps:
+        found = window.add({"rollout/episodes": count, "rollout/score": score, "rollout/success_rate": score / 2})
+    # 8 + 3 are enough: of the first two steps nothing is left.
+    assert found == {
+        "rollout/window_score": 8 * 0.25 / 11,
+        "rollout/window_success_rate": 8 * 0.125 / 11,
+        "rollout/window_episodes": 11,
+    }
+    assert window.add({}) == found

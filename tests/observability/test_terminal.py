@@ -1,12 +1,13 @@
 import io
 import re
 
-from impala_llm.observability.metrics import describe
+from impala_llm.observability.metrics import METRICS, describe
 from impala_llm.observability.terminal import PLAIN_INTERVAL_S, TerminalView, render
 
 EVERYTHING = {
-    "rollout/score": 0.4567,
-    "rollout/success_rate": 0.125,
+    "rollout/window_score": 0.4567,
+    "rollout/window_success_rate": 0.125,
+    "rollout/window_episodes": 512.0,
     "actor/generated_tokens_per_s": 3900.0,
     "time/idle_share": 0.25,
     "staleness/oldest": 3.0,
@@ -48,15 +49,38 @@ def test_five_lines_whether_or_not_there_are_numbers() -> None:
 def test_the_view_asks_only_for_declared_metrics() -> None:
     recorder = Recorder()
     render(recorder, "")
-    assert len(recorder.asked) > 15
+    assert len(recorder.asked) >= 15
     for name in recorder.asked:
         describe(name)
 
 
 def test_numbers_are_shown_with_their_units() -> None:
     text = "\n".join(render(EVERYTHING, "1/10"))
-    for shown in ("score 0.457", "success 12.5%", "actors 3,900 tok/s", "(idle 25%)", "(oldest 3)"):
+    for shown in ("score 0.457", "success 12.5% (last 512)", "sampled 3,900 tok/s", "(idle 25%)", "(oldest 3)"):
         assert shown in text
+
+
+def test_no_line_is_longer_than_80_columns() -> None:
+    large = dict.fromkeys(METRICS, 99_999.0) | {
+        "rollout/window_score": 1.0,
+        "rollout/window_success_rate": 1.0,
+        "rollout/window_episodes": 1_024.0,
+        "rollout/turns": 100.0,
+        "loss/policy": -9.0,
+        "loss/value": 9.0,
+        "loss/entropy": 10.0,
+        "optimizer/gradient_norm": 999.0,
+        "optimizer/learning_rate": 1e-3,
+        "staleness/mean": 255.5,
+        "staleness/oldest": 256.0,
+        "ratio/max": 99.0,
+        "ratio/pg_clip_share": 1.0,
+        "ratio/ess": 1.0,
+        "actor/idle_share": 1.0,
+        "time/idle_share": 1.0,
+    }
+    for line in render(large, "100000 (100%)  100:00:00 gone, about 100:00:00 to go"):
+        assert len(line) < 80, line
 
 
 def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
@@ -64,7 +88,7 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
     with TerminalView(100, stream, clock) as view:
         for step in range(1, 101):
             clock.now += PLAIN_INTERVAL_S / 5
-            view.update(step, {"rollout/score": step / 100})
+            view.update(step, {"rollout/window_score": step / 100})
     lines = stream.getvalue().splitlines()
     shown = [int(re.match(r"(\d+) \(", line).group(1)) for line in lines]  # type: ignore[union-attr]
     assert shown == [1, *range(6, 100, 5), 100]
@@ -86,7 +110,7 @@ def test_the_time_to_go_follows_from_the_pace_after_the_first_step() -> None:
 def test_a_metric_that_a_step_lacks_keeps_its_last_value() -> None:
     clock, stream = FakeClock(), io.StringIO()
     with TerminalView(2, stream, clock) as view:
-        view.update(1, {"rollout/score": 0.75})
+        view.update(1, {"rollout/window_score": 0.75})
         view.update(2, {})
     assert stream.getvalue().splitlines()[-1].count("score 0.750") == 1
 
