@@ -1,8 +1,8 @@
 """Intake: from records that actors offer to trajectories in the replay arena. For one thread at a time.
 
 Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged) or
-refused, or known already and acknowledged again. While the arena is full it stays queued; so does, for a moment, one
-whose version the learner has published and not announced yet.
+refused, or known already and acknowledged again. While the arena is full it stays queued. One of the version that the
+learner is making waits until that is announced: servers have a version before the slowest of them has it.
 
 Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. Whatever
 a record or descriptor says, nothing raises out of here.
@@ -17,7 +17,6 @@ import numpy as np
 
 from impala_llm.pipeline import kernels
 from impala_llm.pipeline.arena import ArenaError, ArenaReader
-from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.record import (
     EPISODE_BEGIN,
@@ -50,8 +49,6 @@ _CLAIMED = np.array(
 """What a `tickets.Claim` is made of."""
 _SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
 """Places in a row: `wire.Descriptor`."""
-_PREMATURE_S = 5.0
-"""How long a trajectory of a version above the current one may wait for `announce`, which follows `publish`."""
 
 
 _MANY, _MANY_WORDS = 512, 1 << 20
@@ -62,22 +59,18 @@ acknowledged, the sooner their actor goes on."""
 @dataclass(slots=True)
 class _Chunk:
     """Records that were offered together. rows: int64[n, 5], a `wire.Descriptor` each. frames: one each, where records
-    come as frames. not_after: until when it may wait for its version, once it has been seen to need that."""
+    come as frames."""
 
     rows: np.ndarray
     frames: list[bytes]
-    not_after: float | None = None
 
     def split(self, count: int) -> tuple[_Chunk, _Chunk]:
         """The first `count` records, and the others."""
-        return (
-            _Chunk(self.rows[:count], self.frames[:count], self.not_after),
-            _Chunk(self.rows[count:], self.frames[count:], self.not_after),
-        )
+        return _Chunk(self.rows[:count], self.frames[:count]), _Chunk(self.rows[count:], self.frames[count:])
 
     def only(self, places: list[int]) -> _Chunk:
         """The records at these places."""
-        return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [], self.not_after)
+        return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
 
 
 @dataclass(slots=True)
@@ -85,13 +78,14 @@ class Offers:
     """What an actor process has offered and was not answered yet.
 
     reader: of its arena; None where its records come as frames. first_sequence: all below were answered before.
-    refused: reasons of the refusals, by sequence.
+    refused: reasons of the refusals, by sequence. early: what waits for a version, beside that version.
     """
 
     reader: ArenaReader | None
     first_sequence: int = 0
     refused: dict[int, str] = field(default_factory=dict)
     queue: deque[_Chunk] = field(default_factory=deque)
+    early: deque[tuple[int, _Chunk]] = field(default_factory=deque)
     # Sequences that were seen: all below, and these.
     _seen_below: int = field(init=False)
     _seen: set[int] = field(default_factory=set)
@@ -113,7 +107,8 @@ class Offers:
             self._seen_below += len(rows)
             self.queue.append(_Chunk(rows, frames))
             return []
-        waiting = {sequence for chunk in self.queue for sequence in chunk.rows[:, 0].tolist()}
+        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
+        waiting = {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
         settled: list[int] = []
         new: list[int] = []
         for place, sequence in enumerate(sequences.tolist()):
@@ -130,11 +125,16 @@ class Offers:
             self.queue.append(_Chunk(rows, frames).only(new))
         return settled
 
+    def announced(self, version: int) -> None:
+        """What waited for this version, or an older one, is next."""
+        while self.early and self.early[0][0] <= version:
+            self.queue.append(self.early.popleft()[1])
+
     def next_chunk(self) -> _Chunk:
         """What was offered first, with what was offered after it and may be judged together with it."""
         chunks = [self.queue.popleft()]
         num_records = num_words = 0
-        while self.queue and chunks[-1].not_after is None and self.queue[0].not_after is None:
+        while self.queue:
             rows = chunks[-1].rows
             num_records, num_words = num_records + len(rows), num_words + int(rows[:, _NUM_WORDS].sum())
             if num_records >= _MANY or num_words >= _MANY_WORDS:
@@ -162,12 +162,9 @@ class Settled:
 class Intake:
     """vocab_size: token ids must lie below."""
 
-    def __init__(
-        self, arena: ReplayArena, ledger: TicketLedger, inbox: Inbox, vocab_size: int, clock: ActiveClock
-    ) -> None:
+    def __init__(self, arena: ReplayArena, ledger: TicketLedger, inbox: Inbox, vocab_size: int) -> None:
         self._arena, self._ledger, self._inbox = arena, ledger, inbox
         self._vocab_size = vocab_size
-        self._clock = clock
         self.totals: Counter[str] = Counter()
         """received_bytes, trajectories_refused, trajectories_unwanted."""
 
@@ -188,8 +185,9 @@ class Intake:
                 self._arena.cancel(start, row[_NUM_WORDS])
                 self._refuse(row, actor_id, str(error), settled)
             return settled
-        if put_back := self._judge(chunk, starts, facts, actor_id, settled):
-            offers.queue.append(chunk.only(put_back))  # behind what need not wait
+        version = self._ledger.version
+        if early := self._judge(chunk, starts, facts, version, actor_id, settled):
+            offers.early.append((version + 1, chunk.only(early)))
         return settled
 
     def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
@@ -234,16 +232,19 @@ class Intake:
         return facts
 
     def _judge(
-        self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, actor_id: str, settled: Settled
+        self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
     ) -> list[int]:
-        """Keep or refuse each record that was copied. Returns the places of those that must wait for their version."""
+        """Keep or refuse each record that was copied. version: the learner's.
+
+        Returns the places of those that must wait for the next version.
+        """
         rows = chunk.rows
-        version = self._ledger.version
-        put_back: list[int] = []
+        early: list[int] = []
         if kernels.count_sound(rows, facts, version) < len(rows):
             sound = facts[:, OUTCOME] == kernels.COPIED
             sound &= (facts[:, TICKET_ID] == rows[:, _TICKET]) & (facts[:, NEWEST_VERSION] <= version)
-            put_back = self._sort_out(chunk, starts, facts, np.flatnonzero(~sound).tolist(), actor_id, settled)
+            places = np.flatnonzero(~sound).tolist()
+            early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
         begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
         episodes = map(self._arena.text, starts.tolist(), begins, ends)
@@ -257,7 +258,7 @@ class Intake:
         settled.acks += rows[:, _SEQUENCE].tolist()
         self.totals["received_bytes"] += 8 * int(rows[:, _NUM_WORDS].sum())
         self._inbox.put(self._arena.commit(starts, rows[:, _NUM_WORDS], rows[:, _CHECKSUM], facts))
-        return put_back
+        return early
 
     def _sort_out(
         self,
@@ -265,22 +266,24 @@ class Intake:
         starts: np.ndarray,
         facts: np.ndarray,
         places: list[int],
+        version: int,
         actor_id: str,
         settled: Settled,
     ) -> list[int]:
         """Of these places, whose records are not as they should be: refuse what cannot be kept, with a reason. Returns
         the places of those that must wait."""
-        put_back = []
+        early = []
         for place in places:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
             reason = self._explain(row, start, known)
             self._arena.cancel(start, row[_NUM_WORDS])
-            if reason is None and self._may_wait(chunk):
-                put_back.append(place)
+            # One version is made at a time: nobody can have a later one.
+            if reason is None and known[NEWEST_VERSION] == version + 1:
+                early.append(place)
             else:
-                early = f"versions reaches {known[NEWEST_VERSION]}, the learner has {self._ledger.version}"
-                self._refuse(row, actor_id, reason or early, settled)
-        return put_back
+                unknown = f"versions reaches {known[NEWEST_VERSION]}, the learner has {version}"
+                self._refuse(row, actor_id, reason or unknown, settled)
+        return early
 
     def _turn_away(
         self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
@@ -295,11 +298,6 @@ class Intake:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
             self.totals["trajectories_unwanted"] += 1
             settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
-
-    def _may_wait(self, chunk: _Chunk) -> bool:
-        if chunk.not_after is None:
-            chunk.not_after = self._clock.now + _PREMATURE_S
-        return self._clock.now < chunk.not_after
 
     def _explain(self, row: list[int], start: int, facts: Facts) -> str | None:
         """Why a record that was copied cannot be kept; None where all that is wrong is that it came too early."""

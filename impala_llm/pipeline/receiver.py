@@ -131,7 +131,7 @@ class Receiver:
         self._step: list[int] = []
         # For whoever serves.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
-        self._intake = Intake(arena, ledger, self._inbox, vocab_size, self._clock)
+        self._intake = Intake(arena, ledger, self._inbox, vocab_size)
         self._sessions: dict[_Address, _Session] = {}
         self._acks: defaultdict[_Address, list[int]] = defaultdict(list)
         self._key_of: dict[str, str | None] = {}
@@ -431,6 +431,8 @@ class Receiver:
             self._lose(session, f"it babbles: {session.offers.num_gaps} records came without those before them")
 
     def _take_in(self, session: _Session) -> None:
+        if session.offers.early:
+            session.offers.announced(self._ledger.version)
         while session.offers.queue:
             settled = self._intake.take(session.offers, session.actor_id)
             if settled.acks:

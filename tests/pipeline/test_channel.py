@@ -57,6 +57,20 @@ def test_a_whole_batch_in_one_grant_and_versions_before_their_tickets(pair: Pair
         receiver.announce(version + 1)
 
 
+def test_what_a_fast_server_made_before_the_slowest_had_the_version_is_delayed_and_not_lost(pair: Pair) -> None:
+    receiver, fast, slow = pair.receiver(), pair.actor("fast", want=1), pair.actor("slow", want=1)
+    [early], [late] = pair.tickets(fast, 1), pair.tickets(slow, 1)
+    receiver.trained([])
+    fast.send(make_trajectory(early, version=1))  # while the learner still sends version 1 to the other
+    slow.send(make_trajectory(late, version=0))
+    assert [t.ticket_id for t in drain(receiver, 1, fast, slow)] == [late.ticket_id]
+    assert fast.num_unacknowledged == 1
+    receiver.announce(1)
+    assert [t.ticket_id for t in drain(receiver, 1, fast, slow)] == [early.ticket_id]
+    turns_until(lambda: fast.num_unacknowledged == 0, fast)
+    assert receiver.counters()["trajectories_refused"] == receiver.counters()["regranted"] == 0
+
+
 def test_a_full_arena_keeps_trajectories_back_and_loses_none(pair: Pair) -> None:
     receiver = pair.receiver(batch_size=32)
     one = make_trajectory(num_tokens=100)

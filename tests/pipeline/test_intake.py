@@ -9,7 +9,6 @@ import pytest
 
 from impala_llm.pipeline import intake
 from impala_llm.pipeline.arena import ArenaReader, ArenaWriter, Place
-from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.intake import Intake, Offers, Settled
 from impala_llm.pipeline.record import encode_record, record_bytes
@@ -29,15 +28,13 @@ class Side:
     """The intake of a learner rank, and an actor's arena. `tickets`: granted to the actor, all of them."""
 
     def __init__(self, path: Path, replay_bytes: int = 1 << 18, shared: bool = True) -> None:
-        self.seconds = 0.0
-        self.clock = ActiveClock(1e9, lambda: self.seconds)
         self.ledger = TicketLedger(TaskOrder(range(50), seed=1), batch_size=16, max_staleness=1)
         self.ledger.request(ACTOR, 32)
         self.ledger.request("another", 0)
         ((_, self.tickets),) = self.ledger.grantable()
         self.replay = ReplayArena(path / "learner.replay", replay_bytes, 256)
         self.inbox = Inbox()
-        self.intake = Intake(self.replay, self.ledger, self.inbox, VOCAB_SIZE, self.clock)
+        self.intake = Intake(self.replay, self.ledger, self.inbox, VOCAB_SIZE)
         self.writer = ArenaWriter(path / "actor.arena", 1 << 18)
         self.offers = Offers(ArenaReader(path / "actor.arena") if shared else None)
 
@@ -56,6 +53,7 @@ class Side:
     def take(self) -> Settled:
         """Until nothing more can be settled now, as the receiver does."""
         total = Settled()
+        self.offers.announced(self.ledger.version)
         while self.offers.queue:
             settled = self.intake.take(self.offers, ACTOR)
             total.acks += settled.acks
@@ -252,17 +250,23 @@ def test_what_is_ahead_of_the_announcement_waits_and_is_taken_after_it(side: Sid
     assert ids(side.arrived()) == [side.tickets[i].ticket_id for i in (0, 2, 1, 3)]
 
 
-def test_what_stays_ahead_is_refused_in_the_end_and_holds_nothing_up(side: Side) -> None:
-    side.offer(side.descriptor(0, play(side.tickets[0], version=7)))
+def test_what_is_ahead_waits_for_as_long_as_the_version_takes_and_holds_nothing_up(side: Side) -> None:
+    early, late = play(side.tickets[0], version=1), play(side.tickets[1])
+    side.offer(side.descriptor(0, early))
     assert side.take() == Settled()
-    side.seconds = 4.9
-    side.clock.tick()
-    assert side.take() == Settled()
-    side.seconds = 5.1
-    side.clock.tick()
-    side.offer(side.descriptor(1, play(side.tickets[1])))
+    side.offer(side.descriptor(1, late))
+    assert side.take() == Settled(acks=[1])
+    assert side.state_of(side.tickets[0]) == "open"
+    assert side.offer(side.descriptor(0, early)) == []  # offered once more, and not settled yet
+    side.ledger.advance(1)
+    assert side.take() == Settled(acks=[0])
+    assert ids(side.arrived()) == [side.tickets[1].ticket_id, side.tickets[0].ticket_id]
+
+
+def test_a_version_that_nobody_can_be_making_is_refused(side: Side) -> None:
+    side.offer(side.descriptor(0, play(side.tickets[0], version=2)), side.descriptor(1, play(side.tickets[1])))
     settled = side.take()
-    assert settled.acks == [1] and [(s, "versions reaches 7" in r) for s, r in settled.refusals] == [(0, True)]
+    assert settled.acks == [1] and [(s, "versions reaches 2" in r) for s, r in settled.refusals] == [(0, True)]
     assert side.state_of(side.tickets[0]) == "ended"
     assert side.replay.used == -(-len(record_bytes(play(side.tickets[1]))) // 64) * 64
 
