@@ -93,7 +93,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
         f"  lr {show('optimizer/learning_rate', '.1e')}",
         f"lag       staleness {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
-        f"  largest ratio {show('ratio/max', '.2f')}  weights capped {show('ratio/pg_clip_share', '.0%')}"
+        f"  max ratio {show('ratio/max', '.2f')}  capped {show('ratio/pg_clip_share', '.0%')}"
         f"  ESS {show('ratio/ess', '.2f')}",
         f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
