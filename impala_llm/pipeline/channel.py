@@ -144,8 +144,8 @@ class ActorChannel:
         process = ProcessIdentity.mine()
         held = tuple(self._held)
         arena = self._arena_name if self._is_shared else ""
-        first = min(self._in_flight, default=self._next_sequence)
-        self._send(Hello(self.actor_id, self._incarnation, os.getpid(), process.start_time, held, arena, first))
+        identity = (self.actor_id, self._incarnation, os.getpid(), process.start_time)
+        self._send(Hello(*identity, held, arena, self._first_sequence()))
 
     def request(self, want: int) -> None:
         """Say how many tickets this actor wants to have under way: a level, not an increment.
@@ -337,6 +337,10 @@ class ActorChannel:
                 free(place.start)
                 held.pop(ended, None)
 
+    def _first_sequence(self) -> int:
+        """All records below have been answered."""
+        return min(self._in_flight, default=self._next_sequence)
+
     def _revoked_by_refusal(self, sequence: int) -> list[Revoked]:
         """What the refusal of a record means for an episode that goes on."""
         row, _, ended = self._in_flight.get(sequence, (b"", None, 0))
@@ -410,9 +414,7 @@ class ActorChannel:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self._heartbeat_s
-        self._send(Heartbeat(tuple(self._held), self._stats))
-        if self._want is not None:
-            self._send(TicketRequest(self._want))
+        self._send(Heartbeat(tuple(self._held), self._stats, self._want or 0, self._first_sequence()))
         if self._engines is not None:
             self._send(self._engines)
         again: list[int] = []

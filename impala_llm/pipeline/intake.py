@@ -118,9 +118,7 @@ class Offers:
                 new.append(place)
             elif sequence not in waiting:
                 settled.append(sequence)
-        while self._seen_below in self._seen:
-            self._seen.remove(self._seen_below)
-            self._seen_below += 1
+        self._close_gap()
         if new:
             self.queue.append(_Chunk(rows, frames).only(new))
         return settled
@@ -129,6 +127,18 @@ class Offers:
         """What waited for this version, or an older one, is next."""
         while self.early and self.early[0][0] <= version:
             self.queue.append(self.early.popleft()[1])
+
+    def answered_below(self, sequence: int) -> None:
+        """The actor has an answer to all below: what of them was not seen here was answered by an earlier process."""
+        if sequence > self._seen_below:
+            self._seen_below = sequence
+            self._seen = {later for later in self._seen if later >= sequence}
+            self._close_gap()
+
+    def _close_gap(self) -> None:
+        while self._seen_below in self._seen:
+            self._seen.remove(self._seen_below)
+            self._seen_below += 1
 
     def next_chunk(self) -> _Chunk:
         """What was offered first, with what was offered after it and may be judged together with it."""

@@ -347,7 +347,9 @@ class Receiver:
                 case TicketFailed(ticket_id, reason):
                     self._ledger.failed(ticket_id, session.actor_id)
                     self._complaints.log("an episode failed", f"ticket {ticket_id} at {session.actor_id}: {reason}")
-                case Heartbeat(held, stats):
+                case Heartbeat(held, stats, want, first_sequence):
+                    self._ledger.request(session.actor_id, want)
+                    session.offers.answered_below(first_sequence)
                     self._handle_heartbeat(session, held, stats)
                 case Goodbye():
                     self._drop(session)

@@ -10,7 +10,7 @@ fields in the order of the dataclass].
     2     TicketRequest     actor    how many tickets I want to have under way
     3     DescriptorBatch   actor    records in my arena, or in the frames that follow, one each
     4     TicketFailed      actor    my attempt at a ticket came to nothing
-    5     Heartbeat         actor    I live; the tickets that I hold; my latest figures
+    5     Heartbeat         actor    I live; the tickets that I hold, and want; my latest figures
     6     Goodbye           actor    I leave: grant my tickets to others
     7     Engines           actor    send new weights to these servers of mine yourself
     10    HelloWanted       learner  I do not know you (I am new, or thought you dead): say Hello
@@ -39,7 +39,7 @@ import numpy as np
 from impala_llm.pipeline.rundir import check_name
 from impala_llm.pipeline.tickets import Ticket
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_MESSAGE_BYTES = 8 << 20
 """Of a message; the records that follow it have a limit of their own."""
 MAX_RECORD_BYTES = 512 << 20
@@ -144,13 +144,18 @@ class TicketFailed:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """held: tickets granted to this actor of which it has neither reported a failure nor seen an acknowledgement; what
-    the learner misses here was lost on the way and is sent again. stats: figures for the learner's metrics."""
+    the learner misses here was lost on the way and is sent again. stats: figures for the learner's metrics. want: as in
+    TicketRequest. first_sequence: as in Hello."""
 
     held: tuple[int, ...]
     stats: dict[str, float]
+    want: int = 0
+    first_sequence: int = 0
 
     def __post_init__(self) -> None:
         _check_ints("held", self.held)
+        _check_int("want", self.want, 0, MAX_ITEMS)
+        _check_int("first_sequence", self.first_sequence, 0)
         _check_type("stats", self.stats, dict)
         if len(self.stats) > MAX_ITEMS:
             raise WireError(f"stats has {len(self.stats)} entries: at most {MAX_ITEMS} are allowed")

@@ -1,12 +1,14 @@
 """Actors and learners that come, go, die and begin anew: who holds which ticket, and what has arrived."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import zmq
 
 from impala_llm.pipeline import sockets, wire
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
+from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.pair import ARENA_BYTES, Pair, counter, drain
@@ -89,6 +91,34 @@ def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     assert second.counters()["recovered"] == 1
     assert second.counters()["received"] == 3
+
+
+def reported(receiver: Receiver, number: int) -> bool:
+    return receiver.actor_stats().get("actor-0") == {"sent": number}
+
+
+def test_what_was_answered_before_a_restart_is_no_gap_after_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("impala_llm.pipeline.receiver._MAX_REMEMBERED", 8)
+    first = pair.receiver(batch_size=16)
+    actor = pair.actor(want=3)
+    early, *others = pair.tickets(actor, 3)
+    # Of a version that is announced later: those after it are acknowledged before it.
+    actor.send(make_trajectory(early, version=1))
+    for ticket in others:
+        actor.send(make_trajectory(ticket))
+    turns_until(lambda: actor.num_unacknowledged == 1, actor)
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver(batch_size=16)
+    second.announce(1)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    for number in range(20):
+        turns_until(lambda: len(actor.held) > 0, actor)
+        actor.send(make_trajectory(actor.held[0], version=1))
+        actor.report({"sent": number})
+        turns_until(partial(reported, second, number), actor)  # a heartbeat has come
+        second.evicted([trajectory.unroll_id for trajectory in second.drain(0.0)])
+    assert second.counters()["actors_lost"] == 0
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -31,7 +31,13 @@ MESSAGES = st.one_of(
     st.builds(wire.TicketRequest, st.integers(0, wire.MAX_ITEMS)),
     st.lists(DESCRIPTORS, min_size=1, max_size=4).map(wire.DescriptorBatch.of),
     st.builds(wire.TicketFailed, POSITIVE, TEXT),
-    st.builds(wire.Heartbeat, IDS, st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3)),
+    st.builds(
+        wire.Heartbeat,
+        IDS,
+        st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3),
+        st.integers(0, wire.MAX_ITEMS),
+        POSITIVE,
+    ),
     st.just(wire.Goodbye()),
     ENGINES,
     st.just(wire.HelloWanted()),
@@ -54,7 +60,7 @@ def frame_of(body: bytes) -> bytes:
 
 
 def packed(*values: object) -> bytes:
-    return frame_of(msgpack.packb([2, *values]))
+    return frame_of(msgpack.packb([wire.SCHEMA_VERSION, *values]))
 
 
 def nested(depth: int) -> bytes:
@@ -69,7 +75,7 @@ def test_a_frame_is_checksum_version_code_and_fields() -> None:
         (wire.TicketRequest(7), [2, 7]),
         (wire.DescriptorBatch.of([Descriptor(1, 2, 3, 4, -5)]), [3, struct.pack("<5q", 1, 2, 3, 4, -5)]),
         (wire.TicketFailed(7, "why"), [4, 7, "why"]),
-        (wire.Heartbeat((1,), {"a": 2.0}), [5, [1], {"a": 2.0}]),
+        (wire.Heartbeat((1,), {"a": 2.0}, 3, 4), [5, [1], {"a": 2.0}, 3, 4]),
         (wire.Goodbye(), [6]),
         (wire.Engines(("http://a:1", "https://b"), (5, 6)), [7, ["http://a:1", "https://b"], [5, 6]]),
         (wire.HelloWanted(), [10]),
@@ -173,8 +179,8 @@ def test_errors_name_what_is_wrong() -> None:
         (frame_of(b""), "no msgpack"),
         (frame_of(msgpack.packb([99, 14, 3])), "schema version 99"),
         (frame_of(msgpack.packb([True, 14, 3])), "schema version True"),
-        (frame_of(msgpack.packb([2.0, 14, 3])), "schema version 2.0"),
-        (frame_of(msgpack.packb([2])), "no code"),
+        (frame_of(msgpack.packb([3.0, 14, 3])), "schema version 3.0"),
+        (packed(), "no code"),
         (frame_of(msgpack.packb([])), "array is expected"),
         (frame_of(msgpack.packb({"a": 1})), "array is expected"),
         (packed(77), "code 77"),
@@ -204,10 +210,10 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(3, "text"), "rows is 'text'"),
         (packed(4, 1, "x" * 5000), "reason"),
         (packed(4, 1, b"x"), "reason is b'x'"),
-        (packed(5, [], {"a": True}), r"stats\['a'\] is True"),
-        (packed(5, [], {"a": "b"}), r"stats\['a'\] is 'b'"),
-        (packed(5, [], {b"a": 1}), "name in stats"),
-        (packed(5, [], [1]), "stats is"),
+        (packed(5, [], {"a": True}, 0, 0), r"stats\['a'\] is True"),
+        (packed(5, [], {"a": "b"}, 0, 0), r"stats\['a'\] is 'b'"),
+        (packed(5, [], {b"a": 1}, 0, 0), "name in stats"),
+        (packed(5, [], [1], 0, 0), "stats is"),
         (packed(7, "http://a", [1]), "urls is 'http://a'"),
         (packed(7, [b"http://a"], [1]), "urls is"),
         (packed(7, ["file:///etc/passwd"], [1]), "a url is 'file:///etc/passwd'"),
@@ -247,8 +253,8 @@ def test_an_error_shows_no_more_than_a_line_of_what_was_sent() -> None:
         packed(long),
         packed(14, long),
         packed(1, long, 1, 1, 1, [], "", 0),
-        packed(5, [], {"a": long}),
-        packed(5, [], {"x" * 4000: "b"}),
+        packed(5, [], {"a": long}, 0, 0),
+        packed(5, [], {"x" * 4000: "b"}, 0, 0),
     ]:
         with pytest.raises(WireError) as caught:
             wire.decode(frame)
