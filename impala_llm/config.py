@@ -8,6 +8,7 @@ Nobody else reads raw Hydra dicts.
 import difflib
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -253,14 +254,23 @@ def problems(config: Config) -> list[str]:
         if path is not None and not Path(path).is_file():
             found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
     if config.model.path != "scratch" and model_directory(config.model.path) is None:
-        found.append(
-            f"model.path={config.model.path} is neither a Hugging Face directory (with config.json), nor one of "
-            f"{', '.join(sorted(p.name for p in ASSETS.glob('*') if p.is_dir())) or 'the assets'}, nor scratch: "
-            "correct it"
-        )
+        found.append(_no_model("model.path", config.model.path))
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
     return found
+
+
+def _no_model(key: str, path: str) -> str:
+    """Why a value of a model's path means no model."""
+    if Path(path).expanduser().is_dir():
+        return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
+    shipped = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
+        return (
+            f"{key}={path} is no folder here. Of a name on the Hugging Face hub nothing is downloaded by itself: "
+            f"get it with `hf download {path} --local-dir DIR` and set {key}=DIR"
+        )
+    return f"{key}={path} does not exist: give a folder with a Hugging Face model, or one of {shipped}, scratch"
 
 
 def _algorithm_problems(config: Config) -> list[str]:
@@ -314,10 +324,7 @@ def _algorithm_problems(config: Config) -> list[str]:
     for key in ("reference", "teacher"):
         path = getattr(algorithm, key)
         if path is not None and model_directory(path) is None:
-            found.append(
-                f"algorithm.{key}={path} is neither a Hugging Face directory (with config.json) nor one of the shipped "
-                "policies: correct it"
-            )
+            found.append(_no_model(f"algorithm.{key}", path))
     return found
 
 

@@ -36,6 +36,7 @@ def test_overrides_and_groups_take_effect():
         (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["++foo.bar=3"], ["foo.bar=3", "unknown key", "--help"]),
         (["~learner.batch_size"], ["~learner.batch_size", "key=value"]),
+        (["model.path=Qwen/Qwen3-0.6B"], ["model.path=Qwen/Qwen3-0.6B", "hf download", "--local-dir"]),
         (["learning_rate=3"], ["learning_rate=3", "unknown key", "learner.learning_rate"]),
         (["experiment=nope"], ["experiment=nope", "choose one of", "toy"]),
         (["env=nope"], ["env=nope", "webshop"]),
@@ -66,7 +67,7 @@ def test_overrides_and_groups_take_effect():
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),
         (["replay.max_replays=2", "algorithm.max_staleness=0"], ["replay.max_replays=2", "algorithm.max_staleness=0"]),
         (["env.webshop.items=nowhere.json"], ["env.webshop.items=nowhere.json", "not a file"]),
-        (["model.path=nowhere"], ["model.path=nowhere", "correct it"]),
+        (["model.path=nowhere"], ["model.path=nowhere", "does not exist"]),
         (["engine.in_flight=drain"], ["engine.in_flight=drain", "engine=sglang"]),
         (
             ["engine=sglang", "engine.transfer=distributed", "engine.in_flight=drain"],
