@@ -9,11 +9,21 @@ from impala_llm.config import BOUNDS, CHOICES, ConfigError, config_folder, load,
 from impala_llm.settings import Config, leaves
 
 
+GROUPS = ("experiment", "algorithm")
+
+
 def test_every_group_and_experiment_composes():
     for folder in config_folder().iterdir():
         if folder.is_dir():
             for path in folder.glob("*.yaml"):
                 assert isinstance(load([f"{folder.name}={path.stem}"]), Config), path
+
+
+def test_every_algorithm_goes_with_every_experiment():
+    names = {group: [path.stem for path in (config_folder() / group).glob("*.yaml")] for group in GROUPS}
+    for experiment in names["experiment"]:
+        for algorithm in names["algorithm"]:
+            assert load([f"experiment={experiment}", f"algorithm={algorithm}"])
 
 
 def test_checks_name_existing_keys():
