@@ -218,7 +218,7 @@ class AlgorithmConfig:
     length_alarm: float = 0.2
     """The same for the mean number of tokens an episode's answers have."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference policy (k3, per token)."""
+    """Weight of KL(π‖reference), per token."""
     reference: str | None = None
     """Reference policy of kl_coef and dpo, as model.path; None: the one that training started from."""
     dpo_beta: float = 0.1

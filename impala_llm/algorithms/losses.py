@@ -192,6 +192,25 @@ def truncated_is(
     return LossOutput(per_token, _in_dtype(metrics, log_probs))
 
 
+def reference_penalty(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """(log π - log π_ref)² / 2 (k2; Schulman, "Approximating KL divergence", 2020): to hold π near a reference policy.
+
+    Over tokens that π samples, the mean of its gradient (log π - log π_ref) grad log π is the gradient of KL(π‖π_ref).
+    k3 is the better estimate of the divergence itself, but the gradient of k3 has the mean of that of KL(π_ref‖π).
+
+    Args:
+        log_probs, reference_log_probs: float[N].
+
+    Returns:
+        float[N].
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape.
+    """
+    require_same_floats(("log_probs", log_probs), ("reference_log_probs", reference_log_probs), ndim=1)
+    return (log_probs - reference_log_probs.detach()).square() / 2
+
+
 def aggregate(
     per_token: Tensor,
     segment_ids: Tensor,

@@ -44,8 +44,10 @@ class Outcome:
     entropy: float
     """Sum over the action tokens, in nats."""
     weight_sums: tuple[float, float, float]
-    """Of the tokens' final weights (ratio as truncated by `is_cap`, times the draw's weight; 0 where left out): their
-    number, sum, and sum of squares."""
+    """Of the tokens' final weights (what the policy loss multiplies -A grad log π with, see `_loss_weights`, times the
+    draw's weight; 0 where left out): their number, sum, and sum of squares."""
+    is_finite: Tensor
+    """bool[num_segments]: whether the row's advantages and its part of the loss are."""
     comparison: Comparison
     """Of the learner's log-probabilities with the engine's."""
     figures: list[tuple[str, float, float]]
@@ -81,26 +83,32 @@ def objective(
     log_probs, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], config.engine.temperature)
     behaviour_logprobs = batch.behaviour_logprobs if recomputed is None else recomputed.fill(log_probs)
     log_ratio = (log_probs - behaviour_logprobs).detach()
-    value_loss = log_probs.new_zeros(())
+    value_errors = log_probs.new_zeros(0)
+    steps_of = batch.segment_ids[:0]
+    num_steps = 1.0
     figures: list[tuple[str, float, float]] = []
     if sequence_advantages is not None:
         advantages = sequence_advantages[batch.segment_ids]
     elif scores.teacher is not None:
         advantages = distillation.reverse_kl_signal(scores.teacher, log_probs.detach())
     else:
-        advantages, value_loss, figures = _from_values(
-            algorithm, model, hidden, batch, log_ratio, weights, denominators
-        )
+        advantages, value_errors, figures = _from_values(algorithm, model, hidden, batch, log_ratio)
+        by_token = algorithm.granularity == "token"
+        steps_of = batch.segment_ids if by_token else batch.turn_segment_ids
+        num_steps = denominators.tokens if by_token else denominators.turns
+        value_errors = weights[steps_of] * value_errors
+    value_loss = 0.5 * value_errors.sum() / num_steps
 
     output = _policy_loss(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
     keep = _kept(algorithm, log_probs.detach(), behaviour_logprobs, log_ratio, advantages, batch.segment_ids)
     per_token = output.per_token
     if scores.reference is not None and algorithm.kl_coef > 0:
         # From samples of μ: weighted as the policy gradient is, so that it is the divergence under π.
-        apart = (scores.reference - log_probs).clamp(-importance.LOG_RATIO_LIMIT, importance.LOG_RATIO_LIMIT)
-        divergence = importance.ratios(log_ratio).clamp(max=1.0) * (apart.exp() - apart - 1.0)
-        figures.append(("loss/reference_kl", float(divergence.detach().mean()), float(len(log_ratio))))
-        per_token = per_token + algorithm.kl_coef * divergence
+        weight = importance.ratios(log_ratio).clamp(max=1.0)
+        apart = (scores.reference - log_probs.detach()).clamp(-importance.LOG_RATIO_LIMIT, importance.LOG_RATIO_LIMIT)
+        divergence = weight * (apart.exp() - apart - 1.0)
+        figures.append(("loss/reference_kl", float(divergence.mean()), float(len(log_ratio))))
+        per_token = per_token + algorithm.kl_coef * weight * losses.reference_penalty(log_probs, scores.reference)
     # Masked and not multiplied: what is left out may be infinite.
     per_token = torch.where(keep, per_token, 0.0) * weights[batch.segment_ids]
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
@@ -118,11 +126,16 @@ def objective(
         share, tokens = denominators.tokens / len(log_ratio), float(len(log_ratio))
         for name, part in (("policy", policy_loss), ("value", value_loss), ("total", loss)):
             figures.append((f"loss/{name}", part.item() * share, tokens))
-        final = importance.ratios(log_ratio).clamp(max=algorithm.is_cap) * keep * weights[batch.segment_ids]
+        final = _loss_weights(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
+        final = torch.where(keep, final, 0.0) * weights[batch.segment_ids]
         weight_sums = (tokens, float(final.sum()), float(final.square().sum()))
-        size = importance.segment_mean(advantages.abs(), batch.segment_ids, len(batch.lengths))
+        num_rows = len(batch.lengths)
+        size = importance.segment_mean(advantages.abs(), batch.segment_ids, num_rows)
+        rows = importance.segment_sum(per_token + entropy, batch.segment_ids, num_rows)
+        is_finite = (size + rows + importance.segment_sum(value_errors, steps_of, num_rows)).isfinite()
         comparison = compare(log_probs, batch, version)
-    return Outcome(loss, size, log_probs.detach(), float(entropy.detach().sum()), weight_sums, comparison, figures)
+    total_entropy = float(entropy.detach().sum())
+    return Outcome(loss, size, log_probs.detach(), total_entropy, weight_sums, is_finite, comparison, figures)
 
 
 def _from_values(
@@ -131,30 +144,28 @@ def _from_values(
     hidden: Tensor,
     batch: PackedBatch,
     log_ratio: Tensor,
-    weights: Tensor,
-    denominators: Denominators,
 ) -> tuple[Tensor, Tensor, list[tuple[str, float, float]]]:
-    """Advantages float32[N] from the value head by V-trace or GAE, the value loss, and figures."""
+    """From the value head by V-trace or GAE: advantages float32[N], the squared error of each value (float32[K], or [N]
+    by token), and figures."""
     by_token = algorithm.granularity == "token"
     values = model.values(hidden[batch.action_positions - 1 if by_token else batch.turn_value_positions])
     bootstrap = values.new_zeros(len(batch.lengths))
     cut = batch.bootstrap
     if bool(cut.any()):
         bootstrap[cut] = model.values(hidden[batch.last_positions[cut]]).detach()
-    # GAE is V-trace whose ratios are all 1, with A = v - V.
-    corrected = log_ratio if algorithm.advantage == "vtrace" else torch.zeros_like(log_ratio)
+    # GAE is V-trace whose ratios are all 1, and nothing caps them, with A = v - V.
+    is_vtrace = algorithm.advantage == "vtrace"
+    corrected = log_ratio if is_vtrace else torch.zeros_like(log_ratio)
+    rho_bar, c_bar = (algorithm.rho_bar, algorithm.c_bar) if is_vtrace else (1.0, 1.0)
     data = (corrected, batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, values.detach(), bootstrap)
-    rules = (algorithm.discount, algorithm.rho_bar, algorithm.c_bar, algorithm.lam)
+    rules = (algorithm.discount, rho_bar, c_bar, algorithm.lam)
     if by_token:
         target = vtrace.token_vtrace(*data, *rules, algorithm.dead_band)
     else:
         target = vtrace.turn_vtrace(*data, *rules, algorithm.turn_ratio, algorithm.dead_band)
-    advantages = target.advantages if algorithm.advantage == "vtrace" else target.vs - values.detach()
-    step_weights = weights[batch.segment_ids if by_token else batch.turn_segment_ids]
-    num_steps = denominators.tokens if by_token else denominators.turns
-    value_loss = 0.5 * (step_weights * (values - target.vs).square()).sum() / num_steps
-    figures = _value_figures(target, values.detach(), algorithm.rho_bar, algorithm.c_bar)
-    return advantages if by_token else advantages[batch.turn_ids], value_loss, figures
+    advantages = target.advantages if is_vtrace else target.vs - values.detach()
+    figures = _value_figures(target, values.detach(), rho_bar, c_bar)
+    return advantages if by_token else advantages[batch.turn_ids], (values - target.vs).square(), figures
 
 
 def _policy_loss(
@@ -188,6 +199,23 @@ def _policy_loss(
             return losses.gspo(log_probs, behaviour, advantages, batch.segment_ids, low, high, algorithm.dual_clip)
         case _:  # reinforce, and dpo, whose advantages say it all
             return losses.LossOutput(-advantages * log_probs, {})
+
+
+def _loss_weights(
+    algorithm: AlgorithmConfig,
+    log_probs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    batch: PackedBatch,
+    version: int,
+) -> Tensor:
+    """float32[N]: what the policy loss multiplies -A grad log π with: its importance weight, 0 where it clips."""
+    signs = torch.where(advantages < 0, -1.0, 1.0)
+    with torch.enable_grad():
+        log_probs = log_probs.detach().requires_grad_()
+        per_token = _policy_loss(algorithm, log_probs, behaviour, signs, batch, version).per_token
+        (slopes,) = torch.autograd.grad(per_token.sum(), log_probs)
+    return -slopes * signs
 
 
 def _kept(

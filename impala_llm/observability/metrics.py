@@ -170,7 +170,11 @@ _DECLARED = (
     ("buffer/evicted", _SUM, "trajectories dropped for age or space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     ("buffer/evicted_reward", _MEAN, "reward of a dropped trajectory, per dropped trajectory"),
-    ("buffer/ess", _LAST, "effective sample size of a batch's final weights, as a fraction of its tokens taught on"),
+    (
+        "buffer/ess",
+        _LAST,
+        "effective sample size of the weights that the loss gave a batch, as a fraction of its tokens",
+    ),
     ("buffer/replayed_share", _LAST, "share of the next batch that may have been used before"),
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from impala_llm.algorithms.importance import log_linear_proximal, rejection_mask
-from impala_llm.algorithms.losses import LossOutput, aggregate, cispo, decoupled_ppo, gspo, ppo_clip, truncated_is
+from impala_llm.algorithms.losses import (
+    LossOutput,
+    aggregate,
+    cispo,
+    decoupled_ppo,
+    gspo,
+    ppo_clip,
+    reference_penalty,
+    truncated_is,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 BEHAVIOUR = -torch.rand(200, generator=GENERATOR, dtype=torch.float64) * 3
@@ -290,3 +299,14 @@ def test_an_empty_micro_batch_can_run_backward(mode: str) -> None:
 def test_mistakes_are_named(call: object, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def test_the_penalty_under_the_policy_has_the_gradient_of_its_divergence_from_the_reference() -> None:
+    """Over all actions of a softmax policy, each as often as the policy takes it."""
+    logits = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(-1)
+    reference = torch.tensor([0.4, -1.0, 1.3, 0.0, 2.0, -0.7], dtype=torch.float64).log_softmax(-1)
+    divergence = (log_probs.exp() * (log_probs - reference)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    (found,) = torch.autograd.grad((log_probs.exp().detach() * reference_penalty(log_probs, reference)).sum(), logits)
+    torch.testing.assert_close(found, expected)

@@ -133,10 +133,8 @@ def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch)
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
     share = dict((name, value) for name, value, _ in outcome.figures)["ratio/rejected_share"]
     assert share == pytest.approx(1 - keep.float().mean().item())
-    weights_of_kept = ratio[keep].clamp(max=1.0)
-    count, total, squares = outcome.weight_sums
-    assert (count, total) == pytest.approx((len(keep), weights_of_kept.sum().item()), rel=1e-4)
-    assert squares == pytest.approx(weights_of_kept.square().sum().item(), rel=1e-4)
+    num_kept = int(keep.sum())
+    assert outcome.weight_sums == pytest.approx((len(keep), num_kept, num_kept)), "1 each, and 0 for what is left out"
 
 
 def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: PackedBatch) -> None:
@@ -149,6 +147,32 @@ def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: P
     assert 0 < int(keep.sum()) < len(keep)
     weights = torch.where(keep, -advantages, 0.0)
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_weights_that_steer_replay_are_those_of_the_loss(model: PolicyModel, batch: PackedBatch, name: str) -> None:
+    advantages = torch.tensor([1.0, -0.5, 0.25, -1.0, 2.0, -3.0])
+    outcome = run(settings(advantage="group_relative", **SETTINGS[name]), model, batch, advantages)
+    of_tokens = advantages[batch.segment_ids]
+    slopes = weights_by_definition(name, outcome.log_probs, batch.behaviour_logprobs, of_tokens, batch.segment_ids)
+    weights = -slopes / of_tokens
+    assert outcome.weight_sums == pytest.approx(
+        (len(weights), weights.sum().item(), weights.square().sum().item()), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+def test_the_caps_of_vtrace_are_nothing_to_gae(model: PolicyModel, batch: PackedBatch, granularity: str) -> None:
+    found = []
+    for cap in (1.0, 0.5):
+        config = settings(
+            advantage="gae", granularity=granularity, loss="reinforce", rho_bar=cap, c_bar=cap, value_coef=0.5
+        )
+        outcome = run(config, model, batch)
+        figures = {name: value for name, value, _ in outcome.figures}
+        found.append((gradient(model), figures["ratio/rho_clip_share"], figures["value/explained_variance"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert found[0][1:] == found[1][1:]
 
 
 @pytest.mark.parametrize("granularity", ["turn", "token"])
@@ -212,9 +236,11 @@ def test_the_divergence_from_the_reference_is_pushed_down(
     found = gradient(model)
     assert scores.reference is not None
     weight = (outcome.log_probs - batch.behaviour_logprobs).exp().clamp(max=1.0)
-    # d/dlog π of e^x - x - 1 with x = log ref - log π
-    slope = 1 - (scores.reference - outcome.log_probs).exp()
+    # Under π the mean of (log π - log ref) grad log π is the gradient of KL(π || ref).
+    slope = outcome.log_probs - scores.reference
     torch.testing.assert_close(found, expected(model, batch, 0.5 * weight * slope), atol=1e-4, rtol=1e-3)
+    figure = dict((name, value) for name, value, _ in outcome.figures)["loss/reference_kl"]
+    assert figure == pytest.approx(float((weight * ((-slope).exp() + slope - 1)).mean()), rel=1e-4), "k3"
 
 
 def test_the_teacher_takes_the_place_of_the_advantage(model: PolicyModel, batch: PackedBatch) -> None:
