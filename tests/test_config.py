@@ -8,7 +8,6 @@ import pytest
 from impala_llm.config import BOUNDS, CHOICES, ConfigError, config_folder, load, threads_per_process
 from impala_llm.settings import Config, leaves
 
-
 GROUPS = ("experiment", "algorithm")
 
 
