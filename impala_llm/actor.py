@@ -29,7 +29,7 @@ from impala_llm.engines.base import Engine, EngineError, EngineStats
 from impala_llm.engines.sglang_engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
-from impala_llm.learning.cpu import prepare_cpu
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.channels import ActorChannels
@@ -342,6 +342,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"actor: {error}", file=sys.stderr)
         return 2
     prepare_cpu(threads_per_process(config))
+    prepare_cuda(config.model.cuda_products)
     try:
         asyncio.run(Actor(config, index).run())
     except (LearnerLost, RunDirectoryError) as error:

@@ -59,6 +59,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.in_flight": ("keep_kv", "recompute_kv", "drain"),
     "engine.transfer": ("disk", "distributed"),
     "model.device": ("auto", "cpu", "cuda"),
+    "model.cuda_products": ("float32", "tf32"),
     "algorithm.advantage": (*WITH_VALUES, *AGAINST_GROUP, "distillation"),
     "algorithm.granularity": ("turn", "token"),
     "algorithm.turn_ratio": ("geometric", "product"),

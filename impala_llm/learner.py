@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
-from impala_llm.learning.cpu import prepare_cpu
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.feed import Feed
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
@@ -201,6 +201,7 @@ def main(argv: Sequence[str]) -> int:
     # As an exception it undoes everything on its way out: sockets, shared memory, files.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     prepare_cpu(threads_per_process(config))
+    prepare_cuda(config.model.cuda_products)
     disable_progress_bar()
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     if config.learner.num_ranks != ranks.world_size:

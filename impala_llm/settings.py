@@ -127,6 +127,9 @@ class ModelConfig:
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     device: str = "auto"
     """auto | cpu | cuda."""
+    cuda_products: str = "float32"
+    """How a GPU multiplies float32 matrices, in learner and embedded engine: float32 (exact) | tf32 (10 bits of the
+    mantissa, several times as fast)."""
     value_hidden_size: int | None = None
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
     bears old data less well (docs/results/off_policy.md)."""

@@ -1,4 +1,7 @@
-"""How PyTorch uses the cores of this process: its share of threads, and the faster of two exact matrix products."""
+"""Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU.
+
+Invariant: what is chosen for a CPU changes nothing on a GPU, and the other way round.
+"""
 
 import torch
 
@@ -12,10 +15,21 @@ def prepare_cpu(num_threads: int) -> None:
     are as exact as float32 is.
     """
     torch.set_num_threads(num_threads)
-    before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
+    # Not torch.set_float32_matmul_precision, which also allows TF32 on every GPU.
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
     if (a @ b - exact).abs().max() > 1e-4:  # float32 over 256 terms: 2e-5; bfloat16: 0.1
-        torch.set_float32_matmul_precision(before)
+        products.fp32_precision = before
+
+
+def prepare_cuda(precision: str) -> None:
+    """Set how GPUs multiply float32 matrices.
+
+    Args:
+        precision: float32 (exact) | tf32 (10 bits of the mantissa, several times as fast).
+    """
+    torch.backends.cuda.matmul.fp32_precision = {"float32": "ieee", "tf32": "tf32"}[precision]

@@ -1,0 +1,36 @@
+"""Precision of float32 products: a CPU's and a GPU's are set apart from each other."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_what_is_chosen_for_the_cpu_leaves_the_gpu_alone(precision: str) -> None:
+    torch.backends.cuda.matmul.fp32_precision = precision
+    prepare_cpu(torch.get_num_threads())
+    assert torch.backends.cuda.matmul.fp32_precision == precision
+
+
+def test_products_of_the_cpu_stay_exact() -> None:
+    prepare_cpu(torch.get_num_threads())
+    a, b = torch.randn(64, 300), torch.randn(300, 64)
+    torch.testing.assert_close((a @ b).double(), a.double() @ b.double(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("float32", "ieee"), ("tf32", "tf32")])
+def test_the_gpus_precision_is_a_setting_of_its_own(setting: str, expected: str) -> None:
+    prepare_cuda(setting)
+    assert torch.backends.cuda.matmul.fp32_precision == expected
