@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.learning import logprobs
-from impala_llm.learning.logprobs import token_log_probs
+from impala_llm.learning.logprobs import chunk_tokens, token_log_probs
 
 
 def plain(
@@ -74,3 +74,11 @@ def test_no_targets_still_run_backward() -> None:
     assert len(log_probs) == len(entropy) == 0
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is None or not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "device_type", "tokens"),
+    [(97, "cpu", 86_480), (150_000, "cpu", 55), (10**8, "cpu", 1), (97, "cuda", 86_480), (150_000, "cuda", 1024)],
+)
+def test_a_gpu_gets_at_least_1024_tokens_at_once(vocabulary: int, device_type: str, tokens: int) -> None:
+    assert chunk_tokens(vocabulary, device_type) == tokens
