@@ -29,8 +29,8 @@ from impala_llm.engines.base import Engine, EngineError, EngineStats
 from impala_llm.engines.sglang_engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.channels import ActorChannels
 from impala_llm.pipeline.keys import load_actor_keys

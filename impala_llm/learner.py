@@ -28,11 +28,11 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.feed import Feed
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter

@@ -27,8 +27,8 @@ from impala_llm.config import load
 from impala_llm.envs.webshop.shopper import ScriptedShopper
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
 from impala_llm.envs.webshop.synthetic import ASIN_WORDS
-from impala_llm.learning.products import prepare_cpu
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.products import prepare_cpu
 from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.rollout import ChatFormat
 
