@@ -11,6 +11,7 @@ does not fit before the end of the ring starts at 0. Space is reclaimed in the o
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import stat
@@ -89,7 +90,8 @@ class ArenaWriter:
 
     path: made anew; None: memory of this process alone, whose records travel as bytes (`view`). capacity: bytes of the
     ring, rounded down to a multiple of 64. incarnation: number of 64 bits that the reader must know, so that it cannot
-    open the file of an earlier process by mistake. Raises ArenaError where the file system has no room.
+    open the file of an earlier process by mistake. The file is locked (flock) until `close` or the end of the process:
+    see `ArenaReader.has_writer`. Raises ArenaError where the file system has no room.
     """
 
     def __init__(self, path: Path | None, capacity: int, incarnation: int = 0) -> None:
@@ -98,11 +100,14 @@ class ArenaWriter:
         self.path = path
         self._num_words = capacity // 8 // _UNIT * _UNIT
         num_bytes = _HEADER_BYTES + 8 * self._num_words
+        self._lock: int | None = None
         if path is None:
             self._map = mmap.mmap(-1, num_bytes)
             populate(self._map, write=True)
         else:
             self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
+            self._lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
         self._bytes = memoryview(self._map)
         self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
@@ -167,6 +172,9 @@ class ArenaWriter:
         """Remove the file. Readers that mapped it keep their mapping."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _find_room(self, size: int) -> int | None:
         if not self._live:
@@ -218,6 +226,16 @@ class ArenaReader:
         size = os.fstat(self._handle).st_size
         if size != self._num_bytes:
             raise ArenaError(f"{self.path} has {size} bytes and had {self._num_bytes}: somebody has truncated it")
+
+    def has_writer(self) -> bool:
+        """Whether the process that made the arena still has it: its lock ends with it, and is seen from other PID
+        namespaces too."""
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
+        return False
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import secrets
 import struct
 import time
@@ -26,10 +25,11 @@ from impala_llm.pipeline.arena import ArenaWriter, Place, RecordTooLarge
 from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.keys import ActorKeys
 from impala_llm.pipeline.record import EncodedTrajectory, encode_record
-from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory, check_name
+from impala_llm.pipeline.rundir import RunDirectory, check_name
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.wire import (
     MAX_MESSAGE_BYTES,
+    UNKNOWN_RUN,
     Ack,
     DescriptorBatch,
     Engines,
@@ -48,6 +48,7 @@ from impala_llm.pipeline.wire import (
     WireError,
     decode,
     encode,
+    run_id_of,
 )
 from impala_llm.trajectory import Trajectory
 
@@ -67,7 +68,7 @@ Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWan
 
 
 class LearnerLost(RuntimeError):
-    """The learner has been silent for too long: the actor should end."""
+    """The learner has been silent for too long, or another run has taken its place: the actor should end."""
 
 
 _InFlight = tuple[bytes, Place, int]
@@ -117,6 +118,8 @@ class ActorChannel:
         except BaseException:
             self._context.term()
             raise
+        self._run_dir = run_dir
+        self._run_id = UNKNOWN_RUN if run_dir is None else run_dir.run_id
         self._is_shared = run_dir is not None
         self._arena_name = arena_name or actor_id
         path = None if run_dir is None else run_dir.arena_path(self._arena_name)
@@ -141,11 +144,9 @@ class ActorChannel:
 
     def hello(self) -> None:
         """Introduce this actor. Once, before anything else; it is repeated by itself when the learner asks."""
-        process = ProcessIdentity.mine()
         held = tuple(self._held)
         arena = self._arena_name if self._is_shared else ""
-        identity = (self.actor_id, self._incarnation, os.getpid(), process.start_time)
-        self._send(Hello(*identity, held, arena, self._first_sequence()))
+        self._send(Hello(self.actor_id, self._incarnation, held, arena, self._first_sequence()))
 
     def request(self, want: int) -> None:
         """Say how many tickets this actor wants to have under way: a level, not an increment.
@@ -314,6 +315,8 @@ class ActorChannel:
 
         It does so for good after an error of protocol, such as bytes that were changed on their way.
         """
+        if self._run_dir is not None and self._run_dir.is_replaced():
+            raise LearnerLost(f"another run has the name of this actor's run, which has ended: {self._run_dir.path}")
         self._socket.close(linger=0)
         self._socket = self._connect()
         self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
@@ -323,9 +326,17 @@ class ActorChannel:
     def _receive(self) -> Message | None:
         while self._has_input():
             try:
-                return decode(b"".join(self._socket.recv_multipart(zmq.NOBLOCK)))
+                frame = b"".join(self._socket.recv_multipart(zmq.NOBLOCK))
+                message = decode(frame)
             except WireError as error:
                 _log.warning("a message of the learner was dropped: %s", error)
+                continue
+            run_id = run_id_of(frame)
+            if self._run_id == UNKNOWN_RUN:
+                self._run_id = run_id
+            elif run_id not in (UNKNOWN_RUN, self._run_id):
+                raise LearnerLost(f"another run listens at {self._endpoint}: this actor's run has ended")
+            return message
         return None
 
     def _settle(self, sequences: Iterable[int]) -> None:
@@ -424,7 +435,7 @@ class ActorChannel:
 
     def _send(self, message: Message, records: Iterable[memoryview] = ()) -> None:
         try:
-            frames: list[bytes | memoryview] = [encode(message), *records]
+            frames: list[bytes | memoryview] = [encode(message, self._run_id), *records]
             if len(frames) == 1:
                 self._socket.send(frames[0], zmq.NOBLOCK)  # several times as fast
             else:

@@ -31,12 +31,13 @@ from impala_llm.pipeline.inbox import Inbox
 from impala_llm.pipeline.intake import Intake, Offers
 from impala_llm.pipeline.keys import LearnerKeys
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory
+from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.shifts import Shifts
 from impala_llm.pipeline.tickets import Ticket, TicketLedger
 from impala_llm.pipeline.wire import (
     MAX_MESSAGE_BYTES,
     MAX_RECORD_BYTES,
+    UNKNOWN_RUN,
     Ack,
     DescriptorBatch,
     Engines,
@@ -55,6 +56,7 @@ from impala_llm.pipeline.wire import (
     WireError,
     decode,
     encode,
+    run_id_of,
 )
 from impala_llm.trajectory import Trajectory
 
@@ -75,15 +77,19 @@ _Address = tuple[int, bytes]
 
 @dataclass(slots=True)
 class _Session:
-    """An actor process that has introduced itself. process: to be watched; None where it cannot be seen from here."""
+    """An actor process that has introduced itself."""
 
     address: _Address
     actor_id: str
-    process: ProcessIdentity | None
     offers: Offers
     last_heard: float
     seems_dead: bool = False
     granted_at: dict[int, float] = field(default_factory=dict)
+
+    def is_dead(self) -> bool:
+        """Whether its process has ended, as far as this can be seen: of an actor on this host."""
+        reader = self.offers.reader
+        return reader is not None and not reader.has_writer()
 
 
 class Receiver:
@@ -330,6 +336,9 @@ class Receiver:
             message = decode(frames[0])
             if len(frames) > 1 and not isinstance(message, DescriptorBatch):
                 raise WireError(f"{type(message).__name__} has {len(frames)} frames: 1 is expected")
+            if run_id_of(frames[0]) not in (UNKNOWN_RUN, self._run_dir.run_id):
+                self._send_home(address)
+                return
             if isinstance(message, Hello):
                 self._handle_hello(address, message, key)
                 return
@@ -376,14 +385,13 @@ class Receiver:
         session = self._sessions.get(address)
         if session is None:
             for other in [s for s in self._sessions.values() if s.actor_id == hello.actor_id]:
-                is_dead = other.process is not None and not other.process.alive()
-                if not is_dead and self._clock.now - other.last_heard < _TAKE_OVER_S:
+                if not other.is_dead() and self._clock.now - other.last_heard < _TAKE_OVER_S:
                     # Two that live would take each other's place for ever.
                     text = f"{hello.actor_id} is here already: give each actor an index of its own"
                     self._complaints.log("two processes have the name of one actor", text)
                     return
                 self._lose(other, "a later process took its place")
-            reader = process = None
+            reader = None
             if hello.arena:
                 try:
                     reader = ArenaReader(self._run_dir.arena_path(hello.arena), hello.incarnation)
@@ -391,16 +399,19 @@ class Receiver:
                     self._complaints.log("an actor was turned away", str(error))
                     self._send(address, Shutdown(f"the learner cannot use the arena: {error}"[:_MAX_REASON]))
                     return
-                process = ProcessIdentity(hello.pid, hello.start_time)
-                # A process that cannot be seen from here (another pid namespace) is watched by its heartbeat alone.
-                process = process if process.alive() else None
-            session = _Session(address, hello.actor_id, process, Offers(reader, hello.first_sequence), self._clock.now)
+            session = _Session(address, hello.actor_id, Offers(reader, hello.first_sequence), self._clock.now)
             self._sessions[address] = session
             with self._lock:
                 self._actor_stats[hello.actor_id] = {}
         session.last_heard = self._clock.now
         self._ledger.resumed(session.actor_id, hello.held)
         self._send(address, WeightsAnnounced(self._published))
+
+    def _send_home(self, address: _Address) -> None:
+        """An actor of an earlier run of this name: its tickets and records mean nothing here."""
+        text = f"{address[1][:_MAX_REASON]!r} belongs to another run, which has ended: start it again"
+        self._complaints.log("an actor of another run was sent home", text)
+        self._send(address, Shutdown(text[:_MAX_REASON]))
 
     def _handle_heartbeat(self, session: _Session, held: tuple[int, ...], stats: dict[str, float]) -> None:
         with self._lock:
@@ -484,10 +495,10 @@ class Receiver:
             return
         self._next_process_check = now + _PROCESS_CHECK_S
         for session in list(self._sessions.values()):
-            if session.process is not None and not session.process.alive():
+            if session.is_dead():
                 # Given up at the second look: what it sent last may still be on its way.
                 if session.seems_dead:
-                    self._lose(session, f"its process {session.process.pid} is dead")
+                    self._lose(session, "its process is dead")
                 session.seems_dead = True
         for session in list(self._sessions.values()):
             self._expire(session)
@@ -534,7 +545,7 @@ class Receiver:
 
     def _send(self, address: _Address, message: Message) -> None:
         # ROUTER drops what is for a peer that is gone or does not read; all that matters is sent again.
-        self._sockets[address[0]].send_multipart([address[1], encode(message)], zmq.NOBLOCK)
+        self._sockets[address[0]].send_multipart([address[1], encode(message, self._run_dir.run_id)], zmq.NOBLOCK)
 
 
 def _receive(socket: zmq.Socket[bytes], from_afar: bool) -> tuple[list[bytes], str | None]:

@@ -1,90 +1,49 @@
 """The run directory: the place of a run for its sockets, arenas and weight slots, and the rule for who may delete it.
 
-Invariant: a run directory exists together with its owner file, from its first moment (it is made under another name and
-renamed into place). It is removed by its living owner, or by a later start of the same run name when the owner is dead;
-never while the owner lives. Everybody else attaches and creates files inside.
+Invariant: the owner holds a lock (flock) on the directory from its first moment to its last; the kernel frees it with
+the process, whatever ends it, and everybody sees it, from other PID namespaces too. Only who holds the lock removes
+what lies inside. Everybody else attaches and creates files inside.
+
+Each run has a random number, its run id, made at the first start and kept when a dead owner's run is gone on with. The
+files of the run lie in a folder of that name: a process of an earlier run of the same name finds none of them.
 
 Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
 
-    owner.json          pid and start time of the owning process
-    learner-<rank>.sock the socket of a learner rank
-    learner-<rank>.replay   the replay arena of a learner rank
-    learner-<rank>.journal  what became of its tickets
-    <actor id>.arena    the arena of an actor
-    weights/            the weight board
+    run.json                run id, and the owner's process id for error messages
+    <run id>/learner-<rank>.sock    the socket of a learner rank
+    <run id>/learner-<rank>.replay  the replay arena of a learner rank
+    <run id>/learner-<rank>.journal what became of its tickets
+    <run id>/<actor id>.arena       the arena of an actor
+    <run id>/weights/               the weight board
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 SUPERVISED = "IMPALA_LLM_SUPERVISED"
 """Environment variable of a learner whose run directory belongs to its supervisor, and outlives it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_OWNER_FILE = "owner.json"
+_RUN_FILE = "run.json"
 _ATTACH_INTERVAL_S = 0.05
+_LOCK_TRIES = 20
+_LOCK_INTERVAL_S = 0.01
 # sun_path holds 108 bytes with its closing zero (unix(7)); 104 on the BSDs.
 _MAX_SOCKET_PATH = 103
 
 
 class RunDirectoryError(RuntimeError):
     """The run directory cannot be used: it belongs to a living owner, to another user, or does not exist."""
-
-
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """A process that cannot be confused with a later one of the same pid.
-
-    pid: process id. start_time: kernel clock ticks between boot and start of the process; 0 where the system has no
-    /proc, and then the pid alone decides.
-    """
-
-    pid: int
-    start_time: int
-
-    @classmethod
-    def of(cls, pid: int) -> ProcessIdentity | None:
-        """Identity of the process that has this pid now, None where there is none (zombies count as dead)."""
-        if not Path("/proc/self/stat").exists():
-            return cls(pid, 0) if _pid_exists(pid) else None
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        # Field 2 is the command in brackets and may itself hold blanks and brackets: count from the last one.
-        fields = stat[stat.rindex(")") + 2 :].split()
-        return None if fields[0] in ("Z", "X") else cls(pid, int(fields[19]))
-
-    @classmethod
-    def mine(cls) -> ProcessIdentity:
-        """Identity of the calling process."""
-        identity = cls.of(os.getpid())
-        assert identity is not None
-        return identity
-
-    def alive(self) -> bool:
-        """Whether this very process still runs."""
-        return ProcessIdentity.of(self.pid) == self
-
-
-def _pid_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def check_name(what: str, name: str) -> str:
@@ -107,13 +66,20 @@ def _run_path(run_name: str, base: Path | None) -> Path:
 class RunDirectory:
     """Paths inside a run directory. Made by `create` (the owner) or `attach` (everybody else).
 
+    run_id: of the run, in [1, 2^63). path: folder of its files.
+
     >>> with RunDirectory.create("docs-example") as run:            # doctest: +SKIP
     ...     receiver = Receiver(run.endpoint(rank=0), ...)
     """
 
-    def __init__(self, path: Path, *, owned: bool) -> None:
-        self.path = path
-        self._owned = owned
+    def __init__(self, root: Path, run_id: int, lock: int | None = None) -> None:
+        """lock: descriptor of the locked directory; None: attached."""
+        self.run_id = run_id
+        # Half of the number, since a socket's path must be short.
+        self.path = root / f"{run_id & 0xFFFFFFFF:08x}"
+        self._root = root
+        self._owned = lock is not None
+        self._lock = lock
 
     @classmethod
     def for_learner(cls, run_name: str, resume: bool) -> RunDirectory:
@@ -124,35 +90,27 @@ class RunDirectory:
     def create(cls, run_name: str, base: Path | None = None, take_over: bool = False) -> RunDirectory:
         """Make the directory of a run and own it until `remove`; a dead owner's directory of that name goes first.
 
-        take_over: a dead owner's directory is gone on with instead: what its learner acknowledged is in there.
+        take_over: a dead owner's run is gone on with instead: what its learner acknowledged is in there.
 
         base: parent directory; /dev/shm by default, the directory for temporary files where there is no /dev/shm.
         Raises RunDirectoryError when the owner is alive or the path belongs to another user.
         """
-        path = _run_path(run_name, base)
-        _remove_leftovers(path)
-        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}.new-{os.getpid()}-", dir=path.parent))
+        root = _run_path(run_name, base)
+        while (lock := _lock(root, run_name, make=True)) is None:
+            continue
         try:
-            owner = ProcessIdentity.mine()
-            (fresh / _OWNER_FILE).write_text(json.dumps({"pid": owner.pid, "start_time": owner.start_time}))
-            while True:
-                try:
-                    # Fails where a directory with an owner file exists already: two starts cannot both win.
-                    os.rename(fresh, path)
-                    return cls(path, owned=True)
-                except OSError:
-                    if not os.path.lexists(path):
-                        raise
-                if take_over:
-                    with _locked_and_dead(path, run_name) as is_there:
-                        if is_there:
-                            os.replace(fresh / _OWNER_FILE, path / _OWNER_FILE)
-                            os.rmdir(fresh)
-                            return cls(path, owned=True)
-                else:
-                    _remove_if_dead(path, run_name)
+            run_id = _read_run_id(root) if take_over else None
+            if run_id is None:
+                _empty(root)
+                run_id = 1 + secrets.randbelow(2**63 - 1)
+            run = cls(root, run_id, lock)
+            run.path.mkdir(mode=0o700, exist_ok=True)
+            new = root / (_RUN_FILE + ".new")
+            new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid()}))
+            os.replace(new, root / _RUN_FILE)  # last: who finds it finds the rest
+            return run
         except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
+            os.close(lock)
             raise
 
     @classmethod
@@ -161,18 +119,21 @@ class RunDirectory:
 
         Raises RunDirectoryError when it does not exist by then, or its owner is dead, or it belongs to another user.
         """
-        path = _run_path(run_name, base)
+        root = _run_path(run_name, base)
         deadline = time.monotonic() + timeout_s
         # What a dead owner left is about to be replaced by the next start: as good as nothing.
-        while (owner := read_owner(path)) is None or not owner.alive():
+        while not _has_owner(root) or (run_id := _read_run_id(root)) is None:
             if time.monotonic() >= deadline:
                 raise RunDirectoryError(
-                    f"run {run_name!r} has no directory {path} with a living owner after {timeout_s:g} s: start its "
+                    f"run {run_name!r} has no directory {root} with a living owner after {timeout_s:g} s: start its "
                     "learner first, or check that both sides use the same run name, user and host"
                 )
             time.sleep(_ATTACH_INTERVAL_S)
-        _check_ours(path)
-        return cls(path, owned=False)
+        return cls(root, run_id)
+
+    def is_replaced(self) -> bool:
+        """Whether another run has taken the name since: nothing of this one will come back."""
+        return _read_run_id(self._root) not in (None, self.run_id)
 
     def endpoint(self, rank: int = 0) -> str:
         """ZeroMQ endpoint of a learner rank. RunDirectoryError where the path is too long for a socket."""
@@ -204,9 +165,12 @@ class RunDirectory:
     def remove(self) -> None:
         """Delete the directory and everything in it. Only the owner may; a second call does nothing."""
         if not self._owned:
-            raise RunDirectoryError(f"{self.path} was attached, not created: its owner removes it")
-        if read_owner(self.path) == ProcessIdentity.mine():
-            _discard(self.path)
+            raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
+        if self._lock is not None:
+            _empty(self._root)
+            self._root.rmdir()
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -221,84 +185,111 @@ def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5
 
     timeout_s: how long to wait for an owner that is being killed. RunDirectoryError where it still lives then.
     """
-    path = _run_path(run_name, base)
+    root = _run_path(run_name, base)
     deadline = time.monotonic() + timeout_s
-    while os.path.lexists(path):
+    while os.path.lexists(root):
         try:
-            _remove_if_dead(path, run_name)
+            lock = _lock(root, run_name, make=False)
         except RunDirectoryError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_ATTACH_INTERVAL_S)
+            continue
+        if lock is not None:
+            _empty(root)
+            root.rmdir()
+            os.close(lock)
 
 
-def read_owner(path: Path) -> ProcessIdentity | None:
-    """Owner of a run directory; None where the directory or its owner file is gone or unreadable."""
+def _check_ours(root: Path) -> None:
+    # /dev/shm is writable for everybody: never follow what another user has put there.
+    status = os.lstat(root)
+    if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
+        raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: choose another run name")
+
+
+def _open(root: Path) -> int | None:
+    """A descriptor of the directory; None where there is none. RunDirectoryError where it is another user's."""
     try:
-        owner = json.loads((path / _OWNER_FILE).read_text())
-        return ProcessIdentity(int(owner["pid"]), int(owner["start_time"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        _check_ours(root)
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
         return None
 
 
-def _check_ours(path: Path) -> None:
-    # /dev/shm is writable for everybody: never follow what another user has put there.
-    status = os.lstat(path)
-    if path.is_symlink() or not path.is_dir() or status.st_uid != os.getuid():
-        raise RunDirectoryError(f"{path} is not a directory of user {os.getuid()}: choose another run name")
+def _lock(root: Path, run_name: str, make: bool) -> int | None:
+    """A descriptor that holds the lock of a run's directory. None where that has gone meanwhile: try again.
 
-
-def _remove_leftovers(path: Path) -> None:
-    """What a process left that was killed while it made or removed this run's directory."""
-    for left in path.parent.glob(f"{path.name}.[no][el][wd]-*"):
-        # Both kinds are named after the process that works on them.
-        maker = re.fullmatch(r"\.(?:new|old)-(\d+)-.*", left.name.removeprefix(path.name))
-        if maker is not None and not _pid_exists(int(maker[1])) and left.lstat().st_uid == os.getuid():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked_and_dead(path: Path, run_name: str) -> Iterator[bool]:
-    """Alone with the directory of a dead owner; yields False where it has gone or was replaced in the meantime.
-
-    RunDirectoryError where the owner lives.
+    RunDirectoryError where somebody holds it.
     """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+    if (handle := _open(root)) is None:
+        return None
     try:
-        _check_ours(path)
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # It may be one who looks whether there is an owner, for a moment.
+                if attempt + 1 == _LOCK_TRIES:
+                    raise RunDirectoryError(
+                        f"run {run_name!r} is in use: {root} belongs to the living process {_owner_pid(root)}. "
+                        "Stop that process or choose another run name"
+                    ) from None
+                time.sleep(_LOCK_INTERVAL_S)
+        if os.path.samestat(os.stat(root), os.fstat(handle)):
+            return handle
     except FileNotFoundError:
-        yield False
-        return
+        pass
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
+
+
+def _has_owner(root: Path) -> bool:
+    """Whether a living process holds the lock."""
+    if (handle := _open(root)) is None:
+        return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            is_same = os.path.samestat(os.stat(path), os.fstat(handle))
-        except FileNotFoundError:
-            is_same = False
-        owner = read_owner(path) if is_same else None
-        if owner is not None and owner.alive():
-            raise RunDirectoryError(
-                f"run {run_name!r} is in use: {path} belongs to the living process {owner.pid}. "
-                "Stop that process or choose another run name"
-            )
-        yield is_same
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(handle)
 
 
-def _remove_if_dead(path: Path, run_name: str) -> None:
-    """Remove the directory of a dead owner; RunDirectoryError where the owner lives. Safe against concurrent starts."""
-    with _locked_and_dead(path, run_name) as is_there:
-        if is_there:
-            _discard(path)
+def _read_run_id(root: Path) -> int | None:
+    """None where there is no run, or one that is being made or removed."""
+    value = _read(root).get("run_id")
+    return value if type(value) is int and 0 < value < 2**63 else None
 
 
-def _discard(path: Path) -> None:
-    """Remove a run's directory, also while actors that end at this moment remove their own files in it."""
-    # Renamed first: nobody attaches to a directory that is half deleted, or puts a new file into it.
-    doomed = Path(tempfile.mkdtemp(prefix=f"{path.name}.old-{os.getpid()}-", dir=path.parent))
-    os.rename(path, doomed / path.name)
-    while os.path.lexists(doomed):
-        # A file that somebody else removed after it was listed ends rmtree: what is left is listed again.
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(doomed)
+def _owner_pid(root: Path) -> object:
+    return _read(root).get("pid", "that makes or removes it")
+
+
+def _read(root: Path) -> dict[str, object]:
+    try:
+        values = json.loads((root / _RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _empty(root: Path) -> None:
+    """Remove what is in a directory whose lock is held, also while actors that end make and remove files in it."""
+    (root / _RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to what is half deleted
+    for path in root.iterdir():
+        while os.path.lexists(path):
+            try:
+                path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
+            except OSError as error:
+                # A file that came or went after it was listed: what is left is listed again.
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    raise

@@ -2,8 +2,9 @@
 
 Invariant: `decode` returns a valid message or raises WireError, whatever the bytes.
 
-A message is a ZeroMQ frame: CRC-32 of the rest (4 bytes, little endian), then a msgpack array [schema version, code,
-fields in the order of the dataclass].
+A message is a ZeroMQ frame: CRC-32 of the rest (4 bytes), run id (8 bytes, both little endian), then a msgpack array
+[schema version, code, fields in the order of the dataclass]. The run id is `RunDirectory.run_id`, or 0 from an actor
+that has not heard it yet: one on another host learns it from the learner's first answer.
 
     code  message           from     meaning
     1     Hello             actor    here I am, this is where my records lie, these tickets I still hold
@@ -39,7 +40,8 @@ import numpy as np
 from impala_llm.pipeline.rundir import check_name
 from impala_llm.pipeline.tickets import Ticket
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+UNKNOWN_RUN = 0
 MAX_MESSAGE_BYTES = 8 << 20
 """Of a message; the records that follow it have a limit of their own."""
 MAX_RECORD_BYTES = 512 << 20
@@ -48,6 +50,8 @@ MAX_ITEMS = 1 << 16
 _MAX_TEXT = 4096
 _INT64 = 1 << 63
 _CRC = struct.Struct("<I")
+_RUN_ID = struct.Struct("<Q")
+_BODY_AT = _CRC.size + _RUN_ID.size
 
 
 class WireError(ValueError):
@@ -71,15 +75,12 @@ class Descriptor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """incarnation: random number of this actor process, also in its arena. held: as in Heartbeat. pid, start_time:
-    as in `rundir.ProcessIdentity`, so that a learner on the same host sees at once that the process died. arena: name
-    of the arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames.
+    """incarnation: random number of this actor process, also in its arena. held: as in Heartbeat. arena: name of the
+    arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames.
     first_sequence: all records below have been answered."""
 
     actor_id: str
     incarnation: int
-    pid: int
-    start_time: int
     held: tuple[int, ...]
     arena: str
     first_sequence: int = 0
@@ -90,8 +91,6 @@ class Hello:
         if self.arena != "":
             _check_name("arena", self.arena)
         _check_int("incarnation", self.incarnation, 0)
-        _check_int("pid", self.pid, 1)
-        _check_int("start_time", self.start_time, 0)
         _check_ints("held", self.held)
 
 
@@ -294,13 +293,13 @@ _CODES = {kind: code for code, kind in _TYPES.items()}
 _FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in _CODES}
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, run_id: int = UNKNOWN_RUN) -> bytes:
     """Bytes of a message. WireError where it is larger than MAX_MESSAGE_BYTES or a number leaves 64 bits."""
     values = [getattr(message, name) for name in _FIELDS[type(message)]]
     if isinstance(message, Grant):
         values = [[(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version) for t in message.tickets]]
     try:
-        body: bytes = msgpack.packb([SCHEMA_VERSION, _CODES[type(message)], *values])
+        body: bytes = _RUN_ID.pack(run_id) + msgpack.packb([SCHEMA_VERSION, _CODES[type(message)], *values])
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"cannot be sent: {error}") from error
     frame = _CRC.pack(zlib.crc32(body)) + body
@@ -313,10 +312,9 @@ def decode(frame: bytes) -> Message:
     """The message in a frame. WireError for anything else, with what is wrong."""
     if len(frame) > MAX_MESSAGE_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
-    body = frame[_CRC.size :]
-    if len(frame) < _CRC.size or _CRC.unpack_from(frame)[0] != zlib.crc32(body):
+    if len(frame) < _BODY_AT or _CRC.unpack_from(frame)[0] != zlib.crc32(memoryview(frame)[_CRC.size :]):
         raise WireError(f"a frame of {len(frame)} bytes has the wrong checksum: it was changed on its way")
-    values = _unpack_versioned(body)
+    values = _unpack_versioned(frame[_BODY_AT:])
     if not values or type(values[0]) is not int or values[0] not in _TYPES:
         raise WireError(f"code {_shown(values[0])} is none of {list(_TYPES)}" if values else "a message has no code")
     kind, values = _TYPES[values[0]], values[1:]
@@ -327,6 +325,12 @@ def decode(frame: bytes) -> Message:
         return Grant(tuple(_decode_ticket(item) for item in _items("tickets", values[0])))
     fields: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
     return kind(*fields)
+
+
+def run_id_of(frame: bytes) -> int:
+    """The run id in a frame that `decode` has accepted."""
+    run_id: int = _RUN_ID.unpack_from(frame, _CRC.size)[0]
+    return run_id
 
 
 def _decode_ticket(item: object) -> Ticket:

@@ -24,4 +24,4 @@ def pair(run_dir: RunDirectory) -> Iterator[Pair]:
     pair.close()
     kept = set(run_dir.path.glob("learner-0.*"))  # until the run is over
     assert run_dir.path / "learner-0.sock" not in kept
-    assert {path.name for path in set(run_dir.path.iterdir()) - kept} == {"owner.json"}
+    assert set(run_dir.path.iterdir()) == kept

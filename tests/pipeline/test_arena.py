@@ -4,6 +4,8 @@ import mmap
 import os
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +243,19 @@ def test_random_use_never_overlaps_or_loses_space(
     assert writer.used == 0
     assert writer.write(record(writer.capacity // 8)) is not None
     writer.close()
+
+
+def test_a_reader_sees_whether_the_writer_still_has_the_arena(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    code = (
+        "import sys; from pathlib import Path; from impala_llm.pipeline.arena import ArenaWriter\n"
+        "arena = ArenaWriter(Path(sys.argv[1]), 4096); print('made', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None and writer.stdout.readline() == "made\n"
+    readers = [ArenaReader(path), ArenaReader(path)]
+    assert [reader.has_writer() for reader in readers] == [True, True]
+    writer.kill()
+    writer.wait()
+    assert [reader.has_writer() for reader in readers] == [False, False]

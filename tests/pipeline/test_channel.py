@@ -212,7 +212,7 @@ def test_bytes_of_a_stranger_cost_a_counter(pair: Pair) -> None:
         [b""],
         [b"a", b"b"],
         [wire.encode(wire.Goodbye())],
-        [wire.encode(wire.Hello("actor-0", 1, 1, 1, (), "actor-0"))],
+        [wire.encode(wire.Hello("actor-0", 1, (), "actor-0"))],
         [msgpack.packb([99, 1])],
         [wire.encode(wire.Goodbye())[:-1] + b"x"],
     ):

@@ -1,7 +1,9 @@
 """Actors and learners that come, go, die and begin anew: who holds which ticket, and what has arrived."""
 
 import dataclasses
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import zmq
@@ -9,6 +11,7 @@ import zmq
 from impala_llm.pipeline import sockets, wire
 from impala_llm.pipeline.channel import ActorChannel, LearnerLost
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.pair import ARENA_BYTES, Pair, counter, drain
@@ -136,6 +139,61 @@ def test_a_step_counts_once_its_version_is_published(pair: Pair, published: bool
     second = pair.receiver(batch_size=2, version=int(published))
     found = second.drain(0.0)
     assert [contents(t) for t in found] == ([] if published else [contents(t) for t in sent])
+
+
+# --- runs of one name
+
+
+def test_an_actor_of_an_earlier_run_is_sent_home_and_ends_no_ticket(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    other = pair.actor(endpoint=receiver.endpoint)
+    [ticket, *_] = pair.tickets(other, 2)
+    context = zmq.Context()
+    old = sockets.dealer(context, receiver.endpoint, b"actor-9#0000000000000001", wire.MAX_MESSAGE_BYTES)
+    earlier = pair.run_dir.run_id ^ 1
+    try:
+        for message in (wire.Hello("actor-9", 1, (ticket.ticket_id,), ""), wire.TicketFailed(ticket.ticket_id, "late")):
+            old.send(wire.encode(message, earlier))
+            assert old.poll(10_000)
+            frame = old.recv()
+            assert isinstance(answer := wire.decode(frame), wire.Shutdown) and "another run" in answer.reason
+            assert wire.run_id_of(frame) == pair.run_dir.run_id
+        assert receiver.counters()["actors"] == 1
+        assert "sent home" in caplog.text
+        assert ticket in other.held and receiver.counters()["failed"] == 0
+    finally:
+        old.close(linger=0)
+        context.term()
+
+
+def test_an_actor_on_another_host_goes_home_when_another_run_takes_the_endpoint(pair: Pair) -> None:
+    first = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    actor = ActorChannel(first.endpoint, "actor-0", None, ARENA_BYTES, heartbeat_s=0.05)
+    pair.actors.append(actor)
+    actor.hello()
+    actor.request(2)
+    pair.tickets(actor, 2)
+    pair.receivers.remove(first)
+    first.close()
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run_dir:
+        later = Pair(run_dir)
+        receiver = later.receiver(endpoint=first.endpoint)
+        with pytest.raises(LearnerLost, match="another run"):
+            turns_until(lambda: False, actor)
+        assert receiver.counters()["open"] == 0
+        later.close()
+
+
+def test_an_actor_on_this_host_goes_home_when_another_run_takes_the_name() -> None:
+    with tempfile.TemporaryDirectory() as base:
+        with RunDirectory.create("t", Path(base)) as first:
+            actor = ActorChannel(first.endpoint(), "actor-0", first, ARENA_BYTES, heartbeat_s=0.02)
+            actor.hello()
+        with RunDirectory.create("t", Path(base)), pytest.raises(LearnerLost, match="another run"):
+            turns_until(lambda: False, actor)
+        actor.close()
 
 
 # --- unrolls

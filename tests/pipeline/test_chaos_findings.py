@@ -83,7 +83,7 @@ def test_a_refused_record_that_is_offered_again_is_not_acknowledged(run_dir: Run
         raise AssertionError(f"no {kinds}")
 
     try:
-        actor.send(encode(Hello("actor", 1, 1, 0, (), "")))
+        actor.send(encode(Hello("actor", 1, (), "")))
         actor.send(encode(TicketRequest(1)))
         grant = answer(Grant)
         assert isinstance(grant, Grant)

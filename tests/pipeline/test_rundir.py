@@ -1,4 +1,5 @@
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.rundir import ProcessIdentity, RunDirectory, RunDirectoryError, read_owner, remove_run_dir
+from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError, remove_run_dir
 
 OWNER = """
 import sys
@@ -18,9 +19,12 @@ sys.stdin.read()
 """
 
 
-def start_owner(base: Path) -> subprocess.Popen[str]:
+IN_PID_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+def start_owner(base: Path, *inside: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*inside, sys.executable, "-c", OWNER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "made\n"
     return process
@@ -28,9 +32,9 @@ def start_owner(base: Path) -> subprocess.Popen[str]:
 
 def test_the_owner_makes_and_removes_a_private_directory(tmp_path: Path) -> None:
     run = RunDirectory.create("run", tmp_path)
-    assert run.path == tmp_path / f"impala_llm-{os.getuid()}-run"
-    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
-    assert read_owner(run.path) == ProcessIdentity.mine()
+    root = tmp_path / f"impala_llm-{os.getuid()}-run"
+    assert run.path.parent == root
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (root, run.path)] == [0o700, 0o700]
     (run.path / "left over").write_text("x")
     run.remove()
     run.remove()
@@ -61,14 +65,57 @@ def test_a_living_owner_keeps_its_directory_and_a_dead_one_loses_it(tmp_path: Pa
     with pytest.raises(RunDirectoryError, match="in use"):
         remove_run_dir("run", tmp_path, timeout_s=0)
     assert RunDirectory.attach("run", tmp_path).path.is_dir()
-    (tmp_path / f"impala_llm-{os.getuid()}-run" / "stale").touch()
+    (RunDirectory.attach("run", tmp_path).path / "stale").touch()
     owner.kill()
     owner.wait()
     with pytest.raises(RunDirectoryError, match="living owner"):
         RunDirectory.attach("run", tmp_path)
     with RunDirectory.create("run", tmp_path) as run:
-        assert [path.name for path in run.path.iterdir()] == ["owner.json"]
+        assert list(run.path.iterdir()) == []
+        assert {path.name for path in run.path.parent.iterdir()} == {"run.json", run.path.name}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run([*IN_PID_NAMESPACE, "true"], capture_output=True).returncode != 0,
+    reason="no right to make PID namespaces here",
+)
+def test_an_owner_in_another_pid_namespace_keeps_its_directory(tmp_path: Path) -> None:
+    """As two containers that share /dev/shm: its process id means nothing here, or another process."""
+    owner = start_owner(tmp_path, *IN_PID_NAMESPACE)
+    try:
+        with pytest.raises(RunDirectoryError, match="in use"):
+            RunDirectory.create("run", tmp_path)
+        assert RunDirectory.attach("run", tmp_path).path.is_dir()
+    finally:
+        owner.kill()
+        owner.wait()
+    with RunDirectory.create("run", tmp_path):
+        pass
+
+
+def test_a_run_keeps_its_number_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    owner = start_owner(tmp_path)
+    first = RunDirectory.attach("run", tmp_path)
+    (first.path / "kept").touch()
+    owner.kill()
+    owner.wait()
+    second = RunDirectory.create("run", tmp_path, take_over=True)
+    assert (second.run_id, second.path) == (first.run_id, first.path)
+    assert (second.path / "kept").exists() and not first.is_replaced()
+    second.remove()
+    assert not first.is_replaced()  # nobody has come yet
+    with RunDirectory.create("run", tmp_path, take_over=True) as third:
+        assert third.run_id != first.run_id
+        assert first.is_replaced() and not third.is_replaced()
+        assert not first.path.exists()  # what an earlier run's process writes by path goes nowhere
+
+
+def test_a_directory_that_is_being_made_or_removed_is_not_attached_to(tmp_path: Path) -> None:
+    with RunDirectory.create("run", tmp_path) as run:
+        (run.path.parent / "run.json").unlink()
+        with pytest.raises(RunDirectoryError, match="living owner"):
+            RunDirectory.attach("run", tmp_path)
 
 
 def test_a_supervisor_removes_what_a_dead_owner_left(tmp_path: Path) -> None:
@@ -78,12 +125,6 @@ def test_a_supervisor_removes_what_a_dead_owner_left(tmp_path: Path) -> None:
     owner.wait()
     remove_run_dir("run", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_old_owner_is_not_taken_for_a_new_process_of_its_pid() -> None:
-    mine = ProcessIdentity.mine()
-    assert mine.alive()
-    assert not ProcessIdentity(mine.pid, mine.start_time + 1).alive()
 
 
 def test_attached_directories_are_not_removed_by_guests(tmp_path: Path) -> None:

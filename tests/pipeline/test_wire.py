@@ -27,7 +27,7 @@ ENGINES = st.lists(POSITIVE, max_size=4, unique=True).flatmap(
 )
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
 MESSAGES = st.one_of(
-    st.builds(wire.Hello, NAMES, POSITIVE, st.integers(1, 2**63 - 1), POSITIVE, IDS, NAMES | st.just("")),
+    st.builds(wire.Hello, NAMES, POSITIVE, IDS, NAMES | st.just("")),
     st.builds(wire.TicketRequest, st.integers(0, wire.MAX_ITEMS)),
     st.lists(DESCRIPTORS, min_size=1, max_size=4).map(wire.DescriptorBatch.of),
     st.builds(wire.TicketFailed, POSITIVE, TEXT),
@@ -54,9 +54,10 @@ MESSAGES = st.one_of(
 CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16]
 
 
-def frame_of(body: bytes) -> bytes:
-    """With its checksum in front."""
-    return struct.pack("<I", zlib.crc32(body)) + body
+def frame_of(body: bytes, run_id: int = 0) -> bytes:
+    """With its checksum and run id in front."""
+    rest = struct.pack("<Q", run_id) + body
+    return struct.pack("<I", zlib.crc32(rest)) + rest
 
 
 def packed(*values: object) -> bytes:
@@ -71,7 +72,7 @@ def nested(depth: int) -> bytes:
 def test_a_frame_is_checksum_version_code_and_fields() -> None:
     ticket = Ticket(ticket_id=1, task_id=-2, group_id=3, seed=4, min_version=5)
     for message, values in [
-        (wire.Hello("a", 1, 2, 3, (4, 5), "a-0", 6), [1, "a", 1, 2, 3, [4, 5], "a-0", 6]),
+        (wire.Hello("a", 1, (4, 5), "a-0", 6), [1, "a", 1, [4, 5], "a-0", 6]),
         (wire.TicketRequest(7), [2, 7]),
         (wire.DescriptorBatch.of([Descriptor(1, 2, 3, 4, -5)]), [3, struct.pack("<5q", 1, 2, 3, 4, -5)]),
         (wire.TicketFailed(7, "why"), [4, 7, "why"]),
@@ -89,6 +90,13 @@ def test_a_frame_is_checksum_version_code_and_fields() -> None:
         frame = wire.encode(message)
         assert frame == packed(*values)
         assert wire.decode(frame) == message
+
+
+def test_a_frame_names_the_run() -> None:
+    frame = wire.encode(wire.HelloWanted(), run_id=2**63 - 1)
+    assert frame == frame_of(msgpack.packb([4, 10]), 2**63 - 1)
+    assert (wire.decode(frame), wire.run_id_of(frame)) == (wire.HelloWanted(), 2**63 - 1)
+    assert wire.run_id_of(wire.encode(wire.HelloWanted())) == wire.UNKNOWN_RUN
 
 
 @settings(deadline=None, max_examples=200)
@@ -117,7 +125,7 @@ def test_a_frame_that_was_changed_or_cut_on_its_way_is_refused(frame: bytes, dat
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.one_of(st.binary(max_size=200), MESSAGES.map(lambda message: wire.encode(message)[4:])), st.data())
+@given(st.one_of(st.binary(max_size=200), MESSAGES.map(lambda message: wire.encode(message)[12:])), st.data())
 def test_broken_bytes_under_a_right_checksum_are_a_wire_error_and_nothing_else(
     body: bytes, data: st.DataObject
 ) -> None:
@@ -151,17 +159,17 @@ def test_well_formed_msgpack_of_the_wrong_types_is_a_wire_error(code: int, field
 @pytest.mark.parametrize("depth", [100, 990, 1010, 1022, 5000, 1 << 20])
 def test_what_is_nested_deep_is_a_wire_error(depth: int) -> None:
     deep = nested(depth)
-    bodies = [deep, b"\x92\x02" + deep]
+    bodies = [deep, b"\x92\x04" + deep]
     for code in CODES:
         for num_fields in range(1, 7):
             for place in range(num_fields):
-                head = bytes([0x92 + num_fields, 2, code])
+                head = bytes([0x92 + num_fields, wire.SCHEMA_VERSION, code])
                 bodies.append(head + b"\x01" * place + deep + b"\x01" * (num_fields - place - 1))
         if depth > 5000:
             break
-    bodies.append(b"\x94\x02\x05\x90\x81\xa1a" + deep)  # in the figures of a heartbeat
-    bodies.append(b"\x94\x02\x05\x90\x81" + deep + b"\x01")
-    bodies.append(b"\x93\x02\x0b\x91\x95\x01\x01\x01\x01" + deep)  # in a ticket
+    bodies.append(b"\x96\x04\x05\x90\x81\xa1a" + deep + b"\0\0")  # in the figures of a heartbeat
+    bodies.append(b"\x96\x04\x05\x90\x81" + deep + b"\x01\0\0")
+    bodies.append(b"\x93\x04\x0b\x91\x95\x01\x01\x01\x01" + deep)  # in a ticket
     for body in bodies:
         with pytest.raises(WireError):
             wire.decode(frame_of(body))
@@ -172,14 +180,14 @@ def row(*values: int) -> bytes:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    hello = ["actor", 1, 1, 1, [], "arena", 0]
+    hello = ["actor", 1, [], "arena", 0]
     for frame, expected in [
         (b"", "a frame of 0 bytes"),
         (b"\0\0\0", "a frame of 3 bytes"),
         (frame_of(b""), "no msgpack"),
         (frame_of(msgpack.packb([99, 14, 3])), "schema version 99"),
         (frame_of(msgpack.packb([True, 14, 3])), "schema version True"),
-        (frame_of(msgpack.packb([3.0, 14, 3])), "schema version 3.0"),
+        (frame_of(msgpack.packb([4.0, 14, 3])), "schema version 4.0"),
         (packed(), "no code"),
         (frame_of(msgpack.packb([])), "array is expected"),
         (frame_of(msgpack.packb({"a": 1})), "array is expected"),
@@ -193,12 +201,10 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(1, "../x", *hello[1:]), "actor_id"),
         (packed(1, b"actor", *hello[1:]), "actor_id"),
         (packed(1, *hello[:1], -1, *hello[2:]), "incarnation is -1"),
-        (packed(1, *hello[:2], 0, *hello[3:]), "pid is 0"),
-        (packed(1, *hello[:3], "1", *hello[4:]), "start_time is '1'"),
-        (packed(1, *hello[:4], [-1], "", 0), "held"),
-        (packed(1, *hello[:4], 3, "", 0), "held"),
-        (packed(1, *hello[:4], [], 1, 0), "arena is 1"),
-        (packed(1, *hello[:4], [], "../../x", 0), "arena"),
+        (packed(1, *hello[:2], [-1], "", 0), "held"),
+        (packed(1, *hello[:2], 3, "", 0), "held"),
+        (packed(1, *hello[:2], [], 1, 0), "arena is 1"),
+        (packed(1, *hello[:2], [], "../../x", 0), "arena"),
         (packed(2, -1), "want is -1"),
         (packed(2, wire.MAX_ITEMS + 1), "want"),
         (packed(3, b""), "rows has 0 bytes"),
@@ -252,7 +258,7 @@ def test_an_error_shows_no_more_than_a_line_of_what_was_sent() -> None:
         frame_of(msgpack.packb([long])),
         packed(long),
         packed(14, long),
-        packed(1, long, 1, 1, 1, [], "", 0),
+        packed(1, long, 1, [], "", 0),
         packed(5, [], {"a": long}, 0, 0),
         packed(5, [], {"x" * 4000: "b"}, 0, 0),
     ]:

@@ -93,7 +93,7 @@ if len(sys.argv) > 2:
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = sys.argv[2].encode()
 socket.connect(sys.argv[1])
-socket.send(wire.encode(wire.Hello("stranger", 1, 1, 1, (), "")))
+socket.send(wire.encode(wire.Hello("stranger", 1, (), "")))
 socket.send(wire.encode(wire.TicketRequest(10)))
 print(socket.poll(5000))
 context.destroy(linger=0)

@@ -29,7 +29,7 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
     valid = [
         wire.encode(message)
         for message in (
-            wire.Hello("actor-0", 7, 8, 9, (1, 2), "actor-0"),
+            wire.Hello("actor-0", 7, (1, 2), "actor-0"),
             wire.TicketRequest(5),
             wire.DescriptorBatch.of([wire.Descriptor(1, 2, 3, 40, -5), wire.Descriptor(2, 2, 48, 40, 5)]),
             wire.TicketFailed(3, "reason"),
@@ -57,7 +57,7 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
         if kind < 0.35:
             body = source.changed(frame[4:], rng.choice(valid))
         else:
-            body = source.packed(source.replaced(msgpack.unpackb(frame[4:]), first=2))
+            body = frame[4:12] + source.packed(source.replaced(msgpack.unpackb(frame[12:]), first=2))
         return struct.pack("<I", zlib.crc32(body)) + body
 
     def decode(data: bytes) -> None:
