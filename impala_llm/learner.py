@@ -33,6 +33,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.publishing import VersionBoard
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter
@@ -68,12 +69,11 @@ def learn(config: Config, ranks: Ranks) -> None:
         ranks.broadcast(model.parameters())
         ranks.barrier()  # all have looked at the board
         files = policy_files(resolve_policy(config))
-        publisher = sender = None
+        board = sender = None
         if ranks.is_main:
-            publisher = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
-            tensors = dict(model.policy_tensors())
-            publisher.reserve(tensors)
-            publisher.publish(tensors, version)
+            slots = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
+            board = VersionBoard(slots, model, config.learner.sync_interval, config.algorithm.max_staleness)
+            board.begin(version, is_there=WeightReader(run_dir.weights_path).latest() == version)
         ranks.barrier()
         if ranks.is_main and config.pipeline.bind is not None:
             served_at = rank_endpoint(config.pipeline.bind, ranks.world_size)
@@ -104,15 +104,14 @@ def learn(config: Config, ranks: Ranks) -> None:
             with timer.stage("publish"):
                 before = time.perf_counter()
                 version += 1
-                interval = config.learner.sync_interval
-                due = interval is not None and version % interval == 0
-                if publisher is not None and due:
-                    publisher.publish(dict(model.policy_tensors()), version)
-                    if sender is not None:
-                        sent = sender.send(receiver.engines(), dict(model.policy_weights()), version)
-                        meters.log.update(sent.metrics())
-                ranks.barrier()  # announced by a rank, it must lie on the board
-                receiver.announce(version, published=due)
+                published = board.offer(version) if board is not None else None
+                if published is not None:
+                    meters.log.add("weights/skipped", float(not published))
+                if published and sender is not None:
+                    sent = sender.send(receiver.engines(), dict(model.policy_weights()), version)
+                    meters.log.update(sent.metrics())
+                # All ranks wait here: announced by a rank, it must lie on the board.
+                receiver.announce(version, published=ranks.sum([float(bool(published))])[0] > 0)
                 meters.log.add("weights/publish_s", time.perf_counter() - before)
             with timer.stage("log"):
                 elapsed_minutes = (time.monotonic() - started) / 60

@@ -7,6 +7,7 @@ Hugging Face user would compute.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from impala_llm.learning.logprobs import token_log_probs
+from impala_llm.pipeline.weight_slots import TensorSource
 
 ATTENTION = "impala_segments"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -170,11 +172,15 @@ class PolicyModel(nn.Module):
             hidden = hidden.detach()
         return self.value_head(hidden.float()).squeeze(-1)
 
-    def policy_tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], np.ndarray]]]:
-        """The policy as (name, (safetensors dtype, shape, flat uint8 view)); see `policy_weights`."""
+    def policy_tensors(self) -> Iterator[tuple[str, TensorSource]]:
+        """The policy as (name, (safetensors dtype, shape, source)); see `policy_weights`. Nothing is copied.
+
+        The source is a flat uint8 view where the weights lie in this process's memory, else what writes them.
+        """
         for name, tensor in self.policy_weights():
-            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy())
+            is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
+            source = tensor.view(-1).view(torch.uint8).numpy() if is_here else partial(_write, tensor)
+            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), source)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy as (name, tensor), not copied, without the value head.
@@ -198,6 +204,11 @@ class PolicyModel(nn.Module):
             (directory / name).write_bytes(content)
         self.lm.save_pretrained(directory)
         save_file(self.value_head.state_dict(), directory / VALUE_HEAD_FILE)
+
+
+def _write(tensor: Tensor, target: np.ndarray) -> None:
+    """A tensor's bytes into uint8[number of bytes]."""
+    torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def policy_files(directory: Path) -> dict[str, bytes]:

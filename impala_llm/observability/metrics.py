@@ -178,6 +178,7 @@ _DECLARED = (
     ("buffer/replayed_share", _LAST, "share of the next batch that may have been used before"),
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),
+    ("weights/skipped", _SUM, "versions that were not published since readers held all slots of the weight board"),
     ("weights/pause_s", _MEAN, "seconds that answers stood still for the latest change of an engine's weights"),
     ("weights/transfer_s", _MEAN, "the part of weights/pause_s in which the engine read them"),
     ("weights/servers_sent", _LAST, "servers that got the latest version by their process groups with the learner"),

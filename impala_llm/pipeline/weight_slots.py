@@ -21,12 +21,13 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from impala_llm.pipeline import kernels, safetensors_layout
 from impala_llm.pipeline.arena import populate
@@ -41,10 +42,17 @@ _UINT64 = 2**64
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
+TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None]]
+"""The same, or instead of the bytes what writes them into a uint8[number of bytes]: from a GPU without a copy of the
+whole model."""
 
 
 class WeightsError(RuntimeError):
     """A version cannot be published or read."""
+
+
+class SlotsInUse(WeightsError):
+    """Readers hold all slots but that of the latest version. The message says who."""
 
 
 @dataclass(frozen=True)
@@ -219,12 +227,17 @@ def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWe
     return weights
 
 
-def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorBytes], version: int) -> Manifest:
+def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], version: int) -> Manifest:
     """Fill uint8[layout.num_bytes] with a version, in one pass over the tensors."""
     header = np.frombuffer(layout.header, np.uint8)
     sums = [kernels.stream_bytes(target[: header.size], header)]
     for name, place in layout.places.items():
-        sums.append(kernels.stream_bytes(target[place.start : place.end], tensors[name][2]))
+        part, source = target[place.start : place.end], tensors[name][2]
+        if callable(source):
+            source(part)
+            sums.append(kernels.bytes_checksum(part))
+        else:
+            sums.append(kernels.stream_bytes(part, source))
     return Manifest(version, layout.num_bytes, sums[0], tuple(sums[1:]))
 
 
@@ -245,6 +258,19 @@ def flock(path: Path, operation: int) -> Iterator[bool]:
         yield locked
     finally:
         os.close(handle)
+
+
+def holders(locks: Sequence[Path]) -> list[str]:
+    """The processes that have one of these lock files open, with their command lines, as far as they can be seen."""
+    paths = {str(lock) for lock in locks}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(file.path in paths for file in process.open_files()):
+                found.append(f"process {process.pid} ({' '.join(process.cmdline())[:100]})")
+        except (psutil.Error, OSError):
+            continue  # gone, or another user's
+    return found
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -26,19 +26,32 @@ from impala_llm.pipeline.weight_slots import (
     WEIGHTS_FILE,
     Manifest,
     Slot,
+    SlotsInUse,
     TensorBytes,
+    TensorSource,
     WeightsError,
     damaged,
     flock,
+    holders,
     read_latest,
     write_atomically,
     write_latest,
     write_version,
 )
 
-__all__ = ["WEIGHTS_FILE", "TensorBytes", "WeightLease", "WeightPublisher", "WeightReader", "WeightsError"]
+__all__ = [
+    "WEIGHTS_FILE",
+    "SlotsInUse",
+    "TensorBytes",
+    "WeightLease",
+    "WeightPublisher",
+    "WeightReader",
+    "WeightsError",
+]
 
 _RETRY_S = 0.005
+_ALONE_S = 60.0
+"""How long to wait for another publisher that ends."""
 
 
 class WeightPublisher:
@@ -70,7 +83,7 @@ class WeightPublisher:
             for name, content in (files or {}).items():
                 write_atomically(slot.directory / name, content)
 
-    def reserve(self, tensors: Mapping[str, TensorBytes]) -> float:
+    def reserve(self, tensors: Mapping[str, TensorSource]) -> float:
         """Make all slots resident for weights of this kind, so that no version has to wait for it.
 
         tensors: as for `publish`; only dtypes and shapes count. Slots that are being read, or hold the latest version,
@@ -87,40 +100,41 @@ class WeightPublisher:
                         slot.writable(layout.num_bytes)
         return time.monotonic() - begin
 
-    def publish(self, tensors: Mapping[str, TensorBytes], version: int, timeout_s: float = 60.0) -> float:
+    def publish(self, tensors: Mapping[str, TensorSource], version: int, timeout_s: float = 60.0) -> float:
         """Write a version and make it the latest.
 
-        tensors: name -> (dtype, shape, uint8[bytes]), contiguous. timeout_s: how long to wait while readers hold all
-        other slots. Returns the seconds taken. Raises WeightsError where the version is below the latest, where no slot
-        becomes free in time, where another publisher is at work, or where memory is short; ValueError where an array
-        does not have its tensor's size.
+        tensors: name -> (dtype, shape, uint8[bytes], contiguous, or what writes them). timeout_s: how long to wait
+        while readers hold all other slots. Returns the seconds taken. Raises SlotsInUse where no slot becomes free in
+        time; WeightsError where the version is below the latest, where another publisher is at work, or where memory is
+        short; ValueError where an array does not have its tensor's size.
         """
         begin = time.monotonic()
         layout = self._plan(tensors)
         for name, place in layout.places.items():
             array = tensors[name][2]
             size = place.end - place.start
+            if callable(array):
+                continue
             if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
                 raise ValueError(
                     f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides "
                     f"{array.strides}: contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape "
                     f"{place.shape}"
                 )
-        deadline = begin + timeout_s
-        with self._alone(deadline):
+        with self._alone(begin + _ALONE_S):
             latest = read_latest(self.directory)
             if latest is not None and version < latest[1]:
                 raise WeightsError(
                     f"version {version} is older than {latest[1]} on {self.directory}: versions never decrease"
                 )
-            with self._writable_slot(latest, deadline) as slot:
+            with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
                 slot.manifest.unlink(missing_ok=True)
                 manifest = write_version(layout, slot.writable(layout.num_bytes), tensors, version)
                 write_atomically(slot.manifest, manifest.to_json())
             write_latest(self.directory, slot.index, version)
         return time.monotonic() - begin
 
-    def _plan(self, tensors: Mapping[str, TensorBytes]) -> Layout:
+    def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
         if self._layout is None or described != self._described:
             self._layout = safetensors_layout.plan(described)
@@ -158,9 +172,11 @@ class WeightPublisher:
                         yield slot
                         return
             if time.monotonic() >= deadline:
-                raise WeightsError(
-                    f"all {len(self._slots)} slots of {self.directory} hold the latest version or are being read: "
-                    "a reader hangs or reads too slowly; raise pipeline.weight_slots if that is how it is"
+                who = holders([slot.lock for slot in candidates])
+                raise SlotsInUse(
+                    f"all {len(self._slots)} slots of {self.directory} hold the latest version or are being read by "
+                    f"{', '.join(who) or 'a process that cannot be seen from here'}: it hangs or reads too slowly; "
+                    "raise pipeline.weight_slots if that is how it is"
                 )
             time.sleep(_RETRY_S)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -86,7 +87,20 @@ def test_policy_tensors_are_what_save_pretrained_writes(tmp_path: Path, architec
             written = file.get_tensor(name)
             assert dtype == SAFETENSORS_NAMES[written.dtype] == "F32"
             assert shape == tuple(written.shape)
+            assert isinstance(data, np.ndarray)
             assert data.tobytes() == written.numpy().tobytes()
+
+
+def test_weights_that_lie_otherwise_in_memory_are_written_where_they_are_wanted(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    name, parameter = next((name, p) for name, p in model.lm.named_parameters() if p.ndim == 2)
+    rows = parameter.detach().clone()
+    parameter.data = rows.T.contiguous().T
+    dtype, shape, write = dict(model.policy_tensors())[name]
+    assert callable(write) and shape == tuple(rows.shape)
+    target = np.zeros(rows.nbytes, np.uint8)
+    write(target)
+    assert target.tobytes() == rows.numpy().tobytes()
 
 
 def test_the_value_head_is_as_wide_as_the_policy_where_nothing_is_said(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from impala_llm.pipeline import kernels, weights
 from impala_llm.pipeline.safetensors_layout import LayoutError, parse, plan
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader, WeightsError
+from impala_llm.pipeline.weights import SlotsInUse, WeightPublisher, WeightReader, WeightsError
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 
@@ -77,6 +77,27 @@ def test_what_is_published_is_read_by_us_and_by_the_safetensors_library(tmp_path
                 assert file.metadata() == {"format": "pt"}
 
 
+def test_what_is_not_in_memory_yet_is_written_into_the_slot_piece_by_piece(tmp_path: Path) -> None:
+    tensors = make_tensors(3)
+    written = []
+
+    def source(name: str, data: np.ndarray) -> Callable[[np.ndarray], None]:
+        def write(target: np.ndarray) -> None:
+            target[:] = data
+            written.append(name)
+
+        return write
+
+    publisher = WeightPublisher(tmp_path)
+    sources = {name: (dtype, shape, source(name, data)) for name, (dtype, shape, data) in tensors.items()}
+    publisher.reserve(sources)
+    assert not written
+    publisher.publish(sources, 0)
+    with WeightReader(tmp_path).lease() as lease:
+        assert_same(lease.tensors(), tensors)
+    assert sorted(written) == sorted(tensors)
+
+
 def test_a_leased_version_is_never_overwritten(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, num_slots=3)
     reader = WeightReader(tmp_path)
@@ -109,7 +130,7 @@ def test_when_all_slots_are_held_the_publisher_waits_and_then_says_so(tmp_path: 
     publisher.publish(make_tensors(0), 0)
     publisher.publish(make_tensors(1), 1)
     with reader.lease(0):
-        with pytest.raises(WeightsError, match="weight_slots"):
+        with pytest.raises(SlotsInUse, match=rf"read by process {os.getpid()} \(.*weight_slots"):
             publisher.publish(make_tensors(2), 2, timeout_s=0.02)
         assert reader.latest() == 1
         waiting = threading.Thread(target=publisher.publish, args=(make_tensors(2), 2))
@@ -206,12 +227,13 @@ def test_a_version_may_be_published_again(tmp_path: Path) -> None:
         assert_same(lease.tensors(), make_tensors(4))
 
 
-def test_a_second_publisher_waits_for_the_first(tmp_path: Path) -> None:
+def test_a_second_publisher_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = WeightPublisher(tmp_path)
+    monkeypatch.setattr(weights, "_ALONE_S", 0.02)
     with (tmp_path / "publisher.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(WeightsError, match="another publisher"):
-            publisher.publish(make_tensors(0), 0, timeout_s=0.02)
+            publisher.publish(make_tensors(0), 0)
     publisher.publish(make_tensors(0), 0)
 
 

@@ -1,0 +1,73 @@
+"""What the learner puts on the weight board, and when.
+
+Invariant: whoever waits for a version gets it in the end. A version that readers keep from the board is skipped only
+where tickets can do without it; otherwise the learner waits until a reader lets go.
+
+When that is: a ticket that the step from version v takes demands v - η at most (pipeline/admission.py). So a learner
+at v whose newest published version is not older than v - η always gets its next batch.
+"""
+
+from impala_llm.learning.model import PolicyModel
+from impala_llm.pipeline.complaints import Complaints
+from impala_llm.pipeline.weights import SlotsInUse, WeightPublisher
+
+PATIENCE_S = 1.0
+"""How long a learner stands still for a reader before it goes on without publishing."""
+
+
+class VersionBoard:
+    """Rank 0's versions on the weight board."""
+
+    def __init__(
+        self,
+        board: WeightPublisher,
+        model: PolicyModel,
+        interval: int | None,
+        max_staleness: int | None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """
+        Args:
+            interval: updates between two versions that are published; None: none after the first.
+            max_staleness: η; None: free running.
+        """
+        self.published: int | None = None
+        """The newest version on the board, of those that were offered here."""
+        self._board = board
+        self._model = model
+        self._interval = interval
+        self._max_staleness = max_staleness
+        self._patience_s = patience_s
+        self._complaints = Complaints()
+
+    def begin(self, version: int, is_there: bool) -> None:
+        """Publish the version that training starts from. is_there: an earlier learner has published it already."""
+        tensors = dict(self._model.policy_tensors())
+        self._board.reserve(tensors)
+        self._write(version, may_skip=is_there)
+        self.published = version
+
+    def offer(self, version: int) -> bool | None:
+        """Publish a version if one is due. False where it was skipped for the sake of readers, None where none is due.
+
+        The next version is due after one that was skipped.
+        """
+        assert self.published is not None
+        behind = version - self.published
+        if self._interval is None or behind < self._interval:
+            return None
+        if not self._write(version, may_skip=self._max_staleness is None or behind <= self._max_staleness):
+            return False
+        self.published = version
+        return True
+
+    def _write(self, version: int, may_skip: bool) -> bool:
+        while True:
+            try:
+                self._board.publish(dict(self._model.policy_tensors()), version, self._patience_s)
+                return True
+            except SlotsInUse as error:
+                fate = "is skipped" if may_skip else "waits"
+                self._complaints.log("a version was kept from the board", f"{version} {fate}: {error}")
+                if may_skip:
+                    return False
