@@ -15,7 +15,22 @@ def test_every_group_and_experiment_composes():
     for folder in config_folder().iterdir():
         if folder.is_dir():
             for path in folder.glob("*.yaml"):
-                assert isinstance(load([f"{folder.name}={path.stem}"]), Config), path
+                # model=pretrained has no model of its own
+                own = ["model.path=tiny_shopper"] if path.stem == "pretrained" else []
+                assert isinstance(load([f"{folder.name}={path.stem}", *own]), Config), path
+
+
+def test_each_model_preset_carries_its_own_learning_rate():
+    rates = {"tiny_shopper": 3e-4, "scratch": 6e-4, "pretrained": 1e-6}
+    for preset, rate in rates.items():
+        config = load([f"model={preset}", *(["model.path=tiny_shopper"] if preset == "pretrained" else [])])
+        assert config.learner.learning_rate == rate
+    assert (
+        load(["model=pretrained", "model.path=tiny_shopper", "learner.learning_rate=2e-6"]).learner.learning_rate
+        == 2e-6
+    )
+    with pytest.raises(ConfigError, match="model.path=DIRECTORY"):
+        load(["model=pretrained"])
 
 
 def test_every_algorithm_goes_with_every_experiment():
