@@ -39,6 +39,7 @@ from impala_llm.pipeline.wire import (
     Hello,
     HelloWanted,
     Message,
+    RecordsWanted,
     Refused,
     Revoked,
     Shutdown,
@@ -63,6 +64,8 @@ _MAX_REASON = 1000
 _PATIENCE_HEARTBEATS = 5
 _MAX_PATIENCE_S = 60.0
 _ROW = struct.Struct("<5q")  # wire.Descriptor
+_REMINDERS = 5
+"""So many reminders of a record come at intervals that grow, each twice the one before; later ones at the last one."""
 
 Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted
 
@@ -87,7 +90,8 @@ class ActorChannel:
     actors; a later process of the same id takes over once the first is dead or silent. run_dir: where the arena is
     shared with the learner; None on another host, whence records travel over the wire. arena_bytes: room for
     trajectories under way (config: pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats,
-    which need `poll` to be called. resend_s: a trajectory not acknowledged for so long is offered again.
+    which need `poll` to be called. resend_s: of a trajectory not acknowledged for so long the learner is reminded, and
+    ever more rarely from then on; the record itself travels again only where the learner says that it lacks it.
     learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost; only time in
     which this actor polled counts, a gap between two polls as at most a heartbeat. arena_name: of the arena's file,
     actor_id by default; an actor of several ranks has one for each. Raises ValueError for an endpoint on another host
@@ -138,7 +142,8 @@ class ActorChannel:
         self._unsent: list[int] = []
         self._unsent_words = 0
         self._in_flight: dict[int, _InFlight] = {}
-        self._offered: deque[tuple[float, list[int]]] = deque()
+        self._offered: list[deque[tuple[float, list[int]]]] = [deque() for _ in range(_REMINDERS)]
+        """What was told of, and when, by the number of reminders before: each queue is in the order of time."""
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -284,6 +289,8 @@ class ActorChannel:
                     if version != self._version:
                         self._version = version
                         events.append(message)
+                case RecordsWanted(sequences):
+                    self._offer(sequences, None)
                 case Revoked(ticket_ids):
                     for ticket_id in ticket_ids:
                         self._held.pop(ticket_id, None)
@@ -396,11 +403,15 @@ class ActorChannel:
     def _offer_all_again(self) -> None:
         self._unsent.clear()
         self._unsent_words = 0
-        self._offered.clear()
-        self._offer(self._in_flight)
+        for queue in self._offered:
+            queue.clear()
+        self._offer(self._in_flight, 0, is_reminder=True)
 
-    def _offer(self, sequences: Iterable[int]) -> None:
-        """Tell the learner of records in flight; what was answered meanwhile is left out."""
+    def _offer(self, sequences: Iterable[int], reminders: int | None = 0, is_reminder: bool = False) -> None:
+        """Tell the learner of records in flight; what was answered meanwhile is left out.
+
+        reminders: how many there were before; None: there are some under way. is_reminder: records do not travel.
+        """
         batch: list[int] = []
         num_bytes = 0
         for sequence in sequences:
@@ -409,15 +420,16 @@ class ActorChannel:
             batch.append(sequence)
             num_bytes += 8 * self._in_flight[sequence][1].num_words
             if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
-                self._offer_batch(batch)
+                self._offer_batch(batch, reminders, is_reminder)
                 batch, num_bytes = [], 0
         if batch:
-            self._offer_batch(batch)
+            self._offer_batch(batch, reminders, is_reminder)
 
-    def _offer_batch(self, sequences: list[int]) -> None:
-        self._offered.append((time.monotonic(), sequences))
+    def _offer_batch(self, sequences: list[int], reminders: int | None, is_reminder: bool) -> None:
+        if reminders is not None:
+            self._offered[reminders].append((time.monotonic(), sequences))
         records = [self._in_flight[sequence] for sequence in sequences]
-        frames = [] if self._is_shared else [self._arena.view(place) for _, place, _ in records]
+        frames = [] if self._is_shared or is_reminder else [self._arena.view(place) for _, place, _ in records]
         self._send(DescriptorBatch(b"".join([row for row, _, _ in records])), frames)
 
     def _send_due(self) -> None:
@@ -428,10 +440,11 @@ class ActorChannel:
         self._send(Heartbeat(tuple(self._held), self._stats, self._want or 0, self._first_sequence()))
         if self._engines is not None:
             self._send(self._engines)
-        again: list[int] = []
-        while self._offered and now - self._offered[0][0] > self._resend_s:
-            again += self._offered.popleft()[1]
-        self._offer(again)
+        for reminders, queue in enumerate(self._offered):
+            again: list[int] = []
+            while queue and now - queue[0][0] > self._resend_s * 2**reminders:
+                again += queue.popleft()[1]
+            self._offer(again, min(reminders + 1, _REMINDERS - 1), is_reminder=True)
 
     def _send(self, message: Message, records: Iterable[memoryview] = ()) -> None:
         try:

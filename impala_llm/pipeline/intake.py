@@ -107,8 +107,7 @@ class Offers:
             self._seen_below += len(rows)
             self.queue.append(_Chunk(rows, frames))
             return []
-        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
-        waiting = {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
+        waiting = self._waiting()
         settled: list[int] = []
         new: list[int] = []
         for place, sequence in enumerate(sequences.tolist()):
@@ -127,6 +126,16 @@ class Offers:
         """What waited for this version, or an older one, is next."""
         while self.early and self.early[0][0] <= version:
             self.queue.append(self.early.popleft()[1])
+
+    def look_up(self, sequences: list[int]) -> tuple[list[int], list[int]]:
+        """Of records that are only named: which were settled before, and which never came."""
+        waiting = self._waiting()
+        lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
+        return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
+
+    def _waiting(self) -> set[int]:
+        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
+        return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
 
     def answered_below(self, sequence: int) -> None:
         """The actor has an answer to all below: what of them was not seen here was answered by an earlier process."""

@@ -47,6 +47,7 @@ from impala_llm.pipeline.wire import (
     Hello,
     HelloWanted,
     Message,
+    RecordsWanted,
     Refused,
     Revoked,
     Shutdown,
@@ -432,9 +433,15 @@ class Receiver:
 
     def _handle_offer(self, session: _Session, offer: DescriptorBatch, frames: list[bytes]) -> None:
         rows = offer.array
-        if len(frames) != (len(rows) if session.offers.reader is None else 0):
+        if session.offers.reader is None and not frames:
+            settled, lacking = session.offers.look_up(rows[:, 0].tolist())
+            if lacking:
+                self._send(session.address, RecordsWanted(tuple(lacking)))
+        elif len(frames) != (len(rows) if session.offers.reader is None else 0):
             raise WireError(f"{len(rows)} records of {session.actor_id} came with {len(frames)} frames")
-        for sequence in session.offers.add(rows, frames):
+        else:
+            settled = session.offers.add(rows, frames)
+        for sequence in settled:
             # Its answer was lost on the way, and is the same again.
             if (reason := session.offers.refused.get(sequence)) is not None:
                 self._send(session.address, Refused(sequence, reason))

@@ -9,7 +9,7 @@ that has not heard it yet: one on another host learns it from the learner's firs
     code  message           from     meaning
     1     Hello             actor    here I am, this is where my records lie, these tickets I still hold
     2     TicketRequest     actor    how many tickets I want to have under way
-    3     DescriptorBatch   actor    records in my arena, or in the frames that follow, one each
+    3     DescriptorBatch   actor    records in my arena, or in the frames that follow, one each; or again, without them
     4     TicketFailed      actor    my attempt at a ticket came to nothing
     5     Heartbeat         actor    I live; the tickets that I hold, and want; my latest figures
     6     Goodbye           actor    I leave: grant my tickets to others
@@ -21,6 +21,7 @@ that has not heard it yet: one on another host learns it from the learner's firs
     14    WeightsAnnounced  learner  my current version; also the answer to Hello and Heartbeat
     15    Shutdown          learner  the run is over: end
     16    Revoked           learner  your time for these tickets is over: play them no longer
+    17    RecordsWanted     learner  you name these records, and they are not here: send them
 
 Records: see record.py.
 """
@@ -256,6 +257,16 @@ class Revoked:
         _check_ints("ticket_ids", self.ticket_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordsWanted:
+    """sequences: of records that came without frames, as a reminder, from an actor whose records come in frames."""
+
+    sequences: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_ints("sequences", self.sequences)
+
+
 Message = (
     Hello
     | TicketRequest
@@ -271,6 +282,7 @@ Message = (
     | WeightsAnnounced
     | Shutdown
     | Revoked
+    | RecordsWanted
 )
 
 _TYPES: dict[int, type[Message]] = {
@@ -288,6 +300,7 @@ _TYPES: dict[int, type[Message]] = {
     14: WeightsAnnounced,
     15: Shutdown,
     16: Revoked,
+    17: RecordsWanted,
 }
 _CODES = {kind: code for code, kind in _TYPES.items()}
 _FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in _CODES}

@@ -67,11 +67,12 @@ class Pair:
         resend_s: float = 60.0,
         learner_timeout_s: float = 60.0,
         endpoint: str | None = None,
+        is_shared: bool = True,
     ) -> ActorChannel:
+        """is_shared: its records lie in shared memory; otherwise they travel."""
         endpoint = endpoint or self.run_dir.endpoint(0)
-        actor = ActorChannel(
-            endpoint, actor_id, self.run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s
-        )
+        run_dir = self.run_dir if is_shared else None
+        actor = ActorChannel(endpoint, actor_id, run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s)
         actor.hello()
         actor.request(want)
         self.actors.append(actor)

@@ -50,8 +50,9 @@ MESSAGES = st.one_of(
     st.builds(wire.WeightsAnnounced, POSITIVE),
     st.builds(wire.Shutdown, TEXT),
     st.builds(wire.Revoked, IDS),
+    st.builds(wire.RecordsWanted, IDS),
 )
-CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16]
+CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def frame_of(body: bytes, run_id: int = 0) -> bytes:

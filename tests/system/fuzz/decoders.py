@@ -43,6 +43,7 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
             wire.WeightsAnnounced(6),
             wire.Shutdown("reason"),
             wire.Revoked((1, 2)),
+            wire.RecordsWanted((1, 2)),
         )
     ]
 

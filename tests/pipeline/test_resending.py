@@ -1,0 +1,102 @@
+"""What an actor says again while the learner does not answer: names of records, ever more rarely, and no records."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from impala_llm.pipeline import sockets, wire
+from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.record import record_bytes
+from tests.pipeline.pair import ARENA_BYTES, Pair, drain
+from tests.pipeline.support import contents, make_trajectory, turns_until
+
+
+class Listener:
+    """A learner by hand: hears what actors say, and answers only when told to."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = sockets.router(self.context, "tcp://127.0.0.1:*", wire.MAX_RECORD_BYTES)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.offers: list[tuple[wire.DescriptorBatch, list[bytes]]] = []
+        self.others: list[wire.Message] = []
+
+    def listen(self) -> None:
+        while self.socket.poll(0):
+            self.address, frame, *records = self.socket.recv_multipart()
+            message = wire.decode(frame)
+            if isinstance(message, wire.DescriptorBatch):
+                self.offers.append((message, records))
+            else:
+                self.others.append(message)
+
+    @property
+    def records(self) -> list[bytes]:
+        return [record for _, records in self.offers for record in records]
+
+    def say(self, message: wire.Message) -> None:
+        self.socket.send_multipart([self.address, wire.encode(message)])
+
+    def has_heard(self, num_offers: int) -> bool:
+        self.listen()
+        return len(self.offers) >= num_offers
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.socket.close(0)
+    listener.context.term()
+
+
+def test_a_record_that_is_not_acknowledged_travels_once_and_again_when_it_is_asked_for(listener: Listener) -> None:
+    actor = ActorChannel(listener.endpoint, "actor", None, ARENA_BYTES, heartbeat_s=0.02, resend_s=0.0)
+    sent = [make_trajectory(seed=seed) for seed in range(3)]
+    for trajectory in sent:
+        actor.send(trajectory)
+    turns_until(lambda: listener.has_heard(10), actor)
+    assert listener.records == [record_bytes(trajectory) for trajectory in sent]
+    assert {sequence for offer, _ in listener.offers[4:] for sequence in offer.array[:, 0].tolist()} == {0, 1, 2}
+    listener.offers.clear()
+    listener.say(wire.RecordsWanted((1, 77)))
+    turns_until(lambda: listener.has_heard(0) and bool(listener.records), actor)
+    turns_until(lambda: listener.has_heard(10), actor)
+    assert listener.records == [record_bytes(sent[1])]
+    actor.close()
+
+
+def test_what_is_not_acknowledged_is_named_ever_more_rarely(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("impala_llm.pipeline.channel.time", SimpleNamespace(monotonic=lambda: now))
+    actor = ActorChannel(listener.endpoint, "actor", None, ARENA_BYTES, resend_s=5.0, learner_timeout_s=1e9)
+    actor.send(make_trajectory())
+    for _ in range(600):
+        now += 1.0
+        actor.poll()
+        listener.listen()
+    actor.request(7)
+    turns_until(lambda: listener.has_heard(0) and wire.TicketRequest(7) in listener.others)
+    # At 0 s, and 5, 10, 20, 40 and 80 s after the one before, and a turn; from then on every 80 s.
+    assert len(listener.offers) == 1 + 5 + 5
+    actor.close()
+
+
+def test_a_later_learner_asks_for_what_it_lacks(pair: Pair) -> None:
+    first = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    actor = pair.actor(endpoint=first.endpoint, is_shared=False, want=3)
+    sent = [make_trajectory(ticket, seed=i) for i, ticket in enumerate(pair.tickets(actor, 3))]
+    actor.send(sent[0])
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    pair.receivers.remove(first)
+    first.close()
+    for trajectory in sent[1:]:
+        actor.send(trajectory)  # to nobody
+    second = pair.receiver(endpoint=first.endpoint)
+    assert [contents(t) for t in drain(second, 3, actor)] == [contents(t) for t in sent]
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    assert second.counters()["duplicates"] == 0
