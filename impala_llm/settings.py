@@ -156,16 +156,16 @@ class ActorConfig:
 class AlgorithmConfig:
     advantage: str = "vtrace"
     """What an action is worth. With a value head: vtrace | gae (the same without correction). Without: group_relative
-    (an episode's score against its group's mean) | rloo (against the mean of the others) | distillation (how much more
+    (an episode's return against its group's mean) | rloo (against the mean of the others) | distillation (how much more
     likely the teacher finds each token)."""
     granularity: str = "turn"
     """vtrace, gae: one step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
     group_size: int = 1
-    """Episodes of the same task that are granted, and where scores are compared, compared together."""
+    """Episodes of the same task that are granted, and where returns are compared, compared together."""
     normalize_std: bool = False
     """group_relative: divide by the group's standard deviation."""
     normalize_reward: bool = False
-    """Divide rewards and scores by the standard deviation of all returns so far."""
+    """Divide rewards by the standard deviation of all returns so far."""
     discount: float = 1.0
     """γ a turn."""
     lam: float = 1.0

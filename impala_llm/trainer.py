@@ -1,10 +1,13 @@
 """One rank's part of an optimizer step: from a batch of trajectories to new weights, and what lives from step to step.
 
-Invariant: ranks meet only in sums (counts, gradients, means of what is watched), in the same order on every rank.
+Invariant: ranks meet only in sums (counts, gradients, means of what is watched), in the same order on every rank. A
+number that is not finite ends no rank: all leave the step out together, and the one that has it names the episode.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from impala_llm.algorithms.advantages import group_relative, rloo
@@ -13,16 +16,19 @@ from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardSca
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, objective
+from impala_llm.learning.objective import Denominators, Outcome, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.observability.metrics import MetricLog, StageTimer
+from impala_llm.pipeline.complaints import Complaints
 from impala_llm.replay import ReplayBuffer, ReplayShare
 from impala_llm.settings import AGAINST_GROUP, Config
 from impala_llm.trajectory import Trajectory
+
+_COMPLAINT_INTERVAL_S = 10.0
 
 
 class Trainer:
@@ -46,6 +52,9 @@ class Trainer:
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward)
         self.collapse = CollapseAlarm(config.algorithm)
+        self.complaints = Complaints(_COMPLAINT_INTERVAL_S)
+        self.num_updates = 0
+        """Since this process began: what warms up does so again after a restart."""
 
     def update(
         self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
@@ -58,11 +67,13 @@ class Trainer:
         """
         config, ranks, log, timer = self.config, self.ranks, self.log, self.timer
         algorithm = config.algorithm
-        train_policy = version >= config.learner.value_warmup_updates
+        train_policy = self.num_updates >= config.learner.value_warmup_updates
         with timer.stage("pack"):
             trajectories = batch.trajectories
             counts = self.count(trajectories)
             advantages = self.episode_advantages(trajectories)
+            finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
+            culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
             # Without a term of its own an episode as good as its group has no gradient: it is counted, not computed.
             teaching = list(range(len(trajectories)))
             if advantages is not None and self.entropy.coef == algorithm.kl_coef == 0:
@@ -96,6 +107,8 @@ class Trainer:
                 )
             with timer.stage("backward"):
                 outcome.loss.backward()
+                if not culprits:
+                    culprits = self.not_finite(outcome, rows)
             entropy += outcome.entropy
             weight_sums = [total + part for total, part in zip(weight_sums, outcome.weight_sums, strict=True)]
             self.monitor.record(outcome.comparison)
@@ -103,7 +116,8 @@ class Trainer:
             for name, value, weight in outcome.figures:
                 log.add(name, value, weight)
             for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
-                sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
+                if math.isfinite(size):
+                    sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
         self.buffer.update_advantages(list(sizes), list(sizes.values()))
         # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
         if self.monitor.wants_arrivals:
@@ -115,18 +129,23 @@ class Trainer:
             log.add(name, value, weight)
         with timer.stage("backward"):
             ranks.sum_gradients(self.model)
+            num_culprits = ranks.sum([len(culprits)])[0]
         with timer.stage("optimize"):
-            result = self.optimizer.step(version, progress, train_policy)
+            result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
+        self.num_updates += 1
+        if culprits:
+            self.name(culprits, version)
         self.watch(trajectories, [trajectories[i] for i in teaching], entropy)
         self.steer(weight_sums)
         log.add("optimizer/gradient_norm", result.gradient_norm)
         log.add("optimizer/clipped_share", float(result.clipped))
         log.add("optimizer/skipped", float(result.skipped))
+        log.add("optimizer/not_finite", len(culprits))
         log.add("optimizer/learning_rate", result.learning_rate)
 
     def count(self, trajectories: Sequence[Trajectory]) -> Denominators:
         """Of the update over all ranks; and its returns, for the scale of rewards."""
-        returns = [float(t.rewards.sum()) for t in trajectories]
+        returns = [self.episode_return(t) for t in trajectories]
         tokens, turns, sequences, total, squares = self.ranks.sum(
             [
                 sum(t.num_action_tokens for t in trajectories),
@@ -154,16 +173,23 @@ class Trainer:
         algorithm = self.config.algorithm
         if algorithm.advantage not in AGAINST_GROUP:
             return None
-        scores = torch.tensor([t.score for t in trajectories]) / self.rewards.divisor
+        returns = torch.tensor([self.episode_return(t) for t in trajectories]) / self.rewards.divisor
         group_ids = torch.tensor([t.group_id for t in trajectories])
         if algorithm.loss == "dpo":
-            return self.pair_advantages(trajectories, scores, group_ids)
+            return self.pair_advantages(trajectories, returns, group_ids)
         if algorithm.advantage == "rloo":
-            return rloo(scores, group_ids)
-        return group_relative(scores, group_ids, algorithm.normalize_std)
+            return rloo(returns, group_ids)
+        return group_relative(returns, group_ids, algorithm.normalize_std)
+
+    def episode_return(self, t: Trajectory) -> float:
+        """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts."""
+        discount = self.config.algorithm.discount
+        if discount == 1.0:
+            return float(t.rewards.sum(dtype=np.float64))
+        return sum(discount**k * float(t.rewards[start:end].sum()) for k, (start, end) in enumerate(t.turns.tolist()))
 
     def pair_advantages(
-        self, trajectories: Sequence[Trajectory], scores: torch.Tensor, group_ids: torch.Tensor
+        self, trajectories: Sequence[Trajectory], returns: torch.Tensor, group_ids: torch.Tensor
     ) -> torch.Tensor:
         """What DPO asks of each episode. `sequence_mean_token_sum` makes it the mean over the pairs of all ranks."""
         policy, reference = torch.zeros(len(trajectories)), torch.zeros(len(trajectories))
@@ -174,16 +200,36 @@ class Trainer:
             ours = action_log_probs(self.model, micro, self.config.engine.temperature)
             for log_probs, totals in ((ours, policy), (theirs, reference)):
                 totals[list(micro.members)] = segment_sum(log_probs, micro.segment_ids, len(micro.members)).cpu()
-        found = pair_advantages(policy, reference, scores, group_ids, self.config.algorithm.dpo_beta)
+        found = pair_advantages(policy, reference, returns, group_ids, self.config.algorithm.dpo_beta)
         num_pairs, num_sequences = self.ranks.sum([found.num_pairs, len(trajectories)])
         for name, value in found.metrics.items():
             self.log.add(f"preference/{name}", value, float(found.num_pairs))
         return found.advantages * (num_sequences / max(1.0, num_pairs))
 
+    def not_finite(self, outcome: Outcome, rows: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories of a micro-batch, whose gradient was just added, that have brought a number that is not finite:
+        all of it where only the gradient shows it."""
+        bad = [t for t, is_finite in zip(rows, outcome.is_finite.tolist(), strict=True) if not is_finite]
+        if bad:
+            return bad
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return [] if bool(norm.isfinite()) else list(rows)
+
+    def name(self, culprits: Sequence[Trajectory], version: int) -> None:
+        """Say why a step is left out."""
+        first = culprits[0]
+        others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
+        self.complaints.log(
+            "A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE",
+            f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
+            f"{self.episode_return(first):g}){others}, at version {version}: check its rewards, or set "
+            "algorithm.normalize_reward=true or a lower learner.learning_rate",
+        )
+
     def steer(self, weight_sums: Sequence[float]) -> None:
         """How much of the next batches is replayed follows the effective sample size of this one's weights."""
         count, total, squares = self.ranks.sum(weight_sums)
-        if squares > 0:
+        if 0 < squares < math.inf:
             size = total * total / (count * squares)
             self.log.add("buffer/ess", size)
             if self.share is not None:
@@ -205,7 +251,7 @@ class Trainer:
         self.log.add("optimizer/entropy_coef", self.entropy.coef)
         if tokens:
             self.entropy.observe(entropy / tokens)
-        if tokens and count:  # of episodes that ended: the others have no score yet
+        if tokens and count and math.isfinite(entropy):  # of episodes that ended: the others have no score yet
             self.collapse.observe(entropy / tokens, length / count, score / count)
         for name, collapsed in self.collapse.collapsed.items():
             self.log.add(f"alarm/{name}_collapse", float(collapsed))

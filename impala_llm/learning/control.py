@@ -37,7 +37,9 @@ class RewardScale:
         self._count = self._sum = self._squares = 0.0
 
     def observe(self, count: float, total: float, squares: float) -> None:
-        """Of the returns of the episodes of a batch: their number, sum, and sum of squares."""
+        """Of the returns of the episodes of a batch: number, sum, sum of squares. Passed over if not finite."""
+        if not math.isfinite(total + squares):
+            return
         self._count += count
         self._sum += total
         self._squares += squares

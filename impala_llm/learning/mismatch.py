@@ -198,7 +198,7 @@ class MismatchMonitor:
         rows = log_probs.detach().cpu().split([t.num_action_tokens for t in members])
         for trajectory, row in zip(members, rows, strict=True):
             key = id(trajectory.block)
-            if key not in self._kept:
+            if key not in self._kept and bool(row.isfinite().all()):
                 # A copy, or one short row would keep the whole micro-batch alive.
                 self._kept[key] = row.clone()
                 weakref.finalize(trajectory.block, self._kept.pop, key, None).atexit = False

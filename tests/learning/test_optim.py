@@ -105,8 +105,40 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, bad: floa
 
 
 def test_only_the_value_head_learns_while_it_warms_up(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path, value_warmup_updates=1)
+    before = copies(model)
+    fill_gradients(model, 1.0)
+    optimizer.step(0, 0.0)
+    assert moved(model, before) == {f"value_head.{name}" for name, _ in model.value_head.named_parameters()}
+    fill_gradients(model, 1.0)
+    optimizer.step(1, 0.0)
+    assert moved(model, before) == {name for name, _ in model.named_parameters()}
+
+
+def test_the_policy_warms_up_after_the_value_head(tmp_path: Path) -> None:
+    """Four updates of each: the policy begins with a quarter of its rate when the value head has all of its own."""
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    config = LearnerConfig(
+        **{"learning_rate": 1e-3, "value_learning_rate": 1e-2, "warmup_updates": 4, "value_warmup_updates": 4},
+        decay="constant",
+        max_grad_norm=1e9,
+    )
+    optimizer = Optimizer(model, config)
+    rates = []
+    for update in range(5):
+        before = copies(model)
+        fill_gradients(model, 1.0)
+        rates.append(optimizer.step(update, 0.0).learning_rate)
+    assert rates == [0.0, 0.0, 0.0, 0.0, 0.25e-3]
+    for name, p in model.named_parameters():
+        rate = 1e-2 if name.startswith("value_head") else 0.25e-3
+        torch.testing.assert_close(p.detach(), before[name] - rate, atol=1e-6, rtol=1e-4)
+
+
+def test_a_step_that_is_to_be_skipped_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path)
     before = copies(model)
     fill_gradients(model, 1.0)
-    optimizer.step(0, 0.0, train_policy=False)
-    assert moved(model, before) == {f"value_head.{name}" for name, _ in model.value_head.named_parameters()}
+    assert optimizer.step(0, 0.0, skip=True).skipped
+    assert not moved(model, before)
+    assert all(p.grad is None for p in model.parameters())

@@ -1,7 +1,9 @@
 """Other models' views of the policy's tokens: a teacher that reads more, and pairs as a policy gradient."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,7 +82,7 @@ def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None
     config.algorithm.aggregate, config.algorithm.dpo_beta = "sequence_mean_token_sum", 0.3
     config.learner.token_budget, config.learner.max_grad_norm = 24, 1e9
     rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(4)]
-    rows = [_scored(row, score) for row, score in zip(rows, (0.1, 0.8, 0.6, 0.2), strict=True)]
+    rows = [_rewarded(row, score) for row, score in zip(rows, (0.1, 0.8, 0.6, 0.2), strict=True)]
     model = PolicyModel.from_pretrained(directory)
     with torch.no_grad():
         for p in model.lm.parameters():
@@ -88,9 +90,9 @@ def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None
     trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
     gradients: list[torch.Tensor] = []
 
-    def record(version: int, progress: float, train_policy: bool) -> object:
+    def record(update: int, progress: float, skip: bool) -> object:
         gradients.extend(p.grad.clone() for p in model.lm.parameters() if p.grad is not None)
-        return step(version, progress, train_policy)
+        return step(update, progress, skip)
 
     step = trainer.optimizer.step
     trainer.optimizer.step = record  # type: ignore[method-assign,assignment]
@@ -113,10 +115,10 @@ def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-3)
 
 
-def _scored(row, score):
-    import dataclasses
-
-    return dataclasses.replace(row, score=score)
+def _rewarded(row, reward):
+    rewards = np.zeros_like(row.rewards)
+    rewards[row.turns[-1, 1] - 1] = reward
+    return dataclasses.replace(row, rewards=rewards)
 
 
 def _sum_log_probs(model: PolicyModel, row) -> torch.Tensor:

@@ -1,16 +1,25 @@
 """The step of one rank, as its buffer and its log see it."""
 
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, save_lm
+from impala_llm.trajectory import Trajectory
+from tests.learning.builders import NoPriorities, make_batch, make_trajectory, save_lm
 
 
 def make_trainer(directory: Path) -> Trainer:
@@ -36,3 +45,132 @@ def test_one_old_item_in_the_draw_does_not_shrink_the_policy_gradient(tmp_path: 
         trainer.update(batch_of((weight,) * 6), version=3, progress=0.0)
         norms.append(trainer.log.flush()["optimizer/gradient_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+# --- one notion of return
+
+
+def with_returns(*rewards: tuple[float, float]) -> list[Trajectory]:
+    """A group whose scores are all 0.5, of two turns with these rewards."""
+    group = []
+    for number, pair in enumerate(rewards):
+        t = make_trajectory(10, [(2, 4), (6, 10)], seed=number)
+        values = np.zeros(10, np.float32)
+        values[[3, 9]] = pair
+        group.append(dataclasses.replace(t, rewards=values))
+    return group
+
+
+def trainer_with(directory: Path, *overrides: str) -> Trainer:
+    config = load(["model=scratch", "algorithm.group_size=2", *overrides])
+    model = PolicyModel.from_pretrained(save_lm(directory))
+    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=group_relative"], [-5.0, 5.0]),
+        (["algorithm=group_relative", "algorithm.advantage=rloo"], [-10.0, 10.0]),
+        (["algorithm=group_relative", "algorithm.normalize_reward=true"], [-1.0, 1.0]),
+    ],
+)
+def test_an_episode_is_compared_by_its_return(tmp_path: Path, overrides: list[str], expected: list[float]) -> None:
+    """As with a sparse reward: 0 and 10, where the scores are equal."""
+    trainer = trainer_with(tmp_path, *overrides)
+    group = with_returns((0.0, 0.0), (0.0, 10.0))
+    trainer.count(group)
+    advantages = trainer.episode_advantages(group)
+    assert advantages is not None and advantages.tolist() == pytest.approx(expected)
+
+
+def test_a_return_is_discounted_as_that_of_the_value_head_is(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, "algorithm=group_relative", "algorithm.discount=0.5")
+    advantages = trainer.episode_advantages(with_returns((1.0, 2.0), (0.0, 2.0)))
+    assert advantages is not None and advantages.tolist() == pytest.approx([0.5, -0.5]), "1 + 2/2 against 2/2"
+
+
+def test_pairs_are_ordered_by_their_returns(tmp_path: Path) -> None:
+    policy = save_lm(tmp_path / "policy")
+    trainer = trainer_with(tmp_path / "lm", "algorithm=dpo", f"algorithm.reference={policy}")
+    advantages = trainer.episode_advantages(with_returns((10.0, 0.0), (0.0, 0.0)))
+    assert advantages is not None and advantages[0] > 0 > advantages[1]
+
+
+# --- what is not finite
+
+
+class Finite(NoPriorities):
+    """As the buffer does, refuses what is no number."""
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        assert all(map(math.isfinite, values)), values
+
+
+class ThreadRanks(Ranks):
+    """Two ranks in one process, a thread each."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size = rank, 2
+        self._meeting, self._table = meeting, table
+
+    def _exchange(self, mine: object) -> list:
+        self._table[self.rank] = mine
+        self._meeting.wait(30)
+        both = [self._table[0], self._table[1]]
+        self._meeting.wait(30)
+        return both
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return [sum(pair) for pair in zip(*self._exchange(list(numbers)), strict=True)]
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        parameters = list(model.parameters())
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for p, *both in zip(parameters, *self._exchange(mine), strict=True):
+            p.grad = both[0] + both[1]
+
+
+def endless(t: Trajectory) -> Trajectory:
+    """With rewards whose sum is infinite in float32."""
+    return dataclasses.replace(t, rewards=np.where(t.action_mask, np.float32(3e38), np.float32(0)))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
+def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_finite(
+    tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = save_lm(tmp_path)
+    meeting, table = threading.Barrier(2), {}
+    good = make_batch()
+    bad = [*good[:3], endless(good[3]), *good[4:]]
+    summaries: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    moved: dict[int, list[bool]] = {0: [], 1: []}
+
+    config = load(["model=scratch", f"algorithm={algorithm}", "algorithm.group_size=6", "learner.batch_size=12"])
+    models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        model = models[rank]
+        trainer = Trainer(config, ThreadRanks(rank, meeting, table), model, Finite(), MetricLog())  # type: ignore[arg-type]
+        for version, episodes in enumerate([bad if rank else good, good], start=3):
+            before = [p.detach().clone() for p in model.parameters()]
+            varied = [dataclasses.replace(t, ticket_id=i) for i, t in enumerate(episodes)]
+            trainer.update(Batch(tuple(varied), (1.0,) * 6, tuple(range(6)), 1.0), version, 0.0)
+            moved[rank].append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            summaries[rank].append(trainer.log.flush())
+
+    with caplog.at_level(logging.WARNING):
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert moved == {0: [False, True], 1: [False, True]}
+    for rank in (0, 1):
+        assert [summary["optimizer/skipped"] for summary in summaries[rank]] == [1.0, 0.0]
+    assert [summaries[rank][0]["optimizer/not_finite"] for rank in (0, 1)] == [0.0, 1.0]
+    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
+    assert "episode-3" in text and "episode-4" not in text
