@@ -66,18 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if "-h" in rest or "--help" in rest:
         return show_help(command, next((word for word in rest if not word.startswith("-")), ""))
-    try:
-        flagged, overrides = options(command, rest)
-        config = load(overrides)
-    except ConfigError as error:
-        print(f"impala-llm: {error}", file=sys.stderr)
-        return 2
     commands: dict[str, Callable[[Config, list[str], bool], int]] = {
         "train": train,
         "actors": actors,
         "evaluate": evaluate,
     }
-    return commands[command](config, overrides, flagged)
+    try:
+        flagged, overrides = options(command, rest)
+        return commands[command](load(overrides), overrides, flagged)
+    except ConfigError as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 2
 
 
 def show_help(command: str, word: str) -> int:
@@ -122,6 +121,9 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         print(dry_run(config, overrides))
         return 0
     from impala_llm.launch import supervise
+    from impala_llm.preflight import check_training
+
+    check_training(config)
 
     code = supervise(config, overrides)
     if code == 0 and config.evaluation.before_and_after:
@@ -131,9 +133,12 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     return code
 
 
-def actors(_config: Config, overrides: list[str], _flagged: bool) -> int:
+def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
     """Actors alone."""
     from impala_llm.launch import main as launch
+    from impala_llm.preflight import check_actors
+
+    check_actors(config)
 
     return launch(overrides)
 
@@ -141,6 +146,9 @@ def actors(_config: Config, overrides: list[str], _flagged: bool) -> int:
 def evaluate(config: Config, _overrides: list[str], as_json: bool) -> int:
     """Play held-out tasks."""
     from impala_llm.evaluate import main as evaluate_policy
+    from impala_llm.preflight import check_evaluation
+
+    check_evaluation(config)
 
     return evaluate_policy(config, as_json=as_json)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket as system
 from typing import NamedTuple
 
+from impala_llm.hosts import TcpEndpoint
+
 _BACKLOG = 128
 
 
@@ -26,6 +28,21 @@ def address_towards(host: str, port: int) -> str:
     with system.socket(family, system.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def can_listen(endpoint: TcpEndpoint) -> bool:
+    """Whether nobody listens at this address and port yet, and the address is one of this host's."""
+    host = None if endpoint.host == "*" else endpoint.host
+    try:
+        found = system.getaddrinfo(host, endpoint.port, type=system.SOCK_STREAM, flags=system.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        with system.socket(family, system.SOCK_STREAM) as probe:
+            # As ZeroMQ does: connections of an earlier listener that still linger are no hindrance.
+            probe.setsockopt(system.SOL_SOCKET, system.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def listen_at(address: str) -> Listener:

@@ -53,14 +53,15 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
-def _default_base() -> Path:
+def shared_memory() -> Path:
+    """Where run directories lie by default: /dev/shm, or the directory for temporary files where there is none."""
     shared_memory = Path("/dev/shm")
     return shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def _run_path(run_name: str, base: Path | None) -> Path:
     check_name("run name", run_name)
-    return (base or _default_base()) / f"impala_llm-{os.getuid()}-{run_name}"
+    return (base or shared_memory()) / f"impala_llm-{os.getuid()}-{run_name}"
 
 
 class RunDirectory:
@@ -180,6 +181,17 @@ class RunDirectory:
             self.remove()
 
 
+def find_run(run_name: str, base: Path | None = None) -> int | None:
+    """Run id of what a dead owner has left under this name; None where there is nothing.
+
+    RunDirectoryError where its owner lives, or it belongs to another user.
+    """
+    root = _run_path(run_name, base)
+    if _has_owner(root):
+        raise _in_use(root, run_name)
+    return _read_run_id(root)
+
+
 def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5.0) -> None:
     """Remove what a dead owner left of a run; nothing to do where there is nothing. For supervisors, after the end.
 
@@ -235,10 +247,7 @@ def _lock(root: Path, run_name: str, make: bool) -> int | None:
             except BlockingIOError:
                 # It may be one who looks whether there is an owner, for a moment.
                 if attempt + 1 == _LOCK_TRIES:
-                    raise RunDirectoryError(
-                        f"run {run_name!r} is in use: {root} belongs to the living process {_owner_pid(root)}. "
-                        "Stop that process or choose another run name"
-                    ) from None
+                    raise _in_use(root, run_name) from None
                 time.sleep(_LOCK_INTERVAL_S)
         if os.path.samestat(os.stat(root), os.fstat(handle)):
             return handle
@@ -249,6 +258,13 @@ def _lock(root: Path, run_name: str, make: bool) -> int | None:
         raise
     os.close(handle)
     return None
+
+
+def _in_use(root: Path, run_name: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run {run_name!r} is in use: {root} belongs to the living process {_owner_pid(root)}. "
+        "Stop that process or choose another run name"
+    )
 
 
 def _has_owner(root: Path) -> bool:

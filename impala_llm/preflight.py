@@ -1,0 +1,176 @@
+"""What can be seen to go wrong before any process of a run exists: folders, files of the model, keys, ports, memory.
+
+config.py looks at the settings alone; here they are held against this host. Each problem is a sentence with key, value
+and fix. Nothing here imports torch: a refusal takes about a second.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from impala_llm.config import ConfigError
+from impala_llm.engines.sglang_settings import BadServerSettings, check_python, find_python
+from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.launch import visible_gpus
+from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
+from impala_llm.pipeline.rendezvous import can_listen
+from impala_llm.pipeline.rundir import RunDirectoryError, find_run, shared_memory
+from impala_llm.settings import Config, model_directory
+
+MEGABYTE = 1 << 20
+
+
+def check_training(config: Config) -> None:
+    """Before `impala-llm train`. Raises ConfigError with all that was found."""
+    _raise_for(config, (_run_folder, _model, _device, _sglang, _learner_keys, _ports, _memory))
+
+
+def check_actors(config: Config) -> None:
+    """Before `impala-llm actors`. Raises ConfigError with all that was found."""
+    _raise_for(config, (_model, _device, _sglang, _actor_keys))
+
+
+def check_evaluation(config: Config) -> None:
+    """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
+    _raise_for(config, (_model, _device, _sglang))
+
+
+def _raise_for(config: Config, checks: Sequence[Callable[[Config], list[str]]]) -> None:
+    found = [problem for check in checks for problem in check(config)]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _run_folder(config: Config) -> list[str]:
+    """A folder takes one run; a name, one living run."""
+    folder, name = Path(config.run.dir), config.run.name
+    if folder.exists() and not folder.is_dir():
+        return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
+    try:
+        left = find_run(name)
+    except RunDirectoryError as error:
+        return [f"run.name={name}: {error}"]
+    if config.run.resume and left is None:
+        trained = folder / "policy"
+        onward = f", or train its policy further with model.path={trained} and another run.name"
+        return [
+            f"run.resume=true: nothing of run {name!r} is left in {shared_memory()} to go on from; leave run.resume out"
+            + (onward if trained.is_dir() else "")
+        ]
+    curve = folder / "tensorboard" / "metrics.jsonl"
+    if not config.run.resume and curve.is_file() and curve.stat().st_size:
+        return [
+            f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, or "
+            + ("run.resume=true to go on with it" if left is not None else "remove the folder")
+        ]
+    return []
+
+
+def _model(config: Config) -> list[str]:
+    """The files of model.path: whole, with a chat template and enough positions."""
+    directory = model_directory(config.model.path)
+    if directory is None:
+        return []  # made from scratch
+    where = f"model.path={config.model.path}"
+    try:
+        facts = json.loads((directory / "config.json").read_bytes())
+        tokenizer = directory / "tokenizer_config.json"
+        template = json.loads(tokenizer.read_bytes()).get("chat_template") if tokenizer.is_file() else None
+    except ValueError as error:
+        return [f"{where}: a configuration file there is not JSON ({error}): copy the model again"]
+    found = []
+    if not template and not any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        found.append(
+            f"{where} has no chat template, by which observations become tokens: take an instruction-tuned model, or "
+            "put a chat_template.jinja into the folder"
+        )
+    positions = facts.get("max_position_embeddings")
+    if isinstance(positions, int) and config.engine.max_length > positions:
+        found.append(
+            f"engine.max_length={config.engine.max_length} is more than the {positions} positions of {where}: set it "
+            f"to at most {positions}"
+        )
+    index = directory / "model.safetensors.index.json"
+    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for name in sorted(names):
+        try:
+            with safe_open(directory / name, "np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            found.append(f"{where}: {name} is missing or damaged ({error}): copy the model again")
+    return found
+
+
+def _device(config: Config) -> list[str]:
+    if config.model.device == "cuda" and not visible_gpus():
+        return ["model.device=cuda, and this host has no GPU that can be used: set model.device=auto or cpu"]
+    if config.model.device == "cuda" and version("torch").endswith("+cpu"):
+        return ["model.device=cuda, and the torch that is installed is the CPU build: install its CUDA build"]
+    return []
+
+
+def _sglang(config: Config) -> list[str]:
+    if config.engine.name != "sglang" or config.engine.urls is not None:
+        return []
+    try:
+        asyncio.run(check_python(config.engine.python or find_python()))
+    except BadServerSettings as error:
+        return [str(error)]
+    return []
+
+
+def _learner_keys(config: Config) -> list[str]:
+    return _key_problems(config, load_learner_keys) if config.pipeline.bind is not None else []
+
+
+def _actor_keys(config: Config) -> list[str]:
+    return _key_problems(config, load_actor_keys) if config.pipeline.connect is not None else []
+
+
+def _key_problems(config: Config, load: Callable[[Path], object]) -> list[str]:
+    if config.pipeline.keys is None:
+        return []
+    try:
+        load(Path(config.pipeline.keys).expanduser())
+    except KeyFileError as error:
+        return [f"pipeline.keys={config.pipeline.keys}: {error}"]
+    return []
+
+
+def _ports(config: Config) -> list[str]:
+    """Those of the ranks, and the weight server's above them."""
+    bind = config.pipeline.bind
+    if bind is None:
+        return []
+    ends = [TcpEndpoint.parse(rank_endpoint(bind, offset)) for offset in range(config.learner.num_ranks + 1)]
+    taken = [str(end.port) for end in ends if not can_listen(end)]
+    if not taken:
+        return []
+    return [
+        f"pipeline.bind={bind}: port {', '.join(taken)} cannot be listened at: end what uses it or take other ports"
+    ]
+
+
+def _memory(config: Config) -> list[str]:
+    """All of it is reserved as the processes start: what does not fit is an error then, again and again."""
+    num_ranks, num_actors = config.learner.num_ranks, config.actor.num_actors
+    directory = model_directory(config.model.path)
+    weights = 0 if directory is None else sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    parts = {
+        "replay.capacity_mb": num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
+        "pipeline.arena_mb": num_ranks * num_actors * config.pipeline.arena_mb * MEGABYTE,
+        "pipeline.weight_slots": config.pipeline.weight_slots * weights,
+    }
+    needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free
+    if needed <= free:
+        return []
+    shares = ", ".join(f"{size / MEGABYTE:,.0f} MB for {key}" for key, size in parts.items())
+    return [
+        f"{shared_memory()} has {free / MEGABYTE:,.0f} MB free, and the run reserves {needed / MEGABYTE:,.0f} MB "
+        f"({shares}): lower these settings or enlarge it (Docker: --shm-size)"
+    ]

@@ -1,0 +1,127 @@
+"""What is refused before any process exists: through the command line, with exit code 2 and a sentence or two."""
+
+import json
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from impala_llm import cli, preflight
+from impala_llm.pipeline.keys import make_keys
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.settings import ASSETS
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls a command with settings and returns what it said on its way out with status 2."""
+
+    def call(*settings: str, command: str = "train") -> str:
+        name = f"run.name=test-{uuid.uuid4().hex[:12]}"
+        assert cli.main([command, "experiment=quickstart", name, f"run.dir={tmp_path / 'out'}", *settings]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("impala-llm: ") and len(said.splitlines()) <= 3, said
+        return said
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "model"))
+
+
+def test_a_folder_that_holds_a_run_is_refused_with_the_ways_out(refused: Callable[..., str], tmp_path: Path) -> None:
+    curve = tmp_path / "out" / "tensorboard" / "metrics.jsonl"
+    curve.parent.mkdir(parents=True)
+    curve.write_text('{"step": 1}\n')
+    said = refused()
+    assert f"run.dir={tmp_path / 'out'}" in said and "run.name" in said and "remove the folder" in said
+
+
+def test_a_run_that_left_nothing_cannot_be_resumed(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "out" / "policy").mkdir(parents=True)
+    said = refused("run.resume=true")
+    assert "run.resume=true" in said and f"model.path={tmp_path / 'out' / 'policy'}" in said
+
+
+def test_a_file_is_no_folder_of_a_run(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert f"run.dir={tmp_path / 'file'} is a file" in refused(f"run.dir={tmp_path / 'file'}")
+
+
+def test_a_living_run_of_the_same_name_is_refused(refused: Callable[..., str]) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    with RunDirectory.create(name):
+        said = refused(f"run.name={name}")
+    assert f"run.name={name}" in said and "choose another run name" in said
+
+
+@pytest.mark.parametrize("command", ["train", "actors", "evaluate"])
+def test_a_model_without_chat_template_is_refused(
+    command: str, refused: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    tokenizer.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    said = refused(f"model.path={model}", command=command)
+    assert f"model.path={model}" in said and "chat template" in said
+
+
+def test_a_longer_context_than_the_model_has_positions_is_refused(refused: Callable[..., str]) -> None:
+    said = refused("engine.max_length=4097", "learner.token_budget=4097")
+    assert "engine.max_length=4097" in said and "4096" in said
+
+
+def test_weights_that_were_cut_short_are_refused(refused: Callable[..., str], model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    said = refused(f"model.path={model}")
+    assert "model.safetensors" in said and "copy the model again" in said
+    weights.unlink()
+    assert "model.safetensors is missing" in refused(f"model.path={model}")
+
+
+def test_a_port_in_use_is_refused(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = refused(f"pipeline.bind=tcp://127.0.0.1:{port - 1}")  # the weight server is one above rank 0
+    assert f"port {port} cannot be listened at" in said
+
+
+def test_keys_that_others_may_read_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["actor"])
+    (tmp_path / "keys").chmod(0o755)
+    (tmp_path / "keys" / "learner.secret.json").chmod(0o644)
+    said = refused("pipeline.bind=tcp://127.0.0.1:7400", f"pipeline.keys={tmp_path / 'keys'}")
+    assert f"pipeline.keys={tmp_path / 'keys'}" in said
+
+
+def test_cuda_without_a_gpu_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = refused("model.device=cuda")
+    assert "model.device=cuda" in said and "model.device=auto" in said
+
+
+def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none_there(python: str) -> None:
+        raise preflight.BadServerSettings(f"engine.python={python} has no sglang installed")
+
+    monkeypatch.setattr(preflight, "check_python", none_there)
+    assert "has no sglang installed" in refused("engine=sglang")
+
+
+def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str]) -> None:
+    said = refused("replay.capacity_mb=1000000")
+    # 5/4 of it, and 64 MiB beside
+    assert "1,250,064 MB for replay.capacity_mb" in said and "--shm-size" in said
