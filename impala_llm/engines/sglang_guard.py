@@ -2,15 +2,17 @@
 
     python sglang_guard.py OWNER_PID COMMAND...
 
-Invariant: when this process ends, nothing that the server started lives on, and its files in shared memory and in its
-temporary folder are gone; and it ends when the server does, when its owner says so (SIGTERM), or when its owner is
-dead, be it by SIGKILL.
+Invariant: when this process ends, nothing that the server started lives on, and the files that it made in shared memory
+and in its temporary folder are gone. No others are: weights in shared memory, which it maps while it loads them, are
+not its own. And it ends when the server does, when its owner says so (SIGTERM), or when its owner is dead, be it by
+SIGKILL.
 
 A death signal on the server alone would not do: SGLang's children ask for theirs only after seconds of imports, and a
 server that is killed unlinks nothing. The owner asks by SIGUSR1, once the server is up, to note which files those are;
 a line on standard output says that it is done. All else that is printed goes to standard error.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -18,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY = Path("/dev/shm")
 TRACKER_GRACE_S = 2.0
 """Time for Python's resource trackers, which unlink semaphores once all others are dead, and then end by themselves."""
 WAKE_UPS = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1})
@@ -37,7 +39,8 @@ def main(owner: int, command: Sequence[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != owner:  # it died before it could be asked for its death signal
         return 0
-    files: set[str] = set()
+    files: dict[Path, int] = {}
+    earlier = frozenset(entry.inode() for entry in os.scandir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset()
     with tempfile.TemporaryDirectory(prefix="impala-sglang-", ignore_cleanup_errors=True) as folder:
         try:
             server = subprocess.Popen(
@@ -47,15 +50,17 @@ def main(owner: int, command: Sequence[str]) -> int:
                 stdout=sys.stderr,
                 preexec_fn=_prepare_server,
             )
-            return _watch(owner, server, files)
+            return _watch(owner, server, files, earlier)
         finally:
-            files |= _shared_memory()
+            files |= _made_by_server(earlier)
             _end_descendants()
-            for file in files:
-                Path(file).unlink(missing_ok=True)
+            for file, inode in files.items():
+                with contextlib.suppress(FileNotFoundError):
+                    if file.stat().st_ino == inode:
+                        file.unlink()
 
 
-def _watch(owner: int, server: subprocess.Popen[bytes], files: set[str]) -> int:
+def _watch(owner: int, server: subprocess.Popen[bytes], files: dict[Path, int], earlier: Set[int]) -> int:
     while True:
         number = signal.sigwait(WAKE_UPS)
         for pid, code in _reap():
@@ -63,7 +68,7 @@ def _watch(owner: int, server: subprocess.Popen[bytes], files: set[str]) -> int:
                 server.returncode = code
                 return code if code >= 0 else 128 - code
         if number == signal.SIGUSR1:
-            files |= _shared_memory()
+            files |= _made_by_server(earlier)
             print("noted", flush=True)
         elif number == signal.SIGTERM or os.getppid() != owner:
             # SIGHUP also comes when only the thread ended that started us: then the owner is still our parent.
@@ -102,15 +107,20 @@ def _reap() -> list[tuple[int, int]]:
         ended.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def _shared_memory() -> set[str]:
-    """The files in shared memory that our descendants have mapped and that still have a name."""
-    files = set()
+def _made_by_server(earlier: Set[int]) -> dict[Path, int]:
+    """The files in shared memory that our descendants have made and mapped, and their inodes.
+
+    That is, those without a folder, as shm_open makes them, that are mapped for writing by all and are not among the
+    inodes that were there before. What others have put there is mapped for reading.
+    """
+    files = {}
     for process in psutil.Process().children(recursive=True):
-        try:
-            paths = [region.path for region in process.memory_maps()]
-        except psutil.Error:
-            continue
-        files |= {path for path in paths if path.startswith(SHARED_MEMORY) and Path(path).exists()}
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
+                _, permissions, _, _, inode, *path = line.split(maxsplit=5)
+                is_shared = {"w", "s"} <= {*permissions}
+                if is_shared and path and Path(path[0]).parent == SHARED_MEMORY and int(inode) not in earlier:
+                    files[Path(path[0])] = int(inode)
     return files
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_server import GUARD, SGLangServer
 from impala_llm.engines.sglang_settings import BadServerSettings, ServerError, ServerSettings
 from tests.system.sglang import ROOT, cpu_settings, descendants, needs_sglang, tiny_checkpoint
 
@@ -57,7 +58,7 @@ time.sleep(600) # like one of multiprocessing's spawn_main
 START_IN_ANOTHER_PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from impala_llm.engines.sglang_server import SGLangServer
+from impala_llm.engines.sglang_server import GUARD, SGLangServer
 from impala_llm.engines.sglang_settings import ServerSettings
 async def own():
     server = SGLangServer(ServerSettings(
@@ -209,6 +210,60 @@ def test_a_death_is_noticed_and_nothing_is_left(
 
     asyncio.run(scenario())
     assert descendants() == []
+
+
+MAPS_FILES = """
+import mmap, os, sys, time
+own, early, *models = sys.argv[1:]
+print("started", flush=True)
+kept = []
+for path in models:  # as weights are read
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    with open(path, "rb") as file:
+        kept.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+with open(early, "r+b") as file:
+    kept.append(mmap.mmap(file.fileno(), 0))
+with open(own, "w+b") as file:
+    file.truncate(4096)
+    kept.append(mmap.mmap(file.fileno(), 4096))
+print("mapped", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_only_what_the_server_made_is_removed_from_shared_memory(is_noted: bool, tmp_path: Path) -> None:
+    name = f"/dev/shm/impala-test-{tmp_path.name}"
+    folder, early, late, own = Path(name), Path(f"{name}.early"), Path(f"{name}.late"), Path(f"{name}.own")
+    in_folder = folder / "model.safetensors"
+    try:
+        folder.mkdir()
+        for file in (in_folder, early):
+            file.write_bytes(b"weights")
+        words = [sys.executable, "-c", MAPS_FILES, str(own), str(early), str(in_folder), str(late)]
+        guard = subprocess.Popen(
+            [sys.executable, str(GUARD), str(os.getpid()), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert guard.stdout is not None and guard.stderr is not None
+        assert guard.stderr.readline() == b"started\n"
+        (folder / "new").write_bytes(b"weights")
+        (folder / "new").rename(late)
+        assert guard.stderr.readline() == b"mapped\n"
+        if is_noted:
+            guard.send_signal(signal.SIGUSR1)
+            assert guard.stdout.readline() == b"noted\n"
+            own.unlink()
+            own.write_bytes(b"by somebody else, under a name that the server has given up")
+        guard.terminate()
+        guard.wait(DEADLINE_S)
+        assert [file.read_bytes() for file in (in_folder, early, late)] == [b"weights"] * 3
+        assert own.exists() == is_noted
+    finally:
+        for file in (early, late, own):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_owner(model: Path, log: Path, python: str) -> subprocess.Popen[str]:
