@@ -2,8 +2,8 @@
 
 Invariant: what a relay publishes on its host's board is a version of the learner's board, whole and with its checksums
 compared, and versions only grow. A relay, a server or a cable may fail at any moment: what was received of a version
-stays, and the fetching goes on at the first chunk that is missing. A version that the learner has overwritten meanwhile
-is dropped for the newest one.
+stays, and the fetching goes on at the first chunk that is missing. The server keeps a version for as long as it is
+being fetched, and versions that come meanwhile are skipped; one that was overwritten nevertheless is dropped.
 
     loop:  newest?  ->  contents of it  ->  chunks, `window` of them asked for at a time  ->  verify, publish locally
 """
@@ -11,6 +11,7 @@ is dropped for the newest one.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -114,8 +115,9 @@ class WeightRelay:
         else:
             self._disconnect()
 
-    def turn(self, timeout_s: float = 600.0) -> int | None:
-        """Ask for the newest version, and fetch and publish it where this host does not have it yet.
+    def turn(self, timeout_s: float = math.inf) -> int | None:
+        """Ask for the newest version, and fetch and publish it, or one that the server keeps, where this host does not
+        have it yet. For as long as it progresses, if not told otherwise.
 
         Returns the version that was published. None where there is none newer, or it could not be fetched: because of
         the server's silence, because the version was overwritten, or for want of time; call again. Raises WeightsError
@@ -134,8 +136,9 @@ class WeightRelay:
             )
         if latest.version < 0 or (here is not None and latest.version <= here):
             return None
-        contents = self._ask(ManifestRequest(self._number(), latest.version), deadline)
-        if not isinstance(contents, Contents) or contents.version != latest.version:
+        have = -1 if here is None else here
+        contents = self._ask(ManifestRequest(self._number(), latest.version, have), deadline)
+        if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
             self.stats.dropped += isinstance(contents, Gone)
             return None
         with closing(Download(self._directory, contents, self._chunk_bytes)) as download:

@@ -7,7 +7,7 @@ frame, its data. Every request carries a number, and its answer the same.
 
     code  message          from    meaning
     1     LatestRequest    relay   which version is the newest?
-    2     ManifestRequest  relay   what belongs to this version? I am going to fetch it
+    2     ManifestRequest  relay   what belongs to this version, or to one that is kept? I am going to fetch it
     3     ChunkRequest     relay   bytes of a file of this version
     11    Latest           server  the newest version
     12    Contents         server  sizes and checksums of all that belongs to a version
@@ -26,7 +26,7 @@ import msgpack
 
 from impala_llm.pipeline.weight_slots import WEIGHTS_FILE, Manifest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_CHUNK_BYTES = 16 << 20
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES
 """Of any frame: the limit to set on the sockets."""
@@ -52,12 +52,16 @@ class LatestRequest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestRequest:
+    """have: the version that the relay has; -1 where it has none. The answer may be of any version above."""
+
     request: int
     version: int
+    have: int
 
     def __post_init__(self) -> None:
         _check_int("request", self.request)
         _check_int("version", self.version)
+        _check_int("have", self.have, -1)
 
 
 @dataclass(frozen=True, slots=True)

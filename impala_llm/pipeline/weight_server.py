@@ -3,8 +3,9 @@
 Invariant: what is sent of a version is whole and never changes: every chunk is read under a lease. A relay that
 misbehaves, or asks for what is no longer there, costs an answer or a log line, never the server.
 
-A version that a relay has begun to fetch is held for it, so that a learner faster than the network does not take it
-away each time; as many versions as the board has slots beyond two, which the publisher needs.
+A version that a relay fetches is held for it while it asks for more of it, so that a learner faster than the network
+does not take it away each time; as many versions as the board has slots beyond two, which the publisher needs. A relay
+for which none can be held is given one that is held for another, if that is news to it.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ class ServerStats:
 
 @dataclass
 class _Held:
+    """relays: that fetch it, and the time of their last request."""
+
     lease: WeightLease
     stack: ExitStack
-    last_used: float
-    ends: float
+    relays: dict[bytes, float]
 
 
 class WeightServer:
     """Answers relays in a thread of its own, from `start` to `close`.
 
     directory: of the board. socket: a ROUTER, bound, with `relay_wire.MAX_FRAME_BYTES` as message limit and a short
-    queue (each message that waits may be a chunk); it belongs to the server from now on. hold_s: a version is held at
-    most so long for the relays that fetch it, and idle_s after their last request.
+    queue (each message that waits may be a chunk); it belongs to the server from now on. idle_s: a relay that has asked
+    for nothing for so long is gone.
     """
 
-    def __init__(self, directory: Path, socket: zmq.Socket[bytes], hold_s: float = 120.0, idle_s: float = 10.0) -> None:
+    def __init__(self, directory: Path, socket: zmq.Socket[bytes], idle_s: float = 60.0) -> None:
         self.stats = ServerStats()
         self._reader = WeightReader(directory)
         self._socket = socket
-        self._hold_s = hold_s
         self._idle_s = idle_s
         self._held: dict[int, _Held] = {}
         self._complaints = Complaints()
@@ -97,7 +98,7 @@ class WeightServer:
             while not self._stop.is_set():
                 if self._socket.poll(_POLL_MS):
                     self._answer(self._socket.recv_multipart())
-                self._free_what_is_idle()
+                self._leave_the_silent()
         except zmq.ContextTerminated:
             _log.info("the weight server ends with its context")
         finally:
@@ -110,7 +111,7 @@ class WeightServer:
         try:
             if len(frames) != 2:
                 raise RelayWireError(f"{len(frames)} frames: 2 are expected")
-            reply, data = self._reply(decode_request(frames[1]))
+            reply, data = self._reply(frames[0], decode_request(frames[1]))
         except RelayWireError as error:
             self.stats.malformed += 1
             self._complaints.log("malformed request for weights", f"from {frames[0][:32]!r}: {error}")
@@ -127,34 +128,46 @@ class WeightServer:
         self.stats.requests += 1
         self.stats.bytes_sent += sum(len(part) for part in data)
 
-    def _reply(self, request: LatestRequest | ManifestRequest | ChunkRequest) -> tuple[Reply, list[bytes]]:
+    def _reply(
+        self, relay: bytes, request: LatestRequest | ManifestRequest | ChunkRequest
+    ) -> tuple[Reply, list[bytes]]:
         if isinstance(request, LatestRequest):
+            self._leave(relay)  # it is through with what it fetched
             latest = self._reader.latest()
             return Latest(request.request, -1 if latest is None else latest), []
+        version, has_room = request.version, len(self._held) < self._reader.num_slots() - 2
+        if isinstance(request, ManifestRequest) and not has_room and version not in self._held:
+            version = max((held for held in self._held if held > request.have), default=version)
         with ExitStack() as stack:
-            held = self._held.get(request.version)
+            held = self._held.get(version)
             if held is None:
                 try:
-                    lease = stack.enter_context(self._reader.lease(request.version, timeout_s=0))
+                    lease = stack.enter_context(self._reader.lease(version, timeout_s=0))
                 except WeightsError:
-                    return Gone(request.request, request.version), []
-            else:
-                lease = held.lease
-                held.last_used = time.monotonic()
+                    return Gone(request.request, version), []
+                held = _Held(lease, stack, {})
+                if has_room:
+                    held.stack = stack.pop_all()
+                    self._held[version] = held
+            held.relays[relay] = time.monotonic()
             if isinstance(request, ChunkRequest):
-                data = _read(lease, request)
+                data = _read(held.lease, request)
                 return Chunk(request.request, kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
-            contents = _contents(lease, request.request)
-            if held is None and len(self._held) < self._reader.num_slots() - 2:
-                now = time.monotonic()
-                self._held[request.version] = _Held(lease, stack.pop_all(), now, now + self._hold_s)
-            return contents, []
+            return _contents(held.lease, request.request), []
 
-    def _free_what_is_idle(self) -> None:
-        now = time.monotonic()
+    def _leave(self, relay: bytes) -> None:
+        """Hold nothing for a relay any more."""
         for version, held in list(self._held.items()):
-            if now >= held.ends or now - held.last_used >= self._idle_s:
+            held.relays.pop(relay, None)
+            if not held.relays:
                 self._held.pop(version).stack.close()
+
+    def _leave_the_silent(self) -> None:
+        now = time.monotonic()
+        for held in list(self._held.values()):
+            for relay, last_asked in list(held.relays.items()):
+                if now - last_asked >= self._idle_s:
+                    self._leave(relay)
 
 
 def _contents(lease: WeightLease, request: int) -> Contents:

@@ -11,6 +11,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impala_llm.pipeline import relay as relay_module
+from impala_llm.pipeline import weight_server
 from impala_llm.pipeline.relay import WeightRelay
 from impala_llm.pipeline.relay_download import Download
 from impala_llm.pipeline.relay_wire import (
@@ -68,9 +70,17 @@ class Host:
         socket.connect(self.endpoint)
         return socket
 
-    def relay(self, make_socket: Callable[[], object] | None = None, answer_s: float = 20.0) -> WeightRelay:
+    def newest(self) -> int:
+        """On the learner's board."""
+        newest = WeightReader(self.folder / "learner").latest()
+        assert newest is not None
+        return newest
+
+    def relay(
+        self, make_socket: Callable[[], object] | None = None, answer_s: float = 20.0, folder: str = "relay"
+    ) -> WeightRelay:
         relay = WeightRelay(
-            self.folder / "relay",
+            self.folder / folder,
             make_socket or self.connect,  # type: ignore[arg-type]
             chunk_bytes=CHUNK,
             answer_s=answer_s,
@@ -204,6 +214,8 @@ def test_what_was_received_of_another_version_counts_for_nothing(host: Host) -> 
     with pytest.raises(KeyboardInterrupt):
         host.relay(lambda: Cable(host.connect(), die_after(7))).turn()
     host.publisher.publish(make_tensors(1), 1)
+    host.server.close()
+    host.server = host.serve()  # which keeps nothing for the relay that died
     relay = host.relay()
     assert relay.turn() == 1
     assert relay.stats.bytes_received == host.total_bytes()
@@ -311,6 +323,88 @@ def test_a_version_is_held_for_the_relay_that_fetches_it(host: Host) -> None:
     host.assert_has(0)
 
 
+class Time:
+    """Time that only a test passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        for module in (relay_module, weight_server):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def learning(host: Host, count: int, time: Time, seconds: float) -> Callable[[list[bytes]], list[list[bytes]]]:
+    """A cable on which a chunk takes so long, while the learner publishes a version; `count` of them in all."""
+    versions = iter(range(host.newest() + 1, host.newest() + 1 + count))
+
+    def through(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2:
+            time.seconds += seconds
+            for version in itertools.islice(versions, 1):
+                host.publisher.publish(make_tensors(version), version, timeout_s=5)
+        return [frames]
+
+    return through
+
+
+def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    cable = learning(host, 50, time, 9.0)
+    relay = host.relay(lambda: Cable(host.connect(), cable))
+    assert relay.turn() == 0
+    assert time.seconds > 120
+    newest = host.newest()
+    assert newest > 10
+    assert relay.turn() == newest  # those between are skipped; and this one is kept at once
+    assert host.newest() > newest + 10
+    host.assert_has(newest)
+    assert relay.stats.dropped == 0
+
+
+def test_a_download_that_takes_an_hour_comes_to_an_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    cable = learning(host, 0, time, 150.0)
+    assert host.relay(lambda: Cable(host.connect(), cable)).turn() == 0
+    assert time.seconds > 3600
+
+
+def test_a_relay_for_which_no_version_can_be_kept_gets_one_that_is_kept_for_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    with pytest.raises(KeyboardInterrupt):  # version 0 is kept for this one
+        host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
+    for version in (1, 2, 3):
+        host.publisher.publish(make_tensors(version), version, timeout_s=5)
+    cable = learning(host, 1000, time, 1.0)
+    second = host.relay(lambda: Cable(host.connect(), cable), folder="second")
+    assert second.turn() == 0
+    assert second.turn() is None  # nothing newer is kept, and it is slower than the learner
+    assert second.stats.dropped == 1
+    time.seconds += 3600.0  # the first is given up
+    newest = host.newest()
+    assert second.turn() == newest < host.newest()
+
+
+def test_a_version_is_not_kept_for_a_relay_that_is_gone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    with pytest.raises(KeyboardInterrupt):
+        host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
+    time.seconds += 3600.0
+    assert host.relay().turn() == 0  # an answer, so the server has seen the time
+    host.server.close()
+    for version in (1, 2, 3):
+        host.publisher.publish(make_tensors(version), version, timeout_s=5)
+
+
 def test_an_older_version_is_not_fetched(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     WeightPublisher(host.folder / "relay", files=FILES).publish(make_tensors(5), 5)
     host.publisher.publish(make_tensors(4), 4)
@@ -349,7 +443,7 @@ def test_the_server_outlives_what_is_no_request(host: Host) -> None:
     assert socket.poll(20_000)
     assert decode_reply(socket.recv()) == Latest(17, 0)
     assert host.server.stats.malformed == len(bad)
-    socket.send(encode(ManifestRequest(18, 9)))
+    socket.send(encode(ManifestRequest(18, 9, -1)))
     assert socket.poll(20_000)
     assert decode_reply(socket.recv()) == Gone(18, 9)
     socket.close(0)
@@ -378,7 +472,7 @@ def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
     "message",
     [
         LatestRequest(2**63 - 1),
-        ManifestRequest(0, 5),
+        ManifestRequest(0, 5, -1),
         ChunkRequest(3, 4, "model.safetensors", 0, MAX_CHUNK_BYTES),
         Latest(1, -1),
         make_contents(files=(("a.json", 5, 2**64 - 1),), checksums=(0, 2**64 - 1)),

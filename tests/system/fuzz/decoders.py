@@ -155,7 +155,7 @@ def relay_decoder(
 def relay_request_decoder(source: Source, folder: Path) -> Decoder:
     messages = (
         relay_wire.LatestRequest(1),
-        relay_wire.ManifestRequest(2, 3),
+        relay_wire.ManifestRequest(2, 3, 1),
         relay_wire.ChunkRequest(4, 3, "config.json", 0, 100),
     )
     return relay_decoder(source, messages, relay_wire.decode_request)
