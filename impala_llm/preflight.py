@@ -27,7 +27,7 @@ MEGABYTE = 1 << 20
 
 def check_training(config: Config) -> None:
     """Before `impala-llm train`. Raises ConfigError with all that was found."""
-    _raise_for(config, (_run_folder, _model, _device, _sglang, _learner_keys, _ports, _memory))
+    _raise_for(config, (_run_folder, _starting_policy, _model, _device, _sglang, _learner_keys, _ports, _memory))
 
 
 def check_actors(config: Config) -> None:
@@ -67,6 +67,25 @@ def _run_folder(config: Config) -> list[str]:
         return [
             f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, or "
             + ("run.resume=true to go on with it" if left is not None else "remove the folder")
+        ]
+    return []
+
+
+def _starting_policy(config: Config) -> list[str]:
+    """Starting policies that never score in an environment: nothing would be learned from."""
+    env, path = config.env.name, config.model.path
+    if path == "tiny_shopper" and env != "webshop":
+        return [f"model.path=tiny_shopper has learned to shop and nothing else: with env={env} set model=scratch"]
+    if path == "tiny_shopper" and config.env.webshop.observation_mode != "compact":
+        mode = config.env.webshop.observation_mode
+        return [
+            f"env.webshop.observation_mode={mode}: model.path=tiny_shopper reads pages of mode compact alone; leave "
+            "it out, or set model=pretrained model.path=DIRECTORY"
+        ]
+    if path == "scratch" and env == "webshop":
+        return [
+            "model.path=scratch begins with random weights and a tokenizer of characters, and never scores with "
+            "env=webshop: set model=tiny_shopper, or model=pretrained model.path=DIRECTORY"
         ]
     return []
 

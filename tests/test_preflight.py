@@ -125,3 +125,19 @@ def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str])
     said = refused("replay.capacity_mb=1000000")
     # 5/4 of it, and 64 MiB beside
     assert "1,250,064 MB for replay.capacity_mb" in said and "--shm-size" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["env=corridor"], ["model.path=tiny_shopper", "env=corridor", "model=scratch"]),
+        (["model=scratch"], ["model.path=scratch", "env=webshop", "model=tiny_shopper"]),
+        (["env.webshop.observation_mode=text_rich"], ["observation_mode=text_rich", "compact", "model=pretrained"]),
+    ],
+)
+def test_a_starting_policy_that_never_scores_is_refused(
+    settings: list[str], words: list[str], refused: Callable[..., str]
+) -> None:
+    said = refused(*settings)
+    for word in words:
+        assert word in said
