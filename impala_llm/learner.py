@@ -180,6 +180,7 @@ def start_receiver(
         ticket_timeout_s=pipeline.ticket_timeout_s,
         bind=None if pipeline.bind is None else rank_endpoint(pipeline.bind, ranks.rank),
         keys=learner_keys(config),
+        max_tokens=config.learner.token_budget,
     )
     receiver.start()
     return receiver

@@ -181,6 +181,8 @@ class Trajectory:
         if not 0.0 <= self.score <= 1.0:
             raise TrajectoryError(f"score is {self.score}: it must lie in [0, 1]")
         for key, value in self.stats.items():
+            if key == "":
+                raise TrajectoryError(f"stats has a name that is empty, of the value {value!r}: name each figure")
             if not isinstance(key, str) or not isinstance(value, int | float):
                 raise TrajectoryError(f"stats[{key!r}] is {value!r}: names map to numbers")
 

@@ -5,7 +5,8 @@ refused, or known already and acknowledged again. While the arena is full it sta
 learner is making waits until that is announced: servers have a version before the slowest of them has it.
 
 Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. Whatever
-a record or descriptor says, nothing raises out of here.
+a record or descriptor says, nothing raises out of here. Should our own code fail all the same, then before the ledger
+was asked nothing has happened: the error is the peer's; afterwards it is an IntakeBroken.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from impala_llm.pipeline.record import (
     MAX_TEXT_BYTES,
     MAX_TOKENS,
     NEWEST_VERSION,
+    NUM_TOKENS,
     OLDEST_VERSION,
     OUTCOME,
     TASK_ID,
@@ -54,6 +56,11 @@ _SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
 _MANY, _MANY_WORDS = 512, 1 << 20
 """Records, and their words, that are worth the calls that a chunk takes: no more are made one. The sooner they are
 acknowledged, the sooner their actor goes on."""
+
+
+def too_long(num_tokens: int, max_tokens: int) -> str:
+    """Why a record of so many tokens is not taken."""
+    return f"it has {num_tokens} tokens, learner.token_budget is {max_tokens}: raise it, or lower engine.max_length"
 
 
 @dataclass(slots=True)
@@ -170,6 +177,10 @@ class Offers:
         return len(self._seen)
 
 
+class IntakeBroken(RuntimeError):
+    """The ledger and the replay arena may disagree: only a process that recovers from both can go on."""
+
+
 @dataclass(slots=True)
 class Settled:
     """Sequences to acknowledge, and (sequence, reason) to refuse."""
@@ -179,11 +190,19 @@ class Settled:
 
 
 class Intake:
-    """vocab_size: token ids must lie below."""
+    """vocab_size: token ids must lie below. max_tokens: of a record, at most (learner.token_budget)."""
 
-    def __init__(self, arena: ReplayArena, ledger: TicketLedger, inbox: Inbox, vocab_size: int) -> None:
+    def __init__(
+        self,
+        arena: ReplayArena,
+        ledger: TicketLedger,
+        inbox: Inbox,
+        vocab_size: int,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
         self._arena, self._ledger, self._inbox = arena, ledger, inbox
         self._vocab_size = vocab_size
+        self._max_tokens = min(max_tokens, MAX_TOKENS)
         self.totals: Counter[str] = Counter()
         """received_bytes, trajectories_refused, trajectories_unwanted."""
 
@@ -199,14 +218,20 @@ class Intake:
             return settled
         try:
             facts = self._copy(offers, chunk, starts)
-        except ArenaError as error:
+        except Exception as error:
             for row, start in zip(chunk.rows.tolist(), starts.tolist(), strict=True):
                 self._arena.cancel(start, row[_NUM_WORDS])
-                self._refuse(row, actor_id, str(error), settled)
-            return settled
+                if isinstance(error, ArenaError):
+                    self._refuse(row, actor_id, str(error), settled)
+            if isinstance(error, ArenaError):
+                return settled
+            raise
         version = self._ledger.version
-        if early := self._judge(chunk, starts, facts, version, actor_id, settled):
-            offers.early.append((version + 1, chunk.only(early)))
+        try:
+            if early := self._judge(chunk, starts, facts, version, actor_id, settled):
+                offers.early.append((version + 1, chunk.only(early)))
+        except Exception as error:
+            raise IntakeBroken(f"the records of {actor_id} could not be judged: {error!r}") from error
         return settled
 
     def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
@@ -237,7 +262,7 @@ class Intake:
         """int64[n, FACTS]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
         rows = chunk.rows
         facts = np.empty((len(rows), FACTS), np.int64)
-        rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, kernels.LARGE)
+        rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, kernels.LARGE)
         if offers.reader is not None:
             offers.reader.check_size()
             kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)
@@ -266,7 +291,7 @@ class Intake:
             early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
         begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
-        episodes = map(self._arena.text, starts.tolist(), begins, ends)
+        episodes = list(map(self._arena.text, starts.tolist(), begins, ends))
         answers = self._ledger.received_all(zip(episodes, *claims, strict=True))
         if answers.count(Verdict.ACCEPTED) < len(answers):
             for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
@@ -323,11 +348,15 @@ class Intake:
         if facts[OUTCOME] == kernels.TORN:
             return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
         if facts[OUTCOME] != kernels.COPIED:
+            if self._max_tokens < facts[NUM_TOKENS] <= MAX_TOKENS:
+                return too_long(facts[NUM_TOKENS], self._max_tokens)
             # The slow rules say which of them it breaks.
             try:
                 decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
             except (RecordError, TrajectoryError) as error:
                 return str(error)
+            except Exception as error:
+                return f"it cannot be decoded ({error!r}): a defect, please report it"
             return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
         if facts[TICKET_ID] != row[_TICKET]:
             return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"

@@ -336,7 +336,7 @@ def is_utf8(text: np.ndarray) -> bool:
 
 @_compiled
 def _check_names(names: np.ndarray, num_stats: int) -> bool:
-    """Whether uint8[n] holds this many different names with a zero byte between two."""
+    """Whether uint8[n] holds this many names, different and none of them empty, with a zero byte between two."""
     if num_stats == 0:
         return names.size == 0
     starts = np.empty(num_stats + 1, np.int64)
@@ -352,8 +352,10 @@ def _check_names(names: np.ndarray, num_stats: int) -> bool:
         return False
     starts[count] = names.size + 1
     for k in range(num_stats):
+        length = starts[k + 1] - starts[k]
+        if length == 1:
+            return False
         for other in range(k):
-            length = starts[k + 1] - starts[k]
             if length == starts[other + 1] - starts[other]:
                 same = True
                 for i in range(length - 1):

@@ -2,7 +2,7 @@
 
 Invariant: a trajectory is acknowledged once it lies, valid, in the replay arena, which outlives this process, and it
 gets there once. What is malformed, or says it is what its ticket is not, is refused and counted; no message of a peer
-can end the receiver.
+can end the receiver: an error in dealing with one ends that peer's session.
 
 One thread at a time serves the sockets and all that belongs to actors: the receiver's own, or the learner's while that
 waits for trajectories (shifts.py). Both use at any time the ledger and the queue (each has a lock) and the ends of
@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import resource
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -28,13 +30,15 @@ from impala_llm.pipeline.clock import ActiveClock
 from impala_llm.pipeline.complaints import Complaints
 from impala_llm.pipeline.gatekeeper import Gatekeeper, user_id
 from impala_llm.pipeline.inbox import Inbox
-from impala_llm.pipeline.intake import Intake, Offers
+from impala_llm.pipeline.intake import Intake, IntakeBroken, Offers, too_long
 from impala_llm.pipeline.keys import LearnerKeys
+from impala_llm.pipeline.record import MAX_TOKENS
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.shifts import Shifts
 from impala_llm.pipeline.tickets import Ticket, TicketLedger
 from impala_llm.pipeline.wire import (
+    MAX_ITEMS,
     MAX_MESSAGE_BYTES,
     MAX_RECORD_BYTES,
     UNKNOWN_RUN,
@@ -104,7 +108,7 @@ class Receiver:
     an actor is given up; one that dies on this host is noticed within about a second. grant_resend_s: a granted ticket
     that its actor does not list as held after so long is sent again. ticket_timeout_s: a ticket that has brought
     nothing after so long at an actor that lives is taken from it: that counts as a failure. bind, keys: a tcp endpoint
-    for actors on other hosts, which come with keys; see sockets.router.
+    for actors on other hosts, which come with keys; see sockets.router. max_tokens: of a trajectory that is taken.
     """
 
     def __init__(
@@ -119,9 +123,11 @@ class Receiver:
         ticket_timeout_s: float = 600.0,
         bind: str | None = None,
         keys: LearnerKeys | None = None,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         self.endpoints = [endpoint, *([] if bind is None else [bind])]
         self._keys = keys
+        self._max_tokens = max_tokens
         self._ledger = ledger
         self._run_dir = run_dir
         self._arena = arena
@@ -138,7 +144,7 @@ class Receiver:
         self._step: list[int] = []
         # For whoever serves.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
-        self._intake = Intake(arena, ledger, self._inbox, vocab_size)
+        self._intake = Intake(arena, ledger, self._inbox, vocab_size, max_tokens)
         self._sessions: dict[_Address, _Session] = {}
         self._acks: defaultdict[_Address, list[int]] = defaultdict(list)
         self._key_of: dict[str, str | None] = {}
@@ -153,7 +159,10 @@ class Receiver:
 
     def start(self) -> None:
         """Bind the sockets, take over what an earlier process left, and begin. Raises zmq.ZMQError where an endpoint is
-        taken, ValueError where it needs keys."""
+        taken, ValueError where it needs keys. Raises this process's limit of descriptors as far as it may: each
+        connection takes one, and libzmq ends a process that has none left."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._context = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -239,11 +248,12 @@ class Receiver:
     def counters(self) -> dict[str, float]:
         """Those of the ledger, and totals since the start (received_bytes, trajectories_refused: malformed ones,
         trajectories_unwanted: of superseded or unknown tickets, recovered: found after a restart, messages_malformed,
-        actors_lost, tickets_expired, peers_refused: connections without an authorised key) and levels now (actors,
-        queue_trajectories, arena_fill: share of the replay arena in use)."""
+        actors_lost, sessions_broken: those ended by an error of our own, tickets_expired, peers_refused: connections
+        without an authorised key) and levels now (actors, queue_trajectories, arena_fill: share of the replay arena in
+        use)."""
         with self._lock:
             taken = ("received_bytes", "trajectories_refused", "trajectories_unwanted")
-            names = ("messages_malformed", "actors_lost", "tickets_expired", "recovered")
+            names = ("messages_malformed", "actors_lost", "sessions_broken", "tickets_expired", "recovered")
             return {
                 **self._ledger.counters(),
                 **{name: float(self._intake.totals[name]) for name in taken},
@@ -276,6 +286,14 @@ class Receiver:
         wanted = self._ledger.recover([(t.ticket_id, t.episode_id, t.unroll_index) for t in kept])
         self._arena.end([t.unroll_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
         found = [t for t, is_wanted in zip(kept, wanted, strict=True) if is_wanted]
+        # Of a process with another budget: a step would fail on it, now and after each restart.
+        long = [t for t in found if t.num_tokens > self._max_tokens]
+        for t in long:
+            reason = too_long(t.num_tokens, self._max_tokens).removeprefix("it ")
+            _log.warning("dropped what an earlier process had acknowledged: ticket %d %s", t.ticket_id, reason)
+        if long:
+            self.evicted([t.unroll_id for t in long])
+            found = [t for t in found if t.num_tokens <= self._max_tokens]
         if found:
             _log.warning("took over %d trajectories that an earlier process had acknowledged", len(found))
         self._count("recovered", len(found))
@@ -323,7 +341,7 @@ class Receiver:
                 self._handle((index, frames[0]), frames[1:], key)
         self._send_acks()
         for session in list(self._sessions.values()):
-            self._take_in(session)
+            self._at_the_risk_of(session, self._take_in)
         self._check_actors()
         if self._shutdown_reason is not None:
             self._say_shutdown()
@@ -371,6 +389,24 @@ class Receiver:
         except WireError as error:
             self._count("messages_malformed")
             self._complaints.log("a malformed message was dropped", str(error))
+        except Exception as error:
+            self._end_broken(address, error)
+
+    def _at_the_risk_of(self, session: _Session, what: Callable[[_Session], None]) -> None:
+        """Do something for a peer. An error ends its session, and nothing else."""
+        try:
+            what(session)
+        except IntakeBroken:
+            raise
+        except Exception as error:
+            self._end_broken(session.address, error)
+
+    def _end_broken(self, address: _Address, error: Exception) -> None:
+        """Of whoever is there nothing is certain any more. An actor that lives introduces itself again."""
+        self._count("sessions_broken")
+        _log.error("an error in dealing with the peer %r ends its session", address[1], exc_info=error)
+        if (session := self._sessions.get(address)) is not None:
+            self._lose(session, f"an error of the learner's: {error!r}")
 
     def _handle_hello(self, address: _Address, hello: Hello, key: str | None) -> None:
         identity = address[1]
@@ -471,7 +507,7 @@ class Receiver:
 
     def _send_acks(self) -> None:
         for address, sequences in self._acks.items():
-            self._send(address, Ack(tuple(sequences)))
+            self._send_items(address, Ack, sequences)
         self._acks.clear()
 
     # --- tickets, weights, actors
@@ -491,7 +527,7 @@ class Receiver:
 
     def _send_grant(self, session: _Session, tickets: list[Ticket]) -> None:
         session.granted_at |= {ticket.ticket_id: self._clock.now for ticket in tickets}
-        self._send(session.address, Grant(tuple(tickets)))
+        self._send_items(session.address, Grant, tickets)
 
     def _check_actors(self) -> None:
         now = self._clock.now
@@ -502,13 +538,17 @@ class Receiver:
             return
         self._next_process_check = now + _PROCESS_CHECK_S
         for session in list(self._sessions.values()):
-            if session.is_dead():
-                # Given up at the second look: what it sent last may still be on its way.
-                if session.seems_dead:
-                    self._lose(session, "its process is dead")
-                session.seems_dead = True
+            self._at_the_risk_of(session, self._check_process)
         for session in list(self._sessions.values()):
-            self._expire(session)
+            self._at_the_risk_of(session, self._expire)
+
+    def _check_process(self, session: _Session) -> None:
+        if not session.is_dead():
+            return
+        # Given up at the second look: what it sent last may still be on its way.
+        if session.seems_dead:
+            self._lose(session, "its process is dead")
+        session.seems_dead = True
 
     def _expire(self, session: _Session) -> None:
         """Take from an actor what it has had for too long."""
@@ -524,7 +564,7 @@ class Receiver:
             self._count("tickets_expired", len(late))
             for ticket_id in late:
                 self._ledger.failed(ticket_id, session.actor_id)
-            self._send(session.address, Revoked(tuple(late)))
+            self._send_items(session.address, Revoked, late)
 
     def _lose(self, session: _Session, reason: str) -> None:
         num_open = len(self._ledger.open_tickets(session.actor_id))
@@ -549,6 +589,13 @@ class Receiver:
     def _count(self, name: str, increment: int = 1) -> None:
         with self._lock:
             self._totals[name] += increment
+
+    def _send_items(
+        self, address: _Address, kind: Callable[[tuple[Any, ...]], Message], items: Sequence[object]
+    ) -> None:
+        """In as many messages of this kind as it takes."""
+        for first in range(0, len(items), MAX_ITEMS):
+            self._send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
     def _send(self, address: _Address, message: Message) -> None:
         # ROUTER drops what is for a peer that is gone or does not read; all that matters is sent again.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.record import MAX_TOKENS
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
@@ -33,6 +34,7 @@ class Pair:
         ticket_timeout_s: float = 600.0,
         endpoint: str | None = None,
         version: int = 0,
+        max_tokens: int = MAX_TOKENS,
     ) -> Receiver:
         """A later one goes on from what an earlier one left."""
         self.ledger = TicketLedger(
@@ -53,6 +55,7 @@ class Pair:
             heartbeat_timeout_s,
             grant_resend_s,
             ticket_timeout_s,
+            max_tokens=max_tokens,
         )
         receiver.start()
         self.receivers.append(receiver)
