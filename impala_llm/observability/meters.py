@@ -7,7 +7,8 @@ import psutil
 
 from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
+from impala_llm.observability.metrics import METRICS, MetricLog
+from impala_llm.pipeline.complaints import Complaints
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 
@@ -52,6 +53,7 @@ class Meters:
         "tickets_expired": "pipeline/expired",
         "recovered": "pipeline/recovered",
         "messages_malformed": "pipeline/malformed",
+        "sessions_broken": "pipeline/sessions_broken",
         "peers_refused": "pipeline/peers_refused",
     }
 
@@ -61,6 +63,7 @@ class Meters:
         # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
+        self._complaints = Complaints()
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0}
 
@@ -93,7 +96,11 @@ class Meters:
         log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
         for figures in self._receiver.actor_stats().values():
             for name, value in figures.items():
-                log.add(name, value)
+                if name in METRICS:
+                    log.add(name, value)
+                else:  # of an actor of another release: no reason to end the learner
+                    log.add("pipeline/unknown_figures", 1)
+                    self._complaints.log("an actor reports a figure that this release does not know", repr(name[:80]))
 
     def _observe_arrival(self, t: Trajectory) -> None:
         """An episode counts when its last unroll is here, with all of them."""

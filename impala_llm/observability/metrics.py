@@ -163,6 +163,8 @@ _DECLARED = (
     ("pipeline/expired", _SUM, "tickets taken from actors that brought nothing in time, since the last step"),
     ("pipeline/recovered", _SUM, "acknowledged trajectories that a restarted learner found, at its first step"),
     ("pipeline/malformed", _SUM, "messages dropped because they were none, since the last step"),
+    ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
+    ("pipeline/unknown_figures", _SUM, "figures that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
     ("pipeline/replay_arena_fill", _MEAN, "share of the replay arenas in use, what is being trained on included"),
     ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),

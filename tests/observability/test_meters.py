@@ -1,10 +1,14 @@
 """Episodes as they arrive: whole, or in unrolls, of which the last one counts with what the others brought."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from impala_llm.learning.feed import Batch
 from impala_llm.observability.meters import EpisodeWindow, Meters
+from impala_llm.replay import OldestFirst, ReplayBuffer
 from tests.pipeline.support import make_trajectory
 
 
@@ -45,3 +49,20 @@ def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes
         "rollout/window_episodes": 11,
     }
     assert window.add({}) == found
+
+
+def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Told(NoReceiver):
+        def counters(self) -> dict[str, float]:
+            return {**dict.fromkeys([*Meters.TOTALS, "open", "arena_fill", "staleness_in_flight"], 0.0)}
+
+        def actor_stats(self) -> dict[str, dict[str, float]]:
+            return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
+
+    meters = Meters(Told(), None)  # type: ignore[arg-type]
+    feed = SimpleNamespace(received=[], evicted=[], buffer=ReplayBuffer(OldestFirst(), 1, 1))
+    meters.observe(feed, Batch((), (), (), 1.0), 3)  # type: ignore[arg-type]
+    found = meters.log.flush()
+    assert found["actor/idle_share"] == 0.25
+    assert found["pipeline/unknown_figures"] == 3
+    assert "actor/of_tomorrow" in caplog.text

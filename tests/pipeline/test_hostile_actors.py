@@ -1,17 +1,21 @@
 """What one actor may say or be, by mistake or on purpose, and the learner goes on for all others."""
 
+import contextlib
 import dataclasses
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from impala_llm.pipeline import wire
 from impala_llm.pipeline.arena import ArenaWriter
+from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.intake import Intake, Offers
 from impala_llm.pipeline.record import RecordError, decode_record, record_bytes
-from impala_llm.pipeline.rundir import ProcessIdentity
+from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.trajectory import TrajectoryError
 from tests.pipeline.keeping import checksum_of, words_of
 from tests.pipeline.pair import Pair, counter, drain
@@ -126,7 +130,7 @@ def test_an_error_in_handling_a_peer_ends_its_session_and_no_other(
     peer.hear_until(wire.Grant)
     peer.say(wire.TicketFailed(0, "x"))
     turns_until(counter(receiver, "sessions_broken"))
-    assert receiver.counters()["open"] == 0  # its tickets are granted again
+    turns_until(lambda: receiver.counters()["open"] == 0)  # they are granted again
     peer.say(wire.Heartbeat((), {}))
     peer.hear_until(wire.HelloWanted)
     assert "peer" in caplog.text and "a defect" in caplog.text
@@ -153,3 +157,43 @@ def test_an_error_over_a_record_ends_the_session_and_takes_no_space(
     turns_until(counter(receiver, "sessions_broken"))
     peer.close()
     still_serves(pair)
+
+
+LEARNER = """
+import resource, sys, tempfile
+from pathlib import Path
+from impala_llm.pipeline.rundir import RunDirectory
+from tests.pipeline.pair import Pair
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+with RunDirectory.create("t", Path(sys.argv[1])) as run_dir:
+    pair = Pair(run_dir)
+    receiver = pair.receiver()
+    print(flush=True)
+    sys.stdin.read()
+    assert len(receiver.drain(20.0)) == 1
+    pair.close()
+"""
+
+
+def test_more_connections_than_descriptors_at_first_leave_room_for_actors() -> None:
+    with tempfile.TemporaryDirectory() as base:  # not tmp_path: socket paths must be short
+        learner = subprocess.Popen(
+            [sys.executable, "-c", LEARNER, base], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert learner.stdin is not None and learner.stdout is not None
+        learner.stdout.readline()
+        run_dir = RunDirectory.attach("t", Path(base))
+        with contextlib.ExitStack() as strangers:
+            for _ in range(300):
+                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.connect(run_dir.endpoint(0).removeprefix("ipc://"))
+            actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 16, heartbeat_s=0.05)
+            actor.hello()
+            actor.request(1)
+            turns_until(lambda: len(actor.held) == 1 or learner.poll() is not None, actor)
+            assert learner.poll() is None
+            actor.send(make_trajectory(actor.held[0]))
+            turns_until(lambda: actor.num_unacknowledged == 0, actor)
+            actor.close()
+        learner.communicate(timeout=20)
+        assert learner.returncode == 0

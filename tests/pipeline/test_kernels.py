@@ -229,7 +229,7 @@ def assert_same_verdict(data: bytes, vocab_size: int = VOCAB_SIZE) -> None:
 
 
 NUM_TOKENS = 13
-STATS = {"a": 1.0, "bé": 2.0, "": 3.0}
+STATS = {"a": 1.0, "bé": 2.0, "c": 3.0}
 
 
 def sample(num_tokens: int = NUM_TOKENS) -> Trajectory:

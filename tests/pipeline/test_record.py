@@ -64,7 +64,7 @@ def test_a_record_is_laid_out_as_described_and_comes_back_equal(num_tokens: int)
     trajectory = dataclasses.replace(
         make_trajectory(num_tokens=num_tokens, seed=num_tokens, version=7, unroll_index=3),
         **{"ticket_id": 11, "group_id": -5, "task_id": 13, "score": 0.25, "success": num_tokens % 2 == 0},
-        **{"signature": "ä€😀"[: num_tokens % 4], "stats": {"a" * n: n / 3 for n in range(num_tokens % 5)}},
+        **{"signature": "ä€😀"[: num_tokens % 4], "stats": {"a" * (n + 1): n / 3 for n in range(num_tokens % 5)}},
     )
     data = record.record_bytes(trajectory)
     assert data == by_hand(trajectory)
@@ -81,7 +81,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 @settings(deadline=None)
 @given(
     st.tuples(TEXT.filter(bool), TEXT, TEXT, TEXT),
-    st.dictionaries(TEXT.filter(lambda name: "\0" not in name), st.floats(allow_nan=False), max_size=4),
+    st.dictionaries(TEXT.filter(lambda name: name and "\0" not in name), st.floats(allow_nan=False), max_size=4),
     st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2),
     st.floats(0, 1),
 )
