@@ -146,18 +146,21 @@ async def play_episode(
 ) -> Trajectory:
     """Play one episode to its end.
 
-    The end is a terminal state, the environment's own limit (`truncated`), or a full context of `limits.max_length`
-    tokens; only after a limit that is not part of the task the value past the end is bootstrapped.
+    The end is a terminal state, an outside limit (`truncated`), or a full context: the policy cannot act where there is
+    no room for what it would have to read, here or in evaluation, so nothing is to come.
+
+    Wherever an episode is cut, by an outside limit or into unrolls, its tokens end with the observation after the last
+    answer, where the next turn would begin: the value of that state stands for what is to come.
 
     Args:
         transcript: if given, filled with the episode as text.
-        keep_aborted: where the engine aborts an answer, its tokens so far are the episode's last: an unroll whose value
-            past the end is bootstrapped, and which the environment has given no score.
+        keep_aborted: where the engine aborts an answer, the turns before it are kept: an episode that is cut there, and
+            which the environment has given no score. Half an answer is no action, and is dropped.
         on_unroll: gets each unroll, as `limits` cut them, after which the episode goes on; the last one is returned.
             None: the episode stays whole.
 
     Raises:
-        EpisodeAborted: the engine aborted an answer, and it was not to be kept or had no token.
+        EpisodeAborted: the engine aborted an answer, and no turn before it was to be kept.
         EngineError: the engine refused the request or died.
         ValueError: the environment refused the task.
     """
@@ -170,7 +173,6 @@ async def play_episode(
         while not (terminated or truncated):
             room = limits.max_length - len(tokens)
             if room < 1:
-                truncated = True
                 break
             # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
             if on_unroll is not None and limits.ends_unroll(answers):
@@ -187,16 +189,15 @@ async def play_episode(
                 seed=spec.seed,
             )
             answer = await engine.generate(spec.episode_id, tokens, params)
-            start = len(tokens)
-            tokens = [*tokens, *answer.tokens.tolist()]
             if answer.finish_reason == "abort":
-                if not keep_aborted or not len(answer.tokens):
+                if not keep_aborted or not answers:
                     raise EpisodeAborted(
                         f"episode {spec.episode_id}: the engine aborted the answer of turn {num_turns}"
                     )
-                answers.append((start, answer, 0.0))
                 truncated = True
                 break
+            start = len(tokens)
+            tokens = [*tokens, *answer.tokens.tolist()]
             action = chat.text(answer.tokens)
             before = observation
             observation, reward, terminated, truncated, info = session.step(action)
@@ -204,11 +205,12 @@ async def play_episode(
             num_turns += 1
             if transcript is not None:
                 transcript.append(Turn(before, action, reward))
-            if not (terminated or truncated):
+            if not terminated:
                 tokens = [*tokens, *chat.following(observation, tokens[-1])]
     finally:
         engine.release(spec.episode_id)
-    return _assemble(spec, tokens, answers, info, bootstrap=truncated and not terminated, unroll_index=num_unrolls)
+    bootstrap = truncated and not terminated and len(tokens) <= limits.max_length
+    return _assemble(spec, tokens, answers, info, bootstrap=bootstrap, unroll_index=num_unrolls)
 
 
 def _assemble(
@@ -221,14 +223,14 @@ def _assemble(
     unroll_index: int,
     continues: bool = False,
 ) -> Trajectory:
-    """Lay an unroll out as the arrays of a `Trajectory`. What follows the last answer is cut off, unless the episode
-    goes on: its value is that of the state in which the next turn is decided."""
+    """Lay an unroll out as the arrays of a `Trajectory`. What follows the last answer is cut off, unless its value is
+    to be bootstrapped."""
     if not answers:
         raise ValueError(
             f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an answer: "
             "raise engine.max_length"
         )
-    num_tokens = len(tokens) if continues else answers[-1][0] + len(answers[-1][1].tokens)
+    num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
     mask = np.zeros(num_tokens, np.bool_)
     logprobs = np.zeros(num_tokens, np.float32)
     versions = np.full(num_tokens, NO_VERSION, np.int32)

@@ -82,7 +82,7 @@ class EngineConfig:
     max_new_tokens: int = 64
     """Longest answer of one turn, in tokens."""
     max_length: int = 2048
-    """Longest episode, in tokens."""
+    """Longest episode, in tokens. One that does not fit ends there, as it does in evaluation: nothing is to come."""
     dtype: str = "float32"
     """float32 | bfloat16."""
     python: str | None = None
@@ -144,7 +144,8 @@ class ActorConfig:
     max_episodes: int = 64
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = 300.0
-    """Wall-clock budget of an episode, reset included; past it the ticket is given back."""
+    """Wall-clock budget of an episode, reset included; past it the turns so far are learned from where a value head can
+    stand for the rest, else the ticket is given back."""
     unroll_turns: int | None = None
     """Learn from an episode before it has ended: after every so many turns, with the value of the state reached in
     place of what is to come (IMPALA's unrolls). Each unroll is a trajectory of the batch. None: whole episodes."""

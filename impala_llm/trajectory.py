@@ -48,7 +48,7 @@ class Trajectory:
     """One episode, or an unroll of one. T tokens, K turns.
 
     An unroll has the whole history before its own turns as context, without action tokens. One after which the episode
-    goes on ends with the observation that the next turn answers: the state that is bootstrapped from. It has no score.
+    goes on has no score. What is bootstrapped ends with the observation that the next turn would answer.
 
     The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
     unless they lie so already.

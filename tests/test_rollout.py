@@ -132,17 +132,20 @@ def test_special_token_in_an_observation_is_only_text(scratch):
     assert scratch.decode(chat.first("a<|end|>b")[:-1]) == "a<|end|>b"
 
 
-def test_full_context_is_a_cut_and_bootstraps(scratch):
+def test_full_context_is_an_end(scratch):
     end = scratch.eos_token_id
     trajectory, engine = play(scratch, [[*ids(scratch, "a"), end], [*ids(scratch, "b"), end]], Echo(9), max_length=16)
     assert len(engine.prompts) == 1 and engine.params[0].max_new_tokens == 9
-    assert trajectory.bootstrap and trajectory.num_tokens == 9
+    assert not trajectory.bootstrap and trajectory.num_tokens == 9
 
 
-def test_time_limit_bootstraps_and_a_terminal_state_does_not(scratch):
-    end = scratch.eos_token_id
-    assert play(scratch, [[end]], Echo(1, truncates=True))[0].bootstrap
-    assert not play(scratch, [[end]], Echo(1))[0].bootstrap
+def test_an_outside_limit_bootstraps_from_what_is_seen_last_and_a_terminal_state_does_not(scratch):
+    end, act = scratch.eos_token_id, scratch.convert_tokens_to_ids("<|act|>")
+    cut, _ = play(scratch, [[end]], Echo(1, truncates=True))
+    ended, _ = play(scratch, [[end]], Echo(1))
+    assert not ended.bootstrap and ended.num_tokens == ended.turns[0, 1]
+    assert cut.bootstrap and cut.tokens.tolist() == [*ended.tokens.tolist(), *ids(scratch, "turn 1"), act]
+    assert not cut.action_mask[ended.num_tokens :].any() and cut.rewards.sum() == ended.rewards.sum() == 1.0
 
 
 def test_aborted_answer_ends_the_episode_and_frees_its_session(scratch):
@@ -152,7 +155,7 @@ def test_aborted_answer_ends_the_episode_and_frees_its_session(scratch):
     assert engine.released == ["e"]
 
 
-def test_an_aborted_answer_can_be_an_unrolls_last(scratch):
+def test_what_came_before_an_aborted_answer_can_be_kept(scratch):
     class AbortsSecond(Scripted):
         async def generate(self, session_id, prompt, params):
             self.finish = "abort" if self.prompts else "stop"
@@ -163,17 +166,18 @@ def test_an_aborted_answer_can_be_an_unrolls_last(scratch):
     trajectory = asyncio.run(
         play_episode(SPEC, session, engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 200), keep_aborted=True)
     )
-    assert trajectory.bootstrap and len(trajectory.turns) == 2
-    assert trajectory.tokens[trajectory.turns[1, 0] :].tolist() == [6, 7, 8]
-    assert trajectory.behaviour_logprobs[trajectory.action_mask].tolist() == [0, -1, -2, -3, -4]
-    assert trajectory.versions[trajectory.action_mask].tolist() == [0, 1, 2, 3, 4]
+    assert trajectory.bootstrap and len(trajectory.turns) == 1
+    assert trajectory.tokens.tolist() == engine.prompts[1], "up to where the second turn began"
+    assert trajectory.behaviour_logprobs[trajectory.action_mask].tolist() == [0, -1]
+    assert trajectory.versions[trajectory.action_mask].tolist() == [0, 1]
     assert len(session.actions) == 1, "half an answer is no action"
     assert trajectory.score == 0.0
     assert engine.released == ["e"]
 
 
-def test_nothing_is_kept_of_an_answer_aborted_before_its_first_token(scratch):
-    engine = Scripted([[]], finish="abort")
+@pytest.mark.parametrize("answer", [[], [6, 7]])
+def test_nothing_is_kept_of_an_answer_aborted_in_the_first_turn(scratch, answer):
+    engine = Scripted([answer], finish="abort")
     with pytest.raises(EpisodeAborted):
         asyncio.run(
             play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50), keep_aborted=True)
@@ -244,10 +248,10 @@ def test_unrolls_are_the_pieces_of_the_episode(scratch, limits, num_turns):
 
 
 def test_an_episode_that_is_cut_has_no_unroll_to_follow(scratch):
-    """The context is full after the second turn: that is the last unroll, however its turns count."""
+    """The context is full after the second turn: that is the last unroll, however its turns count, and an end."""
     answers = [[*ids(scratch, "a"), scratch.eos_token_id]] * 2
     unrolls = play_unrolls(scratch, answers, Echo(9), max_length=24, unroll_turns=1)
-    assert [(t.continues, t.bootstrap) for t in unrolls] == [(True, True), (False, True)]
+    assert [(t.continues, t.bootstrap) for t in unrolls] == [(True, True), (False, False)]
 
 
 def test_without_somebody_to_hand_unrolls_to_an_episode_stays_whole(scratch):

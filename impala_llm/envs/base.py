@@ -25,6 +25,10 @@ class Session(Protocol):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play an action: (observation, reward, terminated, truncated, info).
 
+        terminated: the end belongs to the task, its own limits on steps or mistakes included: nothing is to come.
+        truncated: a limit from outside has cut the episode, and it could have gone on: the observation is the one that
+        the next action would have answered, and the learner's value of it stands for what would have come.
+
         When terminated or truncated, `info` holds `score` (float in [0, 1]) and `success` (bool), and may hold
         `stats` (dict of float).
         """

@@ -311,7 +311,8 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
             assert trajectory.behaviour_logprobs[own].tolist() == np.float32(logprobs).tolist()
             assert set(trajectory.versions[: own.stop][trajectory.action_mask[: own.stop]].tolist()) <= {version}
             assert trajectory.newest_version in (version, version + 3)
-            assert len(trajectory.turns) == suite.num_turns or trajectory.bootstrap
+            following = chat.following("+a", int(trajectory.tokens[-1]))
+            assert len(trajectory.turns) == suite.num_turns or trajectory.num_tokens + len(following) >= MAX_LENGTH
             for start, end in trajectory.turns:
                 arrays = (trajectory.tokens, trajectory.behaviour_logprobs, trajectory.versions)
                 answer = Generation(*(array[start:end] for array in arrays), finish_reason="stop")

@@ -26,9 +26,9 @@ class WebShopEnv:
     catalogue: shared, see `load_catalogue`. goals: which goal set. observation_mode: `text` or `text_rich`.
     strict_compat: True plays as the original does, to the character; False repairs what makes goals unreachable (see
     `choose_repaired` and the option matcher), strips arguments, and takes `<q>`-like search commands as plain words.
-    show_attributes: product pages get an "Attributes" button. max_steps: so many steps end an episode, truncated;
-    None: no limit. results_per_page: products on a page of results. max_invalid_actions: so many actions without
-    meaning on their page end an episode, truncated; None: no limit.
+    show_attributes: product pages get an "Attributes" button. max_steps: so many steps end an episode; None: no
+    limit. results_per_page: products on a page of results. max_invalid_actions: so many actions without meaning on
+    their page end an episode; None: no limit. Both limits are part of the task: an episode that reaches one scores 0.
 
     `info` holds after every call: "available_actions" ({"has_search_bar": bool, "clickables": list of str}),
     "invalid" (whether the action had no meaning) and "noun_source". When the episode ends also "score" (0 to 1) and
@@ -123,8 +123,9 @@ class WebShopEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Plays one action: (observation, reward, terminated, truncated, info).
 
-        An action without meaning on its page changes nothing. The reward is the score of a purchase, 0 before. As in
-        the original, stepping may go on after the end: a search starts over with the same goal.
+        An action without meaning on its page changes nothing. The reward is the score of a purchase, 0 before. No end
+        is an outside limit: truncated is False. As in the original, stepping may go on after the end: a search starts
+        over with the same goal.
 
         Raises:
             RuntimeError: before the first reset.
@@ -145,19 +146,19 @@ class WebShopEnv:
             invalid = True
             self._num_invalid += 1
         info = self._info(invalid)
-        terminated = parts is not None
-        truncated = not terminated and (
-            (self._max_steps is not None and self._num_steps >= self._max_steps)
+        terminated = (
+            parts is not None
+            or (self._max_steps is not None and self._num_steps >= self._max_steps)
             or (self._max_invalid_actions is not None and self._num_invalid >= self._max_invalid_actions)
         )
         reward = 0.0
         if parts is not None:
             reward = parts.reward
             info["reward_parts"] = parts
-        if terminated or truncated:
+        if terminated:
             info["score"] = reward
             info["success"] = reward == 1.0
-        return self._observation, reward, terminated, truncated, info
+        return self._observation, reward, terminated, False, info
 
     def _parse(self, action: str) -> tuple[str, str]:
         match = _ACTION.match(action)

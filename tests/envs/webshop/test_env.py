@@ -484,17 +484,18 @@ def test_empty_option_value(play):
 
 
 def test_step_limit(play):
+    """It is part of the task: what is bought later counts for nothing."""
     env = play({}, max_steps=3)
-    assert not env.step("search[brush]")[3]
-    assert not env.step("nothing")[3]
+    assert env.step("search[brush]")[2:4] == (False, False)
+    assert env.step("nothing")[2:4] == (False, False)
     _, reward, terminated, truncated, info = env.step("click[a1]")
-    assert (reward, terminated, truncated) == (0.0, False, True)
+    assert (reward, terminated, truncated) == (0.0, True, False)
     assert (info["score"], info["success"]) == (0.0, False) and "reward_parts" not in info
     env.reset(task_id=0)
-    assert not env.step("search[brush]")[3]
+    assert not env.step("search[brush]")[2]
 
 
-def test_a_purchase_in_the_last_step_is_no_truncation(play):
+def test_a_purchase_in_the_last_step_counts(play):
     env = play({}, "search[brush]", "click[a1]", max_steps=3, max_invalid_actions=1)
     _, reward, terminated, truncated, info = env.step("click[buy now]")
     assert (terminated, truncated) == (True, False)
@@ -503,7 +504,7 @@ def test_a_purchase_in_the_last_step_is_no_truncation(play):
 
 def test_no_limits_by_default(play):
     env = play()
-    assert not any(env.step("nothing")[3] for _ in range(100))
+    assert not any(any(env.step("nothing")[2:4]) for _ in range(100))
 
 
 def test_invalid_actions_end_an_episode(play):
@@ -511,9 +512,9 @@ def test_invalid_actions_end_an_episode(play):
     assert env.step("nothing")[2:4] == (False, False)
     assert env.step("search[brush]")[2:4] == (False, False)
     _, _, terminated, truncated, info = env.step("click[unknown]")
-    assert (terminated, truncated, info["invalid"], info["score"], info["success"]) == (False, True, True, 0.0, False)
+    assert (terminated, truncated, info["invalid"], info["score"], info["success"]) == (True, False, True, 0.0, False)
     env.reset(task_id=0)
-    assert not env.step("nothing")[3]
+    assert not env.step("nothing")[2]
 
 
 # Sharing

@@ -109,7 +109,7 @@ def test_invalid_actions_end_training_episodes_only(catalogue):
     for session, length in ((training, 2), (evaluation, 4)):
         session.reset(1)
         ends = [session.step("nonsense") for _ in range(length)]
-        assert [truncated for _, _, _, truncated, _ in ends] == [False] * (length - 1) + [True]
+        assert [end[2:4] for end in ends] == [(False, False)] * (length - 1) + [(True, False)]
         info = ends[-1][4]
         assert (info["score"], info["success"]) == (0.0, False)
         assert info["stats"] == {
