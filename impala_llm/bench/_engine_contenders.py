@@ -1,4 +1,4 @@
-"""The embedded engine and transformers' generate, each in a process of its own, for the engine benchmark.
+"""The embedded engine and transformers' two ways to generate, each in a process of its own, for the engine benchmark.
 
     python -m impala_llm.bench._engine_contenders NAME MODEL SLOTS MAX_LENGTH
 
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import impala_llm
+from impala_llm.bench._engine_work import Requests
 from impala_llm.engines.base import SamplingParams
 from impala_llm.engines.torch_engine import TorchEngine
 
-Requests = list[tuple[list[int], int]]
 Round = Callable[[Requests], list[int]]
 """Answers all requests, log-probabilities included, and returns how many tokens each got."""
 
@@ -91,7 +92,50 @@ def generate(model: Path, slots: int, max_length: int) -> Round:
     return play
 
 
-CONTENDERS = {"embedded": (embedded, impala_llm.__version__), "generate": (generate, transformers.__version__)}
+def continuous(model: Path, slots: int, max_length: int) -> Round:
+    """transformers' continuous batching, what `generate_batch` runs on, over `slots` requests at a time.
+
+    Its manager is kept from round to round and asked request by request, since `generate_batch` takes one length for
+    all. The kernel and the sizes of blocks and batches are the fastest of those tried; prefixes are not shared, since
+    no two prompts begin alike.
+    """
+    lm = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
+    ).eval()
+    sampling = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_length, eos_token_id=-1
+    )
+    batching = ContinuousBatchingConfig(
+        block_size=64,
+        num_blocks=slots * -(-max_length // 64),
+        max_batch_tokens=512,
+        max_requests_per_batch=slots,
+        allow_block_sharing=False,
+        return_logprobs=True,
+    )
+
+    def play(requests: Requests) -> list[int]:
+        counts: dict[str, int] = {}
+        with lm.continuous_batching_context_manager(
+            sampling, continuous_batching_config=batching, persistent_manager=True, warmup=False
+        ) as manager:
+            names = [manager.add_request(prompt, max_new_tokens=length) for prompt, length in requests]
+            while len(counts) < len(names):
+                result = manager.get_result(timeout=1.0)
+                if result is not None and result.is_finished():
+                    counts[result.request_id] = len(result.logprobs)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("the thread of continuous batching has ended")
+        return [counts[name] for name in names]
+
+    return play
+
+
+CONTENDERS = {
+    "embedded": (embedded, impala_llm.__version__),
+    "generate": (generate, transformers.__version__),
+    "continuous": (continuous, transformers.__version__),
+}
 
 
 if __name__ == "__main__":

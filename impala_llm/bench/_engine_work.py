@@ -22,42 +22,75 @@ from impala_llm.bench.frame import BenchError
 NUM_REQUESTS = 48
 MAX_LENGTH = 448
 """Tokens of a prompt and its answer at most."""
-VOCABULARY = 4096
+NUM_EQUAL = 16
+MEAN_LENGTH = 105
+MODELS = ("5m", "135m")
+_VOCABULARY = 4096
+"""Of the smaller model; the larger one has more, and is asked with these ids too."""
 _START_S = 300.0
-_ROUND_S = 600.0
+_ROUND_S = 1800.0
 _END_S = 10.0
 _TAIL_BYTES = 2000
 
+Requests = list[tuple[list[int], int]]
+"""Prompts, and how many tokens each is to be answered with."""
 
-def uneven_requests() -> list[tuple[list[int], int]]:
-    """48 prompts of 16 to 63 tokens, and how many tokens each is to be answered with: mean 105, 9 to 384."""
+
+def uneven_requests() -> Requests:
+    """48 prompts of 16 to 63 tokens; answers: mean 105, 9 to 384."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 0.9, NUM_REQUESTS), 8, 384).astype(int)
-    prompts = [rng.integers(0, VOCABULARY, int(rng.integers(16, 64))).tolist() for _ in range(NUM_REQUESTS)]
+    prompts = [rng.integers(0, _VOCABULARY, int(rng.integers(16, 64))).tolist() for _ in range(NUM_REQUESTS)]
     return list(zip(prompts, lengths.tolist(), strict=True))
 
 
-def save_model(folder: Path) -> None:
-    """A random Qwen3 of 5.25 M parameters in float32, without a token that would end an answer."""
+def workloads() -> dict[str, Requests]:
+    """By name. A static batch lasts as long as its longest answer: `uneven` is its worst case, `sorted` its better one
+    (whoever sorts must know the lengths before), and `equal` its best: 16 prompts, answers of 105 tokens each."""
+    uneven = uneven_requests()
+    return {
+        "uneven": uneven,
+        "sorted": sorted(uneven, key=lambda request: request[1]),
+        "equal": [(prompt, MEAN_LENGTH) for prompt, _ in uneven[:NUM_EQUAL]],
+    }
+
+
+def save_model(folder: Path, name: str) -> None:
+    """Random weights in float32, without a token that would end an answer. 5m: a Qwen3 of 5.25 M parameters.
+    135m: of the shape of SmolLM2-135M, whose time does not depend on what its weights are."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if name == "5m":
+        qwen = Qwen3Config(
+            vocab_size=_VOCABULARY,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            **ends,
+        )
+        Qwen3ForCausalLM(qwen).save_pretrained(folder)
+        return
+    llama = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        **ends,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(llama).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -100,7 +133,7 @@ class Worker:
             self._process.wait()
         self._log.close()
 
-    def play(self, requests: list[tuple[list[int], int]]) -> Round:
+    def play(self, requests: Requests) -> Round:
         """One round. BenchError where the process dies, hangs, or does not give the tokens asked for."""
         assert self._process.stdin is not None
         try:

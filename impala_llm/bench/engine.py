@@ -1,12 +1,17 @@
 """How fast engines generate: the embedded one beside its peers, and the actor's episodes beside a bare client.
 
-The embedded part: a random Qwen3 of 4 layers, hidden size 256 and vocabulary 4,096 answers 48 requests of uneven length
-(mean 105, at most 384 tokens; no stop tokens, so that all contenders give the same number), sampled at temperature 1,
-with log-probabilities returned, in float32. Every contender has a process with one thread, is warmed by one round, and
-all take turns in every round of one run, in an order that rotates.
+The embedded part: random models (5m: a Qwen3 of 4 layers, hidden size 256 and vocabulary 4,096; 135m: the shape of
+SmolLM2-135M) answer requests without stop tokens, so that all contenders give the same number of tokens, sampled at
+temperature 1, with log-probabilities returned, in float32. Every contender has a process with one thread, is warmed by
+one round, and all take turns in every round of one run, in an order that rotates. Three workloads:
+
+    uneven              48 requests as they come: answers of 9 to 384 tokens, mean 105
+    sorted              the same by length of their answers, which nobody knows before they are there
+    equal               16 requests, answers of 105 tokens each: no padding at all
 
     embedded            `impala_llm.engines.torch_engine`, continuous batching over --slots slots
     generate            transformers' generate, static batches of --slots requests
+    continuous          transformers' continuous batching (`generate_batch`), --slots requests at a time
     vllm                vLLM for CPUs with --slots sequences, from the Python that --vllm-python names
 
 The actor's part (`--only sglang`): --slots streams of the actor's episodes, on the toy corridor with answers of up to
@@ -16,9 +21,11 @@ streaming. The server is in float32 with one thread on the CPU.
     actor               `impala_llm.rollout.play_episode` over `impala_llm.engines.sglang_engine`
     bare                aiohttp: POST /generate
 
-Figures: `actor_overhead`, the actor's tokens a second over the bare client's; `embedded_vs_generate` and
-`embedded_vs_vllm`, the embedded engine's over theirs. They are medians of the rounds' ratios. Rows: tokens a second of
-each contender, median, least and most, and per second of processor time of its own process (without the server's).
+Figures: `embedded_vs_<peer>`, the embedded engine's tokens a second over a peer's, of the uneven requests and the 5m
+model; `embedded_vs_<peer>_<workload>_<model>` of the others; `embedded_worst`, the smallest of them all: the headline.
+`actor_overhead`, the actor's tokens a second over the bare client's. They are medians of the rounds' ratios. Rows:
+tokens a second of each contender, median, least and most, and per second of processor time of its own process (without
+the server's).
 """
 
 from __future__ import annotations
@@ -37,35 +44,44 @@ from impala_llm.bench.frame import BenchError
 from impala_llm.engines.sglang_settings import find_python
 
 OPTIONS = {
-    "rounds": "measured rounds; default 5",
+    "rounds": "measured rounds; default 5, and 3 of the larger model",
+    "models": "5m, 135m; default both, with a comma between",
+    "workloads": "uneven, sorted, equal; default all",
     "slots": "sequences at a time; default 16",
     "only": "embedded or sglang; default both",
     "vllm_python": "Python that has vLLM; default $IMPALA_LLM_VLLM_PYTHON, or this one",
     "sglang_python": "Python that has SGLang; default $IMPALA_LLM_SGLANG_PYTHON, this one, or that of .venv-sglang",
 }
 _PARTS = ("embedded", "sglang")
+_ROUNDS = {"5m": 5, "135m": 3}
 
 
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Measures; see the module for figures and rows. BenchError where an option is malformed or a contender fails."""
+    from impala_llm.bench import _engine_work as work
+
     try:
-        num_rounds, slots = int(options.get("rounds", 5)), int(options.get("slots", 16))
+        num_rounds = int(options["rounds"]) if "rounds" in options else None
+        slots = int(options.get("slots", 16))
     except ValueError as error:
         raise BenchError(f"--rounds and --slots take whole numbers: {error}") from error
-    if num_rounds < 1 or slots < 1:
+    if (num_rounds is not None and num_rounds < 1) or slots < 1:
         raise BenchError(f"--rounds is {num_rounds} and --slots {slots}: both must be >= 1")
     if options.get("only", "embedded") not in _PARTS:
         raise BenchError(f"--only is {options['only']!r}: it takes embedded or sglang")
+    models = _choose("models", options, work.MODELS)
+    requests = {name: work.workloads()[name] for name in _choose("workloads", options, tuple(work.workloads()))}
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     only = options.get("only")
     if only != "sglang":
         python = python_with("vllm", options.get("vllm_python"))
-        rounds, versions = measure_embedded(num_rounds, slots, python)
-        figures.update(
-            {f"embedded_vs_{name}": ratio(rounds, "embedded", name) for name in rounds if name != "embedded"}
-        )
-        rows.extend(table(rounds, versions))
+        for model in models:
+            measured, versions = measure_embedded(model, requests, num_rounds or _ROUNDS[model], slots, python)
+            for workload, rounds in measured.items():
+                figures.update(embedded_figures(rounds, workload, model))
+                rows.extend({"model": model, "workload": workload, **row} for row in table(rounds, versions))
+        figures = {"embedded_worst": min(figures.values()), **figures}
     if only != "embedded" and (python := python_with("sglang", options.get("sglang_python"))) is not None:
         from impala_llm.bench._engine_actor import measure_actor
 
@@ -82,30 +98,43 @@ def left_out(options: dict[str, str]) -> list[str]:
 
 
 def measure_embedded(
-    num_rounds: int, slots: int, vllm_python: str | None
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """All contenders of the embedded part: `Round`s of each, and their versions."""
-    from impala_llm.bench._engine_work import MAX_LENGTH, Worker, save_model, uneven_requests
+    model: str, workloads: dict[str, Any], num_rounds: int, slots: int, vllm_python: str | None
+) -> tuple[dict[str, dict[str, list[Any]]], dict[str, str]]:
+    """All contenders of the embedded part on one model: by workload, `Round`s of each; and their versions."""
+    from impala_llm.bench._engine_work import MAX_LENGTH, Worker, save_model
 
-    requests = uneven_requests()
     with tempfile.TemporaryDirectory(prefix="impala_llm-bench-engine-") as folder, contextlib.ExitStack() as stack:
-        save_model(Path(folder))
+        save_model(Path(folder), model)
         arguments = [folder, str(slots), str(MAX_LENGTH)]
         ours = [sys.executable, "-m", "impala_llm.bench._engine_contenders"]
-        commands = {name: [*ours, name, *arguments] for name in ("embedded", "generate")}
+        commands = {name: [*ours, name, *arguments] for name in ("embedded", "generate", "continuous")}
         if vllm_python is not None:
             program = Path(__file__).with_name("_engine_vllm.py")
             commands["vllm"] = [vllm_python, str(program), "vllm", *arguments]
         workers = {name: stack.enter_context(Worker(name, command)) for name, command in commands.items()}
-        rounds: dict[str, list[Any]] = {name: [] for name in workers}
-        for worker in workers.values():
-            worker.play(requests)
+        rounds: dict[str, dict[str, list[Any]]] = {w: {name: [] for name in workers} for w in workloads}
         names = list(workers)
-        for index in range(num_rounds):
-            start = index % len(names)
-            for name in names[start:] + names[:start]:
-                rounds[name].append(workers[name].play(requests))
+        for workload, requests in workloads.items():
+            for index in range(-1, num_rounds):
+                start = index % len(names)
+                for name in names[start:] + names[:start]:
+                    played = workers[name].play(requests)
+                    if index >= 0:
+                        rounds[workload][name].append(played)
         return rounds, {name: worker.version for name, worker in workers.items()}
+
+
+def embedded_figures(rounds: dict[str, list[Any]], workload: str, model: str) -> dict[str, float]:
+    """The embedded engine's tokens a second over each peer's."""
+    suffix = "" if (workload, model) == ("uneven", "5m") else f"_{workload}_{model}"
+    return {f"embedded_vs_{name}{suffix}": ratio(rounds, "embedded", name) for name in rounds if name != "embedded"}
+
+
+def _choose(key: str, options: dict[str, str], known: tuple[str, ...]) -> list[str]:
+    chosen = options[key].split(",") if key in options else list(known)
+    if unknown := [name for name in chosen if name not in known]:
+        raise BenchError(f"--{key} has {unknown[0]!r}: it takes {', '.join(known)}, with commas between")
+    return chosen
 
 
 def python_with(module: str, named: str | None) -> str | None:

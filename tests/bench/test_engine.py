@@ -5,15 +5,31 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from impala_llm.bench import _engine_work, engine
-from impala_llm.bench._engine_work import MAX_LENGTH, NUM_REQUESTS, Round, Worker, save_model, uneven_requests
+from impala_llm.bench import engine
+from impala_llm.bench._engine_work import (
+    MAX_LENGTH,
+    NUM_REQUESTS,
+    Round,
+    Worker,
+    save_model,
+    uneven_requests,
+    workloads,
+)
 from impala_llm.bench.frame import BenchError
 from tests.system.sglang import needs_sglang, sglang_python
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"rounds": "x"}, {"rounds": "0"}, {"slots": "-1"}, {"slots": "1.5"}, {"only": "vllm"}],
+    [
+        {"rounds": "x"},
+        {"rounds": "0"},
+        {"slots": "-1"},
+        {"slots": "1.5"},
+        {"only": "vllm"},
+        {"models": "7b"},
+        {"workloads": "even"},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(BenchError, match=f"--{next(iter(options))}"):
@@ -30,8 +46,25 @@ def test_the_requests_are_as_uneven_as_announced() -> None:
     assert requests == uneven_requests()
 
 
-def test_the_model_has_the_size_announced_and_no_token_that_ends_an_answer(tmp_path: Path) -> None:
-    save_model(tmp_path)
+def test_the_workloads_are_the_uneven_requests_the_same_sorted_and_sixteen_equal_ones() -> None:
+    of = workloads()
+    assert of["uneven"] == uneven_requests()
+    lengths = [length for _, length in of["sorted"]]
+    assert lengths == sorted(lengths) and sorted(of["sorted"]) == sorted(of["uneven"])
+    assert [length for _, length in of["equal"]] == [105] * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "shape"),
+    [
+        ("5m", 5.25e6, (4, 256, 4096)),
+        pytest.param("135m", 134.5e6, (30, 576, 49152), marks=pytest.mark.system),
+    ],
+)
+def test_the_models_have_the_size_announced_and_no_token_that_ends_an_answer(
+    tmp_path: Path, name: str, parameters: float, shape: tuple[int, int, int]
+) -> None:
+    save_model(tmp_path, name)
     total = 0
     with safe_open(tmp_path / "model.safetensors", framework="np") as file:
         for name in file.keys():  # noqa: SIM118
@@ -39,10 +72,22 @@ def test_the_model_has_the_size_announced_and_no_token_that_ends_an_answer(tmp_p
             for extent in file.get_slice(name).get_shape():
                 size *= extent
             total += size
-    assert total == pytest.approx(5.25e6, rel=0.002)
+    assert total == pytest.approx(parameters, rel=0.002)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (4, 256, 4096)
+    assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == shape
     assert config.get("eos_token_id") is None
+
+
+def test_each_peer_has_a_figure_of_each_workload_and_model() -> None:
+    rounds = {"embedded": [Round(1.0, 1.0, 8)], "generate": [Round(4.0, 1.0, 8)], "continuous": [Round(2.0, 1.0, 8)]}
+    assert engine.embedded_figures(rounds, "uneven", "5m") == {
+        "embedded_vs_generate": 4.0,
+        "embedded_vs_continuous": 2.0,
+    }
+    assert engine.embedded_figures(rounds, "equal", "135m") == {
+        "embedded_vs_generate_equal_135m": 4.0,
+        "embedded_vs_continuous_equal_135m": 2.0,
+    }
 
 
 def test_figures_and_rows_follow_from_the_rounds() -> None:
@@ -104,16 +149,16 @@ def test_a_contender_that_gives_other_tokens_or_dies_ends_the_run() -> None:
 
 
 @pytest.mark.system
-def test_a_small_run_of_what_is_always_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [([5, 6, 7], 4), ([8], 9), ([9, 9], 1)]
-    monkeypatch.setattr(_engine_work, "uneven_requests", lambda: requests)
-    rounds, versions = engine.measure_embedded(2, 2, None)
-    assert {name: [round_.tokens for round_ in played] for name, played in rounds.items()} == {
+def test_a_small_run_of_what_is_always_installed() -> None:
+    requests = {"few": [([5, 6, 7], 4), ([8], 9), ([9, 9], 1)]}
+    measured, versions = engine.measure_embedded("5m", requests, 2, 2, None)
+    assert {name: [round_.tokens for round_ in played] for name, played in measured["few"].items()} == {
         "embedded": [14, 14],
         "generate": [14, 14],
+        "continuous": [14, 14],
     }
-    assert set(versions) == {"embedded", "generate"}
-    assert all(round_.seconds > 0 for played in rounds.values() for round_ in played)
+    assert set(versions) == {"embedded", "generate", "continuous"}
+    assert all(round_.seconds > 0 for played in measured["few"].values() for round_ in played)
 
 
 @pytest.mark.system
