@@ -1,8 +1,9 @@
 """Other ways to bring trajectories from one process to another, for the transport benchmark: one small class each.
 
 It measures what others do, so it opens sockets and pickles, as nothing else in this package. Each peer has the best
-reasonable configuration that was found, and does less than our pipeline: nothing is validated, acknowledged or kept,
-and the metadata stays packed. What was chosen is in the docstring of each.
+form that its documentation offers, and does less than our pipeline: nothing is validated, acknowledged or kept, and the
+metadata stays packed. Where it is faster, the arrays travel as the one piece in which they lie; two peers have a second
+form that sends them as objects. What was chosen is in the docstring of each.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Peer(Contender):
 
 
 class MultiprocessingQueue(_Peer):
-    """multiprocessing.Queue, unbounded, of (metadata, six arrays), pickled by its feeder thread."""
+    """multiprocessing.Queue, unbounded, of (metadata, payload), two bytes objects, pickled by its feeder thread."""
 
     name = "mp_queue"
 
@@ -69,14 +70,14 @@ class MultiprocessingQueue(_Peer):
     def send(self, count: int) -> None:
         put = self._queue.put
         for record in itertools.islice(self._records, count):
-            put((record.metadata, record.arrays))
+            put((record.metadata, record.payload))
 
     def receive(self) -> int:
         try:
-            metadata, arrays = self._queue.get(timeout=_WAIT_S)
+            metadata, payload = self._queue.get(timeout=_WAIT_S)
         except queue.Empty:
             return 0
-        self._batch.put_arrays(metadata, arrays)
+        self._batch.put_packed(metadata, payload)
         return 1
 
     def close(self) -> None:
@@ -124,10 +125,10 @@ class TorchMultiprocessing(MultiprocessingQueue):
 
 
 class ZmqMultipart(_Peer):
-    """pyzmq, PUSH to PULL over ipc: a message of seven parts, the metadata and the six arrays.
+    """pyzmq, PUSH to PULL over ipc: a message of two frames, the metadata and the payload.
 
-    High-water marks of 64 MB a side; parts of 64 kB and more are neither copied into messages nor out of them (below,
-    that costs more than the copy); up to 64 messages are read after one wait.
+    High-water marks of 64 MB a side; payloads of 64 kB and more are neither copied into messages nor out of them
+    (below, that costs more than the copy); up to 64 messages are read after one wait.
     """
 
     name = "zmq_ipc"
@@ -155,15 +156,12 @@ class ZmqMultipart(_Peer):
         self._socket.setsockopt(zmq.SNDTIMEO, int(1000 * DEADLINE_S))
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, max(_MOST_AT_ONCE, _QUEUE_BYTES // self._record_bytes))
-        self._copy = self._part_bytes() < zmq.COPY_THRESHOLD
-
-    def _part_bytes(self) -> int:
-        return 4 * self.load.num_tokens
+        self._copy = self._record_bytes < zmq.COPY_THRESHOLD
 
     def send(self, count: int) -> None:
         send, copy = self._socket.send_multipart, self._copy
         for record in itertools.islice(self._records, count):
-            send([record.metadata, *record.buffers], copy=copy)
+            send([record.metadata, record.payload], copy=copy)
 
     def receive(self) -> int:
         if not self._poller.poll(1000 * _WAIT_S):
@@ -176,10 +174,11 @@ class ZmqMultipart(_Peer):
         return _MOST_AT_ONCE
 
     def _receive_one(self) -> None:
-        metadata, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
-        if not self._copy:
-            metadata, parts = metadata.bytes, [part.buffer for part in parts]
-        self._batch.put_parts(metadata, parts)
+        metadata, payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
+        if self._copy:
+            self._batch.put_packed(metadata, payload)
+        else:
+            self._batch.put_packed(metadata.bytes, payload.buffer)
 
     def close(self) -> None:
         if hasattr(self, "_context"):
@@ -202,12 +201,9 @@ class ZmqTcp(ZmqMultipart):
 
 
 class ZmqPickle(ZmqMultipart):
-    """pyzmq over ipc, otherwise the same, but one part: metadata and arrays, pickled with protocol 5."""
+    """pyzmq over ipc, otherwise the same, but one frame: metadata and six arrays, pickled with protocol 5."""
 
     name = "zmq_pickle"
-
-    def _part_bytes(self) -> int:
-        return self._record_bytes
 
     def send(self, count: int) -> None:
         send, copy, dumps = self._socket.send, self._copy, pickle.dumps
@@ -220,19 +216,23 @@ class ZmqPickle(ZmqMultipart):
 
 
 class FasterFifo(_Peer):
-    """faster-fifo: (metadata, six arrays), pickled with protocol 5, taken with get_many.
+    """faster-fifo: (metadata, six arrays), pickled with protocol 5, put one by one (put_many was slower: it pickles all
+    before it sends the first) and taken with get_many.
 
     A ring of 4 MB: it stays in the caches, and no larger one was faster over all sizes. At least 8 trajectories.
     """
 
     name = "faster_fifo"
     module = "faster_fifo"
+    _put_bytes = 0
+    """Most bytes of one put_many, where that is more than one trajectory."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
         import faster_fifo
 
         self._ring_bytes = max(4 << 20, 8 * 20 * load.num_tokens)
+        self._at_once = max(1, self._put_bytes // (17 * load.num_tokens))
         self._queue = faster_fifo.Queue(self._ring_bytes, loads=self._loads, dumps=self._dumps)
 
     @staticmethod
@@ -247,9 +247,11 @@ class FasterFifo(_Peer):
         self._queue.reallocate_msg_buffer(self._ring_bytes)
 
     def send(self, count: int) -> None:
-        put = self._queue.put
-        for record in itertools.islice(self._records, count):
-            put(record, timeout=DEADLINE_S)
+        put_many = self._queue.put_many
+        while count:
+            now = min(count, self._at_once)
+            count -= now
+            put_many(list(itertools.islice(self._records, now)), timeout=DEADLINE_S)
 
     def receive(self) -> int:
         try:
@@ -265,24 +267,22 @@ class FasterFifo(_Peer):
 
 
 class FasterFifoPacked(FasterFifo):
-    """faster-fifo as a bare ring for bytes: arrays that lie end to end already, a wire format without its checks.
-
-    Not one of the peers that ratios refer to, since the queue's users send objects; it has a figure of its own.
-    """
+    """faster-fifo as a ring for bytes: the payload with the metadata behind it, up to 128 kB a put_many, copied from
+    where get_many has put it."""
 
     name = "faster_fifo_packed"
+    _put_bytes = 128 << 10
 
     @staticmethod
     def _dumps(record: Record) -> bytes:
         return record.payload + record.metadata
 
     @staticmethod
-    def _loads(message: Any) -> bytes:
-        return bytes(message)
+    def _loads(message: Any) -> Any:
+        return memoryview(message).cast("B")  # good until the next get_many
 
     def _put(self, message: Any) -> None:
-        payload = memoryview(message)
-        self._batch.put_packed(bytes(payload[self._record_bytes :]), payload[: self._record_bytes])
+        self._batch.put_packed(bytes(message[self._record_bytes :]), message[: self._record_bytes])
 
 
 class BareRing(_Peer):

@@ -155,11 +155,11 @@ class Sink:
         self._num_taken = 0
         self._time = 0.0
 
-    def take(self, items: Sequence[tuple[bytes, list[np.ndarray]]]) -> None:
+    def take(self, items: Sequence[tuple[bytes, np.ndarray]]) -> None:
         """Copy trajectories to the batch."""
         with self._changed:
-            for metadata, arrays in items:
-                self._batch.put_arrays(metadata, arrays)
+            for metadata, payload in items:
+                self._batch.put_packed(metadata, payload)
             self._num_taken += len(items)
             self._time = time.monotonic()
             self._changed.notify_all()
@@ -174,8 +174,8 @@ class Sink:
 class RayObjects(_OnRay):
     """Ray: a call of the consumer, which is an actor, for each trajectory, up to 64 under way at a time.
 
-    Arrays of 100 kB and more go by the object store, which Ray does by itself, and are read there without a copy;
-    smaller ones go with the call, which is faster.
+    The payload is one array of bytes. Calls of 100 kB and more go by the object store, which Ray does by itself, and
+    are read there without a copy; smaller ones go with the call, which is faster.
     """
 
     name = "ray"
@@ -208,7 +208,7 @@ class RayObjects(_OnRay):
         take = self._sink.take
         for _ in range(count // self.chunk):
             some = itertools.islice(self._records, self.chunk)
-            self._calls.append(take.remote([(record.metadata, record.arrays) for record in some]))
+            self._calls.append(take.remote([(r.metadata, np.frombuffer(r.payload, np.uint8)) for r in some]))
             if len(self._calls) >= self._num_under_way:
                 self._wait(self._num_under_way // 2)
 

@@ -85,7 +85,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     if only != "embedded" and (python := python_with("sglang", options.get("sglang_python"))) is not None:
         from impala_llm.bench._engine_actor import measure_actor
 
-        rounds = asyncio.run(measure_actor(python, num_rounds, slots))
+        rounds = asyncio.run(measure_actor(python, num_rounds or _ROUNDS["5m"], slots))
         figures["actor_overhead"] = ratio(rounds, "actor", "bare")
         rows.extend(table(rounds, {}))
     return figures, rows
