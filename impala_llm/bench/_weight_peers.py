@@ -5,8 +5,8 @@ Invariant: both sides walk through the same schedule, and nobody works on a cont
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zmq
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from impala_llm.pipeline import kernels, safetensors_layout
 from impala_llm.pipeline.weights import TensorBytes, WeightPublisher, WeightReader
 
 _TIMEOUT_S = 120
-_MAX_PICKLE_MEGABYTES = 500
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -36,8 +36,8 @@ class Contender:
     together: bool = False
     copies: bool = True
     """Whether the weights end in the reader's own tensors."""
-    max_rounds: int = 1000
-    """For one that would take most of the time."""
+    tidy: Callable[[], None] = lambda: None
+    """What is done off the clock, when both sides are through: to free what was made."""
 
 
 def tensor_shapes(megabytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -74,7 +74,7 @@ def run_side(
         pattern = np.random.default_rng(0).integers(0, 256, 1_000_003).astype(np.uint8)
         for start in range(0, memory.size, pattern.size):
             memory[start : start + pattern.size] = pattern[: memory.size - start]
-    contenders = make_contenders(is_writer, memory, tensors, Path(folder), megabytes)
+    contenders = make_contenders(is_writer, memory, tensors, Path(folder))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
     checksums = {name: kernels.bytes_checksum(data) for name, data in _byte_views(tensors).items()}
     if is_writer:
@@ -84,8 +84,6 @@ def run_side(
         order = list(contenders)
         for name in order[round_index % len(order) :] + order[: round_index % len(order)]:
             contender = contenders[name]
-            if round_index >= contender.max_rounds:
-                continue
             if round_index < 0 and not is_writer:
                 memory.fill(0)
             begin, end = _take_turn(link, contender, is_writer)
@@ -121,8 +119,11 @@ def _take_turn(link: Connection, contender: Contender, is_writer: bool) -> tuple
     end = time.monotonic()
     if is_writer and not contender.together:
         link.send("written")
-    # The other side may go on only when both are through.
     link.send("through")
+    link.recv()
+    contender.tidy()
+    # The other side may go on only when both are tidy.
+    link.send("tidy")
     link.recv()
     return begin, end
 
@@ -143,18 +144,17 @@ def make_tensors(megabytes: int) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
 
 
 def make_contenders(
-    is_writer: bool, memory: np.ndarray, tensors: dict[str, torch.Tensor], folder: Path, megabytes: int
+    is_writer: bool, memory: np.ndarray, tensors: dict[str, torch.Tensor], folder: Path
 ) -> dict[str, Contender]:
     """This side's part of every contender, all prepared: files made, memory resident, peers connected."""
-    contenders = {
+    return {
         **_bounds(is_writer, memory, tensors, folder),
         **_ours(is_writer, tensors, folder / "board"),
-        **_files(is_writer, tensors, folder),
-        "gloo": _gloo(is_writer, tensors, folder),
+        "safetensors": _safetensors(is_writer, tensors, folder / "file.safetensors"),
+        "torch_mmap": _torch_save(is_writer, tensors, folder / "file.pt"),
+        "gloo": _gloo(is_writer, memory, folder),
+        "zmq": _zmq(is_writer, memory, folder),
     }
-    if megabytes <= _MAX_PICKLE_MEGABYTES:
-        contenders["pickle_zmq"] = _pickle(is_writer, tensors, folder)
-    return contenders
 
 
 def _byte_views(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -212,27 +212,45 @@ def _ours(is_writer: bool, tensors: dict[str, torch.Tensor], board: Path) -> dic
     return {"ours": Contender(copy), "ours_mapped": Contender(look, copies=False)}
 
 
-def _files(is_writer: bool, tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, Contender]:
-    path = folder / "file"
+def _safetensors(is_writer: bool, tensors: dict[str, torch.Tensor], path: Path) -> Contender:
+    """`save_file` makes a new file each time: it takes no open one whose pages are there already, and to serialise
+    first and write into such pages takes several times as long. The old one is removed off the clock."""
+    if is_writer:
+        return Contender(lambda: save_file(tensors, path), tidy=lambda: path.unlink())
+    opened = contextlib.ExitStack()
 
-    def copy(loaded: dict[str, torch.Tensor]) -> None:
+    def copy() -> None:
+        file = opened.enter_context(safe_open(path, framework="pt"))
+        for name, tensor in tensors.items():
+            tensor.copy_(file.get_tensor(name))
+
+    return Contender(copy, tidy=opened.close)
+
+
+def _torch_save(is_writer: bool, tensors: dict[str, torch.Tensor], path: Path) -> Contender:
+    """`torch.save` into one file that stays, so into pages that are there, as our slots are."""
+    if is_writer:
+        torch.save(tensors, path)
+        file = path.open("r+b")
+
+        def save() -> None:
+            file.seek(0)
+            torch.save(tensors, file)
+            file.flush()
+
+        return Contender(save)
+    loaded: dict[str, torch.Tensor] = {}
+
+    def copy() -> None:
+        loaded.update(torch.load(path, mmap=True, weights_only=True))
         for name, tensor in tensors.items():
             tensor.copy_(loaded[name])
-        path.unlink()  # its memory is needed by the next
 
-    if is_writer:
-        save, save_torch = (lambda: save_file(tensors, path)), (lambda: torch.save(tensors, path))
-        return {
-            "safetensors": Contender(save),
-            "torch_mmap": Contender(save_torch, max_rounds=2),
-        }
-    return {
-        "safetensors": Contender(lambda: copy(load_file(path))),
-        "torch_mmap": Contender(lambda: copy(torch.load(path, mmap=True, weights_only=True)), max_rounds=2),
-    }
+    return Contender(copy, tidy=loaded.clear)
 
 
-def _gloo(is_writer: bool, tensors: dict[str, torch.Tensor], folder: Path) -> Contender:
+def _gloo(is_writer: bool, memory: np.ndarray, folder: Path) -> Contender:
+    """One broadcast of the memory in which all tensors lie: a bucket that nobody had to fill."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'gloo'}",
@@ -240,26 +258,24 @@ def _gloo(is_writer: bool, tensors: dict[str, torch.Tensor], folder: Path) -> Co
         world_size=2,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
-
-    def step() -> None:
-        for tensor in tensors.values():
-            dist.broadcast(tensor, src=0)
-
-    return Contender(step, together=True)
+    bucket = torch.from_numpy(memory)
+    return Contender(lambda: dist.broadcast(bucket, src=0), together=True)
 
 
-def _pickle(is_writer: bool, tensors: dict[str, torch.Tensor], folder: Path) -> Contender:
+def _zmq(is_writer: bool, memory: np.ndarray, folder: Path) -> Contender:
+    """One frame of the same memory, which pyzmq does not copy on either side but into the reader's tensors."""
     socket = zmq.Context.instance().socket(zmq.PUSH if is_writer else zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, 1000 * _TIMEOUT_S)
-    endpoint = f"ipc://{folder / 'pickle.sock'}"
+    endpoint = f"ipc://{folder / 'zmq.sock'}"
     if is_writer:
         socket.bind(endpoint)
-        return Contender(lambda: socket.send(pickle.dumps(tensors, protocol=5)), together=True, max_rounds=2)
+        return Contender(lambda: socket.send(memory, copy=False), together=True)
     socket.connect(endpoint)
+    received: list[zmq.Frame] = []
 
     def receive() -> None:
-        for name, tensor in pickle.loads(socket.recv()).items():
-            tensors[name].copy_(tensor)
+        received.append(socket.recv(copy=False))
+        np.copyto(memory, np.frombuffer(received[0].buffer, np.uint8))
 
-    return Contender(receive, together=True, max_rounds=2)
+    return Contender(receive, together=True, tidy=received.clear)

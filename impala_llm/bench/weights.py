@@ -9,15 +9,18 @@ last end. Each is checked once, before the rounds that count: all tensors arrive
                         memcpy does not store past the caches, as ours does
     ours                publish, and a verified copy into the reader's tensors
     ours_mapped         publish, and a verified read in place, without a copy
-    safetensors         save_file to /dev/shm, load_file, copy into the reader's tensors
-    torch_mmap          torch.save to /dev/shm, torch.load(mmap=True), copy; two rounds
-    gloo                torch.distributed broadcast, tensor by tensor
-    pickle_zmq          one pickled message; up to 500 MB, two rounds
+    safetensors         save_file to /dev/shm, safe_open, copy into the reader's tensors
+    torch_mmap          torch.save to /dev/shm, into a file that stays; torch.load(mmap=True), copy
+    gloo                torch.distributed broadcast of all tensors in one bucket
+    zmq                 all tensors in one frame over ipc, copied once
 
-Figures, for each size in MB (10^6 bytes): `bound_fraction_<MB>`, the bound's time over ours;
-`ratio_safetensors_<MB>` and `ratio_gloo_<MB>`, theirs over ours; `publish_ms_<MB>`, `read_ms_<MB>` and
-`mapped_read_ms_<MB>`. All are medians over the rounds; ratios are of times in the same round. Rows: milliseconds of
-each contender, median, least and most.
+What a peer makes anew and removes, its file or its mapping, it removes off the clock. Neither gloo nor zmq pays for
+bringing the tensors together: they lie so.
+
+Figures, for each size in MB (10^6 bytes): `ratio_<MB>`, the time of the fastest peer over ours, and `ratio_worst`, the
+smallest of these: the headline; `ratio_<peer>_<MB>`, of each; `bound_fraction_<MB>`, the bound's time over ours;
+`publish_ms_<MB>`, `read_ms_<MB>` and `mapped_read_ms_<MB>`. All are medians over the rounds; ratios are of times in the
+same round. Rows: milliseconds of each contender, median, least and most.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ OPTIONS = {
 PEERS = ("torch", "safetensors")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_FILES_AT_ONCE = 4  # the bound's, two slots of ours, and a peer's
+_FILES_AT_ONCE = 5  # the bound's, two slots of ours, and those of two peers
+_NO_PEERS = ("bound_whole", "bound_tensors", "ours", "ours_mapped")
 _SIDE_TIMEOUT_S = 300.0
 
 Times = dict[str, list[tuple[float, float, float]]]
@@ -62,7 +66,8 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
         times = measure(megabytes, num_rounds or (5 if megabytes <= 1000 else 2))
         figures.update(_figures(times, megabytes))
         rows.extend(_rows(times, megabytes))
-    return figures, rows
+    worst = min(figures[f"ratio_{megabytes}"] for megabytes in sizes)
+    return {"ratio_worst": worst, **figures}, rows
 
 
 def measure(megabytes: int, num_rounds: int) -> Times:
@@ -115,10 +120,11 @@ def _figures(times: Times, megabytes: int) -> dict[str, float]:
         )
 
     bound = min(("bound_whole", "bound_tensors"), key=lambda name: median(name, 0))
+    ratios = {peer: ratio(peer) for peer in times if peer not in _NO_PEERS}
     return {
+        f"ratio_{megabytes}": min(ratios.values()),
+        **{f"ratio_{peer}_{megabytes}": value for peer, value in ratios.items()},
         f"bound_fraction_{megabytes}": ratio(bound),
-        f"ratio_safetensors_{megabytes}": ratio("safetensors"),
-        f"ratio_gloo_{megabytes}": ratio("gloo"),
         f"publish_ms_{megabytes}": 1000 * median("ours", 1),
         f"read_ms_{megabytes}": 1000 * median("ours", 2),
         f"mapped_read_ms_{megabytes}": 1000 * median("ours_mapped", 2),
