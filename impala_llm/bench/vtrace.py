@@ -5,15 +5,17 @@ take turns in every round, in an order that rotates, and each gets float32, tens
 layout of its own library. Before the rounds that count each is run, which compiles it, and compared with ours. What is
 compared is the processor time of the process: other work on the machine lengthens the long calls more than the short.
 
-    ours            `vtrace` on [4096, 64], time first
-    torchrl         `vtrace_advantage_estimate` on [64, 4096, 1]
-    rlax            `vtrace_td_error_and_advantage` on [64, 4096], over rows by vmap and compiled by jit, exp included;
-                    time first it takes four times as long
-    ours_packed     `vtrace_packed` on 64 rows of uneven length, 65,536 steps in all, laid end to end
+    ours            `vtrace` on [T, 64], time first
+    torchrl         `vtrace_advantage_estimate` on [64, T, 1]: a loop over time in Python, so its long rows measure the
+                    interpreter
+    rlax            `vtrace_td_error_and_advantage` on [64, T], over rows by vmap and compiled by jit, exp included;
+                    time first it takes four times as long. The compiled function returns what ours does, the targets
+                    and the advantages, so that its third result, the Q-values, is not computed
+    ours_packed     `vtrace_packed` on 64 rows of uneven length, T on average, laid end to end
 
-Figures: `ratio_torchrl_padded`, torchrl's time over ours; `time_vs_rlax_padded`, our time over rlax's; `packed_ms`, of
-ours_packed. Medians over the rounds; ratios are of times in the same round. Rows: milliseconds a call of each
-contender, of the processor and on the clock.
+Figures, for each T: `ratio_<peer>_<T>`, a peer's time over ours; `packed_ms_<T>`, of ours_packed; `ratio_worst`, the
+smallest of the ratios: the headline. Medians over the rounds; ratios are of times in the same round. Rows: milliseconds
+a call of each contender, of the processor and on the clock.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ from typing import Any
 from impala_llm.bench.frame import BenchError
 
 OPTIONS = {
-    "steps": "steps of a padded row; default 4096",
+    "steps": "T, steps of a padded row, with commas; default 64,256,4096",
     "rows": "rows; default 64",
     "rounds": "measured rounds; default 30",
 }
 PEERS = ("torchrl", "rlax")
 
-_PACKED_STEPS_PER_ROW = 1024  # times 64 rows: 64 k
 _AT_LEAST_S = 0.01
 _DISCOUNT = 0.99
 
@@ -50,17 +51,25 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     """Measures all that is installed; see the module for figures and rows. BenchError where an option is malformed, or
     a contender computes something else than ours."""
     try:
-        steps, rows, rounds = (int(options.get(k, d)) for k, d in (("steps", 4096), ("rows", 64), ("rounds", 30)))
+        steps = [int(number) for number in options.get("steps", "64,256,4096").split(",")]
+        rows, rounds = int(options.get("rows", 64)), int(options.get("rounds", 30))
     except ValueError as error:
-        raise BenchError(f"--steps, --rows and --rounds take whole numbers: {error}") from error
-    if min(steps, rows, rounds) < 1:
+        raise BenchError(f"--steps takes whole numbers with commas, --rows and --rounds one: {error}") from error
+    if min(*steps, rows, rounds) < 1:
         raise BenchError(f"--steps is {steps}, --rows {rows}, --rounds {rounds}: all must be >= 1")
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            times = pool.submit(measure, steps, rows, rounds).result()
-        except BrokenProcessPool as error:
-            raise BenchError("the process of the benchmark died: its last words are above") from error
-    return figures_of(times), rows_of(times)
+    figures: dict[str, float] = {}
+    table: list[dict[str, Any]] = []
+    for number in steps:
+        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                times = pool.submit(measure, number, rows, rounds).result()
+            except BrokenProcessPool as error:
+                raise BenchError("the process of the benchmark died: its last words are above") from error
+        figures |= figures_of(times, number)
+        table += rows_of(times, number)
+    if ratios := [value for name, value in figures.items() if name.startswith("ratio_")]:
+        figures = {"ratio_worst": min(ratios), **figures}
+    return figures, table
 
 
 def measure(steps: int, rows: int, rounds: int) -> Times:
@@ -84,27 +93,24 @@ def measure(steps: int, rows: int, rounds: int) -> Times:
     return times
 
 
-def figures_of(times: Times) -> dict[str, float]:
+def figures_of(times: Times, steps: int) -> dict[str, float]:
     """The figures that the measured contenders allow."""
-
-    def ratio(one: str, other: str) -> float:
-        return statistics.median(x[0] / y[0] for x, y in zip(times[one], times[other], strict=True))
-
-    figures = {"packed_ms": 1000 * statistics.median(processor for processor, _ in times["ours_packed"])}
-    if "torchrl" in times:
-        figures["ratio_torchrl_padded"] = ratio("torchrl", "ours")
-    if "rlax" in times:
-        figures["time_vs_rlax_padded"] = ratio("ours", "rlax")
+    figures = {f"packed_ms_{steps}": 1000 * statistics.median(processor for processor, _ in times["ours_packed"])}
+    for peer in PEERS:
+        if peer in times:
+            pairs = zip(times[peer], times["ours"], strict=True)
+            figures[f"ratio_{peer}_{steps}"] = statistics.median(theirs[0] / ours[0] for theirs, ours in pairs)
     return figures
 
 
-def rows_of(times: Times) -> list[dict[str, Any]]:
+def rows_of(times: Times, steps: int) -> list[dict[str, Any]]:
     """Milliseconds a call of each contender."""
     rows = []
     for name, rounds in times.items():
         processor, clock = zip(*rounds, strict=True)
         rows.append(
             {
+                "steps": steps,
                 "contender": name,
                 "ms": 1000 * statistics.median(processor),
                 "least_ms": 1000 * min(processor),
@@ -129,8 +135,8 @@ def _contenders(steps: int, rows: int) -> dict[str, Callable[[], object]]:
     padded = [x.T.contiguous() for x in (log_rhos, torch.full_like(values, _DISCOUNT), rewards, values)]
 
     weights = 0.05 + torch.rand(rows, generator=generator)
-    lengths = (weights / weights.sum() * _PACKED_STEPS_PER_ROW * rows).long()
-    lengths[-1] += _PACKED_STEPS_PER_ROW * rows - lengths.sum()
+    lengths = (weights / weights.sum() * steps * rows).long()
+    lengths[-1] += steps * rows - lengths.sum()
     num_packed = int(lengths.sum())
     segment_ids = torch.repeat_interleave(torch.arange(rows), lengths)
     packed = [torch.randn(num_packed, generator=generator) for _ in range(4)]
@@ -182,7 +188,8 @@ def _rlax(log_rhos: Any, rewards: Any, values: Any, bootstrap: Any) -> tuple[Cal
     import torch
 
     def estimate(log_rho: Any, discount: Any, reward: Any, value: Any, following: Any) -> Any:
-        return rlax.vtrace_td_error_and_advantage(value, following, reward, discount, jax.numpy.exp(log_rho))
+        out = rlax.vtrace_td_error_and_advantage(value, following, reward, discount, jax.numpy.exp(log_rho))
+        return out.errors + value, out.pg_advantage
 
     following = torch.cat([values[:, 1:], bootstrap[:, None]], dim=1)
     tensors = (log_rhos, torch.full_like(values, _DISCOUNT), rewards, values, following)
@@ -193,8 +200,6 @@ def _rlax(log_rhos: Any, rewards: Any, values: Any, bootstrap: Any) -> tuple[Cal
         return jax.block_until_ready(over_rows(*inputs))
 
     def result() -> Any:
-        out = contender()
-        errors, advantages = (torch.from_numpy(np.array(x)) for x in (out.errors, out.pg_advantage))
-        return errors + values, advantages
+        return [torch.from_numpy(np.array(x)) for x in contender()]
 
     return contender, result

@@ -20,22 +20,24 @@ def test_figures_follow_from_the_times() -> None:
         "torchrl": [(0.008, 0.1), (0.01, 0.1), (0.02, 0.1)],
         "rlax": [(0.002, 0.1), (0.002, 0.1), (0.002, 0.1)],
     }
-    assert vtrace.figures_of(times) == pytest.approx(
-        {"packed_ms": 0.5, "ratio_torchrl_padded": 8.0, "time_vs_rlax_padded": 0.5}
+    assert vtrace.figures_of(times, 64) == pytest.approx(
+        {"packed_ms_64": 0.5, "ratio_torchrl_64": 8.0, "ratio_rlax_64": 2.0}
     )
-    assert vtrace.rows_of(times)[1] == pytest.approx(
-        {"contender": "ours_packed", "ms": 0.5, "least_ms": 0.4, "most_ms": 0.9, "clock_ms": 200.0}
+    assert vtrace.rows_of(times, 64)[1] == pytest.approx(
+        {"steps": 64, "contender": "ours_packed", "ms": 0.5, "least_ms": 0.4, "most_ms": 0.9, "clock_ms": 200.0}
     )
 
 
 def test_without_peers_their_figures_are_missing() -> None:
-    assert list(vtrace.figures_of({"ours": [(0.001, 0.1)], "ours_packed": [(0.001, 0.1)]})) == ["packed_ms"]
+    assert list(vtrace.figures_of({"ours": [(0.001, 0.1)], "ours_packed": [(0.001, 0.1)]}, 9)) == ["packed_ms_9"]
 
 
 @pytest.mark.system
 def test_a_small_run_measures_whatever_is_installed() -> None:
-    figures, rows = vtrace.run({"steps": "64", "rows": "4", "rounds": "2"})
+    figures, rows = vtrace.run({"steps": "16,64", "rows": "4", "rounds": "2"})
     installed = [peer for peer in vtrace.PEERS if importlib.util.find_spec(peer)]
-    assert {row["contender"] for row in rows} == {"ours", "ours_packed", *installed}
-    assert len(figures) == 1 + len(installed)
+    assert {(row["steps"], row["contender"]) for row in rows} == {
+        (steps, name) for steps in (16, 64) for name in ("ours", "ours_packed", *installed)
+    }
+    assert len(figures) == 2 + (1 + 2 * len(installed) if installed else 0)
     assert all(math.isfinite(value) and value > 0 for value in figures.values())
