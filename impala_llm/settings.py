@@ -321,8 +321,9 @@ class PipelineConfig:
     """Silence after which an actor counts as dead and its tickets are granted again."""
     ticket_timeout_s: float = 600.0
     """An episode that has brought nothing for so long is taken from its actor and played again."""
-    learner_timeout_s: float = 120.0
-    """Silence of the learner after which an actor ends itself."""
+    learner_timeout_s: float | None = None
+    """Silence of the learner after which an actor ends itself; None: it waits for as long as its run is there, on
+    another host for ever."""
     bind: str | None = None
     """TCP endpoint for actors on other hosts, such as tcp://0.0.0.0:7400; rank r listens at port + r, the weight server
     at port + learner.num_ranks. None: this host only."""

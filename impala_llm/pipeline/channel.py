@@ -62,6 +62,8 @@ _MAX_INLINE_BYTES = 4 << 20
 """After so many bytes of records no more are put into a message, where they travel in it."""
 _MAX_REASON = 1000
 _PATIENCE_HEARTBEATS = 5
+_SILENT_HEARTBEATS = 10
+"""Of a learner, before it is said once."""
 _MAX_PATIENCE_S = 60.0
 _ROW = struct.Struct("<5q")  # wire.Descriptor
 _REMINDERS = 5
@@ -92,10 +94,10 @@ class ActorChannel:
     trajectories under way (config: pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats,
     which need `poll` to be called. resend_s: of a trajectory not acknowledged for so long the learner is reminded, and
     ever more rarely from then on; the record itself travels again only where the learner says that it lacks it.
-    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost; only time in
-    which this actor polled counts, a gap between two polls as at most a heartbeat. arena_name: of the arena's file,
-    actor_id by default; an actor of several ranks has one for each. Raises ValueError for an endpoint on another host
-    without keys.
+    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost, None: never;
+    only time in which this actor polled counts, a gap between two polls as at most a heartbeat. arena_name: of the
+    arena's file, actor_id by default; an actor of several ranks has one for each. Raises ValueError for an endpoint on
+    another host without keys.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class ActorChannel:
         keys: ActorKeys | None = None,
         heartbeat_s: float = 1.0,
         resend_s: float = 5.0,
-        learner_timeout_s: float = 120.0,
+        learner_timeout_s: float | None = None,
         arena_name: str | None = None,
     ) -> None:
         self.actor_id = check_name("actor_id", actor_id)
@@ -130,6 +132,8 @@ class ActorChannel:
         self._arena = ArenaWriter(path, arena_bytes, self._incarnation)
         self._clock = ActiveClock(heartbeat_s)
         self._learner_heard = 0.0
+        self._is_waiting = False
+        """It was said that the learner is silent."""
         self._patience_s = _PATIENCE_HEARTBEATS * heartbeat_s
         self._next_connect = self._patience_s
         self._next_heartbeat = time.monotonic() + heartbeat_s
@@ -266,6 +270,9 @@ class ActorChannel:
         events: list[Event] = []
         hello_wanted = False
         while (message := self._receive()) is not None:
+            if self._is_waiting:
+                _log.warning("the learner is back after %.0f s", self._clock.now - self._learner_heard)
+                self._is_waiting = False
             self._learner_heard = self._clock.now
             self._patience_s = _PATIENCE_HEARTBEATS * self._heartbeat_s
             self._next_connect = self._clock.now + self._patience_s
@@ -306,11 +313,17 @@ class ActorChannel:
         self._offer_unsent()
         self._send_due()
         silence = self._clock.now - self._learner_heard
-        if silence > self._learner_timeout_s:
+        if self._learner_timeout_s is not None and silence > self._learner_timeout_s:
             raise LearnerLost(
                 f"the learner has been silent for {silence:.0f} s, more than pipeline.learner_timeout_s="
                 f"{self._learner_timeout_s:g}"
             )
+        if silence > _SILENT_HEARTBEATS * self._heartbeat_s and not self._is_waiting:
+            limit = "null, for ever" if self._learner_timeout_s is None else f"{self._learner_timeout_s:g}"
+            _log.warning(
+                "the learner has been silent for %.0f s: waiting for it (pipeline.learner_timeout_s=%s)", silence, limit
+            )
+            self._is_waiting = True
         return events
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -322,8 +335,8 @@ class ActorChannel:
 
         It does so for good after an error of protocol, such as bytes that were changed on their way.
         """
-        if self._run_dir is not None and self._run_dir.is_replaced():
-            raise LearnerLost(f"another run has the name of this actor's run, which has ended: {self._run_dir.path}")
+        if self._run_dir is not None and self._run_dir.has_ended():
+            raise LearnerLost(f"this actor's run has ended, or another run has its name: {self._run_dir.path} is gone")
         self._socket.close(linger=0)
         self._socket = self._connect()
         self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)

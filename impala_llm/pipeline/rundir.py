@@ -23,6 +23,8 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
+import math
 import os
 import re
 import secrets
@@ -31,6 +33,7 @@ import tempfile
 import time
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 SUPERVISED = "IMPALA_LLM_SUPERVISED"
 """Environment variable of a learner whose run directory belongs to its supervisor, and outlives it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -115,15 +118,22 @@ class RunDirectory:
             raise
 
     @classmethod
-    def attach(cls, run_name: str, base: Path | None = None, timeout_s: float = 0.0) -> RunDirectory:
-        """Use the directory that another process owns, waiting up to `timeout_s` seconds for it to appear.
+    def attach(cls, run_name: str, base: Path | None = None, timeout_s: float | None = 0.0) -> RunDirectory:
+        """Use the directory that another process owns, waiting up to `timeout_s` seconds for it to appear; None: for
+        ever, which is said once.
 
         Raises RunDirectoryError when it does not exist by then, or its owner is dead, or it belongs to another user.
         """
         root = _run_path(run_name, base)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        is_said = False
         # What a dead owner left is about to be replaced by the next start: as good as nothing.
         while not _has_owner(root) or (run_id := _read_run_id(root)) is None:
+            if timeout_s is None and not is_said:
+                _log.warning(
+                    "run %r has no directory %s with a living owner yet: waiting for its learner", run_name, root
+                )
+                is_said = True
             if time.monotonic() >= deadline:
                 raise RunDirectoryError(
                     f"run {run_name!r} has no directory {root} with a living owner after {timeout_s:g} s: start its "
@@ -132,9 +142,9 @@ class RunDirectory:
             time.sleep(_ATTACH_INTERVAL_S)
         return cls(root, run_id)
 
-    def is_replaced(self) -> bool:
-        """Whether another run has taken the name since: nothing of this one will come back."""
-        return _read_run_id(self._root) not in (None, self.run_id)
+    def has_ended(self) -> bool:
+        """Whether its owner has removed it, or another run has taken the name: nothing of this one will come back."""
+        return not self.path.is_dir()
 
     def endpoint(self, rank: int = 0) -> str:
         """ZeroMQ endpoint of a learner rank. RunDirectoryError where the path is too long for a socket."""

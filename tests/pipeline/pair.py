@@ -68,7 +68,7 @@ class Pair:
         arena_bytes: int = ARENA_BYTES,
         heartbeat_s: float = 0.05,
         resend_s: float = 60.0,
-        learner_timeout_s: float = 60.0,
+        learner_timeout_s: float | None = 60.0,
         endpoint: str | None = None,
         is_shared: bool = True,
     ) -> ActorChannel:

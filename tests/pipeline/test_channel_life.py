@@ -314,6 +314,28 @@ def test_actors_do_not_outlive_a_silent_learner(pair: Pair) -> None:
         actor.poll(20.0)
 
 
+def test_an_actor_waits_for_a_silent_learner_as_long_as_it_takes_and_says_so_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = pair.actor(learner_timeout_s=None, heartbeat_s=0.02)
+    turns_until(lambda: "silent" in caplog.text, actor)
+    actor.poll(0.2)
+    assert caplog.text.count("pipeline.learner_timeout_s=null") == 1
+    pair.receiver()
+    pair.tickets(actor, 2)
+    assert "the learner is back" in caplog.text
+
+
+def test_an_actor_does_not_wait_for_a_run_that_was_removed(tmp_path: Path) -> None:
+    with RunDirectory.create("over", tmp_path):
+        actor = ActorChannel("tcp://127.0.0.1:1", "a", RunDirectory.attach("over", tmp_path), 1 << 16, heartbeat_s=0.02)
+    try:
+        with pytest.raises(LearnerLost, match="has ended"):
+            actor.poll(20.0)
+    finally:
+        actor.close()
+
+
 def test_an_arena_that_the_learner_cannot_open_sends_the_actor_home(pair: Pair) -> None:
     pair.receiver()
     actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)

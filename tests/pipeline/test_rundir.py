@@ -102,12 +102,12 @@ def test_a_run_keeps_its_number_when_it_is_gone_on_with(tmp_path: Path) -> None:
     owner.wait()
     second = RunDirectory.create("run", tmp_path, take_over=True)
     assert (second.run_id, second.path) == (first.run_id, first.path)
-    assert (second.path / "kept").exists() and not first.is_replaced()
+    assert (second.path / "kept").exists() and not first.has_ended()
     second.remove()
-    assert not first.is_replaced()  # nobody has come yet
+    assert first.has_ended()
     with RunDirectory.create("run", tmp_path, take_over=True) as third:
         assert third.run_id != first.run_id
-        assert first.is_replaced() and not third.is_replaced()
+        assert first.has_ended() and not third.has_ended()
         assert not first.path.exists()  # what an earlier run's process writes by path goes nowhere
 
 
