@@ -37,9 +37,10 @@ from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
-from impala_llm.pipeline.wire import Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.wire import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WITH_VALUES, Config
+from impala_llm.supervised import end_with_supervisor, report_progress
 
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
@@ -180,7 +181,9 @@ class Actor:
         self.channel.request(0)
 
     def handle(self, event: object) -> None:
-        if isinstance(event, Grant):
+        if isinstance(event, Ack):
+            report_progress()
+        elif isinstance(event, Grant):
             self.waiting.extend(event.tickets)
         elif isinstance(event, WeightsAnnounced):
             self.announced = event.version
@@ -330,6 +333,7 @@ class Reporter:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 when the learner said stop, 2 for bad settings, 3 when the learner is gone."""
+    end_with_supervisor()
     words = list(argv)
     index = 0
     if "--index" in words:

@@ -27,7 +27,7 @@ Starts a learner and its actors on this host, starts again what dies, and ends w
     "actors": """\
 impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
 
-Starts actors for a learner that was started by torchrun on this host, or on the one that pipeline.connect names. Both
+Starts actors for a learner that was started by hand on this host, or on the one that pipeline.connect names. Both
 sides need the same settings. Ends when the learner says stop (status 0), or when an actor is lost for good or finds its
 learner gone (status 1).
   --config FILE     settings from a YAML file; the same as experiment=FILE

@@ -8,27 +8,27 @@ again with back-off. The run's folder in shared memory belongs to the supervisor
 what is in there. A learner that dies again and again without publishing a version ends the run.
 """
 
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
+from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.remote import relay_weights
-from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
-from impala_llm.pipeline.weights import WeightReader
+from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.settings import PACKAGE, Config
+from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
@@ -36,50 +36,89 @@ GUARD_S = 3.0
 """What orphans get to end by themselves."""
 POLL_S = 0.1
 MAX_RESTARTS = 20
+"""Of an actor, without a trajectory acknowledged in between."""
 FAMILY = "IMPALA_LLM_FAMILY"
-"""Environment variable by which a supervisor knows the descendants of a child again: torchrun gives its workers
-sessions of their own, and they live on without it."""
+"""Environment variable by which a supervisor knows the descendants of a child again: a server has a session of its own,
+and may live on without its actor."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The interface over which the ranks of a learner talk."""
 MAX_LEARNER_RESTARTS = 3
-"""Without a version published in between."""
+"""Without a version published in between; time alone proves nothing."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
 """Exit codes: the run is over; the settings are wrong; of an actor: the learner is gone."""
 
 
 @dataclass
 class Child:
-    """A supervised process and its log."""
+    """A supervised process and its log; or the learner's ranks, which are started together, and together again when one
+    of them has died."""
 
     name: str
     command: list[str]
     log: Path | None
     environment: dict[str, str]
-    process: subprocess.Popen | None = None
+    num_ranks: int | None = None
+    """None: one process that is no rank."""
+    meeting_place: Path | None = None
+    """Folder in which several ranks find each other."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     restarts: int = 0
+    """Since it last made progress."""
     restart_at: float = 0.0
     """Monotonic time of the next start, while it is down."""
-    started_at: float = field(default=0.0)
+    progress: int | None = None
+    """Descriptor from which its progress is read: see `report_progress`."""
 
     def start(self) -> None:
+        if self.progress is not None:
+            os.close(self.progress)
+        self.progress, told = os.pipe()
+        token = uuid.uuid4().hex
+        try:
+            for descriptor in (self.progress, told):
+                os.set_blocking(descriptor, False)
+            self.processes = []
+            for rank in range(self.num_ranks or 1):
+                environment = {**self.environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())}
+                if self.num_ranks is not None:
+                    environment |= self.rank_environment(rank, token)
+                self.processes.append(self.start_process(environment, told))
+        finally:
+            os.close(told)
+
+    def rank_environment(self, rank: int, token: str) -> dict[str, str]:
+        """What torchrun would set, but for where the ranks meet: in a file, so that nobody listens."""
+        number, total = str(rank), str(self.num_ranks)
+        ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
+        return ranks | (
+            {} if self.meeting_place is None else {RENDEZVOUS: f"file://{self.meeting_place}/ranks-{token}"}
+        )
+
+    def start_process(self, environment: dict[str, str], told: int) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
-        if self.log is None:
-            self.process = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
-        else:
-            with self.log.open("ab") as out:
-                self.process = subprocess.Popen(
-                    self.command, env=self.environment, stdout=out, stderr=out, start_new_session=True
-                )
-        self.started_at = time.monotonic()
+        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
+            return subprocess.Popen(
+                self.command, env=environment, stdout=out, stderr=out, start_new_session=True, pass_fds=(told,)
+            )
 
     def poll(self) -> int | None:
-        return self.process.poll() if self.process else None
+        """Its exit code: of several ranks one that is not 0. None while it runs."""
+        codes = [process.poll() for process in self.processes]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else None if None in codes or not codes else 0
+
+    def has_worked(self) -> bool:
+        """Whether it has made progress since this was last asked."""
+        try:
+            return self.progress is not None and os.read(self.progress, 1 << 16) != b""
+        except BlockingIOError:
+            return False
 
     def signal(self, number: int) -> None:
-        """To the whole process group."""
-        if self.process is not None:
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                return
+        """To the whole process groups."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def last_words(self, lines: int = 8) -> str:
         if self.log is None or not self.log.exists():
@@ -91,61 +130,43 @@ class Child:
 def exit_reason(code: int) -> str:
     """What a return code of subprocess means, for people."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:  # a real-time signal: only the first and the last have names
+            return f"killed by signal {-code}"
     return f"exit code {code}"
-
-
-def visible_gpus() -> list[str]:
-    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name and name != "-1"]
-    # torch would know as well, and cost seconds and gigabytes in every supervisor.
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return []
-    listed = subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True)
-    return listed.stdout.split() if listed.returncode == 0 else []
-
-
-def share_gpus(config: Config, gpus: Sequence[str], with_learner: bool) -> list[list[str]]:
-    """The GPUs of each actor of this host: `engine.tensor_parallel` of its own, behind those of the learner's ranks.
-
-    An empty list for each where there is no GPU or the actors start no server. Actors with the embedded engine share
-    GPUs where there are too few. ConfigError where servers would have to.
-    """
-    engine, num_actors = config.engine, config.actor.num_actors
-    if not gpus or engine.urls is not None or config.model.device == "cpu":
-        return [[] for _ in range(num_actors)]
-    taken = config.learner.num_ranks if with_learner else 0
-    free, each = list(gpus[taken:]), engine.tensor_parallel
-    if engine.name == "torch":
-        free = free or list(gpus)
-        return [[free[index % len(free)]] for index in range(num_actors)]
-    if len(free) < num_actors * each:
-        others = f", {taken} of them for learner.num_ranks={taken}" if taken else ""
-        raise ConfigError(
-            f"actor.num_actors={num_actors} servers of engine.tensor_parallel={each} need {num_actors * each} GPUs, "
-            f"and this host has {len(gpus)}{others}: lower one of these settings"
-        )
-    return [free[index * each : (index + 1) * each] for index in range(num_actors)]
 
 
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
     """The processes of a run: the learner first, then the actors. ConfigError where GPUs are too few."""
-    actors = plan_actors(config, overrides, with_learner=True)
-    learner = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(config.learner.num_ranks)),
-        *(str(PACKAGE / "learner.py"), *overrides),
+    gpus = deal_gpus(config, visible_gpus())
+    environment = {**child_environment(config, gpus.learner), SUPERVISED: "1"}
+    if config.engine.transfer != "distributed":  # which may go to servers on other hosts
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, LOOPBACK)
+    command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
+    learner = Child("learner", command, None, environment, config.learner.num_ranks)
+    return [learner, *plan_actors(config, overrides, gpus)]
+
+
+def plan_actors(config: Config, overrides: Sequence[str], gpus: GpuShares) -> list[Child]:
+    """The actors of this host, with their share of its cores and GPUs."""
+    logs = Path(config.run.dir) / "logs"
+    return [
+        Child(
+            f"actor {index}",
+            [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
+            logs / f"actor-{index}.log",
+            child_environment(config, own),
+        )
+        for index, own in enumerate(gpus.actors)
     ]
-    environment = {**actors[0].environment, FAMILY: uuid.uuid4().hex, SUPERVISED: "1"}
-    return [Child("learner", learner, None, environment), *actors]
 
 
-def plan_actors(config: Config, overrides: Sequence[str], with_learner: bool = False) -> list[Child]:
-    """The actors of this host, with their share of its cores and GPUs. Each is a family of its own, see `FAMILY`."""
+def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
+    """Of a process with its share of this host's cores, and these GPUs. It is a family of its own, see `FAMILY`."""
     threads = str(threads_per_process(config))
-    environment = {
+    return {
         **os.environ,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -156,23 +177,18 @@ def plan_actors(config: Config, overrides: Sequence[str], with_learner: bool = F
         "MALLOC_TOP_PAD_": str(64 << 20),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
+        FAMILY: uuid.uuid4().hex,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
-    logs = Path(config.run.dir) / "logs"
-    return [
-        Child(
-            f"actor {index}",
-            [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
-            logs / f"actor-{index}.log",
-            {**environment, FAMILY: uuid.uuid4().hex, **({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})},
-        )
-        for index, own in enumerate(share_gpus(config, visible_gpus(), with_learner))
-    ]
 
 
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
     """What `train` would do: the resolved configuration and the command line of every process."""
     lines = [to_yaml(config), f"# threads a process: {threads_per_process(config)}"]
-    lines += [f"# {child.name}: {' '.join(child.command)}" for child in plan(config, overrides)]
+    lines += [
+        f"# {child.name}{f', {child.num_ranks} ranks' if (child.num_ranks or 1) > 1 else ''}: {' '.join(child.command)}"
+        for child in plan(config, overrides)
+    ]
     return "\n".join(lines)
 
 
@@ -186,14 +202,11 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
     with _stop_signal() as stop_signal, RunDirectory.create(config.run.name) as run_dir:
-        board = WeightReader(run_dir.weights_path)
-        published = None
+        learner.meeting_place = run_dir.path
         try:
             for child in children:
                 child.start()
             while not stop_signal() and _keep_alive(learner, final=(STOPPED, BAD_SETTINGS), most=MAX_LEARNER_RESTARTS):
-                if learner.restarts and board.latest() != published:
-                    learner.restarts, published = 0, board.latest()  # it had worked: not a crash loop
                 for actor in actors:
                     _keep_alive(actor, final=(STOPPED,))
                 time.sleep(POLL_S)
@@ -216,7 +229,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     Returns 0 then, 1 if one was lost for good or found its learner gone, 130 after Ctrl-C, 143 after SIGTERM.
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    actors = plan_actors(config, overrides)
+    actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
     with _stop_signal() as stop_signal, _away_from_learner(config):
         try:
             for actor in actors:
@@ -235,7 +248,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def _away_from_learner(config: Config) -> Iterator[None]:
     """On another host: a run directory with a board of its own, filled by a relay, while entered."""
     pipeline = config.pipeline
@@ -256,20 +269,20 @@ def end(children: Sequence[Child], polite: bool) -> None:
                 child.signal(signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     for child in children:
-        if child.process is not None:
-            try:
-                child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _say(f"{child.name} does not end: killing it")
+        try:
+            for process in child.processes:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _say(f"{child.name} does not end: killing it")
         child.signal(signal.SIGKILL)  # also what is left of its group
     for child in children:
-        if child.process is not None:
-            child.process.wait()
+        for process in child.processes:
+            process.wait()
     _kill_relatives(children)
 
 
 def _kill_relatives(children: Sequence[Child]) -> None:
-    """What dead children have left of their descendants: a torchrun that was killed leaves its workers."""
+    """What dead children have left of their descendants: an actor's SGLang server has a session of its own."""
     relatives = _relatives({child.environment[FAMILY] for child in children})
     # The guard of a server ends by itself when its owner is gone, and removes the server's files then.
     _, relatives = psutil.wait_procs(relatives, timeout=GUARD_S)
@@ -293,7 +306,7 @@ def _relatives(families: set[str]) -> list[psutil.Process]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[], int]]:
     """While entered, SIGINT and SIGTERM are only remembered: what is yielded tells which one came, 0 for none."""
     received = 0
@@ -322,8 +335,9 @@ def _keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) ->
     if child.restart_at == 0.0:
         if code in final:
             return False
-        if now - child.started_at > 60:
-            child.restarts = 0  # it had worked: not a crash loop
+        child.signal(signal.SIGKILL)  # the other ranks
+        if child.has_worked():
+            child.restarts = 0  # not a crash loop
         if child.restarts >= most:
             return False
         delay = min(30.0, 2.0**child.restarts)
@@ -348,8 +362,7 @@ def one_actor_per_server(words: Sequence[str], gpus: Sequence[str]) -> list[str]
     config = load(words)
     if config.engine.name != "sglang" or any(word.startswith("actor.num_actors=") for word in words):
         return list(words)
-    num_servers = len(config.engine.urls or ()) or len(gpus) // config.engine.tensor_parallel
-    return [*words, f"actor.num_actors={max(1, num_servers)}"]
+    return [*words, f"actor.num_actors={num_servers(config, gpus)}"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Entry: a learner rank. `torchrun impala_llm/learner.py key=value ...`
+"""Entry: a learner rank. By hand: `python impala_llm/learner.py key=value ...`, several on one host by `torchrun`.
 
     receive → buffer → draw by priority → pack → forward → V-trace → loss → backward → reduce → step → publish → repeat
 
@@ -43,11 +43,12 @@ from impala_llm.pipeline.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.remote import serve_weights
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import SUPERVISED, RunDirectory
+from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 from impala_llm.settings import Config
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress
 from impala_llm.trainer import Trainer
 
 
@@ -107,6 +108,8 @@ def learn(config: Config, ranks: Ranks) -> None:
                 published = board.offer(version) if board is not None else None
                 if published is not None:
                     meters.log.add("weights/skipped", float(not published))
+                if published:
+                    report_progress()
                 if published and sender is not None:
                     sent = sender.send(receiver.engines(), dict(model.policy_weights()), version)
                     meters.log.update(sent.metrics())
@@ -191,10 +194,28 @@ def learner_keys(config: Config) -> LearnerKeys | None:
     return None if folder is None else load_learner_keys(Path(folder).expanduser())
 
 
+def check_ranks(config: Config) -> None:
+    """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    if num_here != num_ranks:
+        raise ConfigError(
+            f"torchrun started {num_ranks} ranks, {num_here} of them on this host: the ranks of a learner share the "
+            "memory of one host; start them with --nnodes 1"
+        )
+    if config.learner.num_ranks != num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks={config.learner.num_ranks}, but {num_ranks} ranks were started: set learner.num_ranks="
+            f"{num_ranks}, or start {config.learner.num_ranks} with torchrun"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for bad settings, 143 after SIGTERM."""
+    end_with_supervisor()
     try:
         config = load(argv)
+        check_ranks(config)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
@@ -204,13 +225,6 @@ def main(argv: Sequence[str]) -> int:
     prepare_cuda(config.model.cuda_products)
     disable_progress_bar()
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
-    if config.learner.num_ranks != ranks.world_size:
-        print(
-            f"learner: learner.num_ranks={config.learner.num_ranks}, but torchrun started {ranks.world_size} ranks: "
-            f"set learner.num_ranks={ranks.world_size}",
-            file=sys.stderr,
-        )
-        return 2
     try:
         learn(config, ranks)
     finally:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from impala_llm.config import ConfigError
 from impala_llm.engines.sglang_settings import BadServerSettings, check_python, find_python
+from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.launch import visible_gpus
 from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.rendezvous import can_listen
 from impala_llm.pipeline.rundir import RunDirectoryError, find_run, shared_memory

@@ -245,7 +245,7 @@ class AlgorithmConfig:
 @dataclass
 class LearnerConfig:
     num_ranks: int = 1
-    """Processes of torchrun; each has its own receiver and replay shard."""
+    """Processes of the learner, all on one host; each has its own receiver and replay shard."""
     batch_size: int = 64
     """Trajectories of an update, over all ranks."""
     total_updates: int = 400

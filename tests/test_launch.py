@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from impala_llm import launch
-from impala_llm.config import ConfigError, load, threads_per_process
+from impala_llm.config import load, threads_per_process
+from impala_llm.gpus import deal_gpus
 from impala_llm.launch import FAMILY, MAX_RESTARTS, Child
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
@@ -21,11 +22,14 @@ class PlayedChild(Child):
     def __init__(self, code: int | None) -> None:
         super().__init__("actor 7", [], None, {FAMILY: "x"})
         self.code = code
+        self.worked = False
         self.starts = 0
 
     def start(self) -> None:
         self.starts += 1
-        self.started_at = launch.time.monotonic()
+
+    def has_worked(self) -> bool:
+        return self.worked
 
     def poll(self) -> int | None:
         return self.code
@@ -46,13 +50,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> PlayedClock:
     return played
 
 
-def test_a_run_is_a_learner_through_torchrun_and_its_actors() -> None:
+def test_a_run_is_a_learner_and_its_actors() -> None:
     config = load(OVERRIDES)
     learner, *actors = launch.plan(config, OVERRIDES)
-    assert learner.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    at = learner.command.index("--nproc-per-node")
-    assert learner.command[at + 1] == "2"
-    assert learner.command[at + 2 :] == [str(launch.PACKAGE / "learner.py"), *OVERRIDES]
+    assert learner.command == [sys.executable, str(launch.PACKAGE / "learner.py"), *OVERRIDES]
+    assert learner.num_ranks == 2
     assert [child.name for child in actors] == ["actor 0", "actor 1", "actor 2"]
     for index, actor in enumerate(actors):
         assert actor.command == [
@@ -72,50 +74,22 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
     children = launch.plan(config, OVERRIDES)
     assert {child.environment["OMP_NUM_THREADS"] for child in children} == {"3"}
     assert {child.environment["MKL_NUM_THREADS"] for child in children} == {"3"}
-    assert launch.plan_actors(config, OVERRIDES)[0].environment["OMP_NUM_THREADS"] == "3"
+    assert launch.plan_actors(config, OVERRIDES, deal_gpus(config, []))[0].environment["OMP_NUM_THREADS"] == "3"
 
 
-SGLANG = ["experiment=toy", "engine=sglang", "learner.num_ranks=2", "actor.num_actors=2", "engine.tensor_parallel=2"]
-
-
-def test_each_server_has_gpus_of_its_own_behind_those_of_the_learner() -> None:
-    gpus = [str(i) for i in range(8)]
-    assert launch.share_gpus(load(SGLANG), gpus, with_learner=True) == [["2", "3"], ["4", "5"]]
-    assert launch.share_gpus(load(SGLANG), gpus, with_learner=False) == [["0", "1"], ["2", "3"]]
-    assert launch.share_gpus(load([*SGLANG, "model.device=cpu"]), gpus, with_learner=True) == [[], []]
-    assert launch.share_gpus(load(SGLANG), [], with_learner=True) == [[], []]
-
-
-def test_too_few_gpus_are_an_error_that_names_the_settings() -> None:
-    with pytest.raises(ConfigError) as error:
-        launch.share_gpus(load(SGLANG), ["0", "1", "2"], with_learner=True)
-    for word in ("actor.num_actors=2", "engine.tensor_parallel=2", "4 GPUs", "has 3", "learner.num_ranks=2"):
-        assert word in str(error.value)
-
-
-def test_embedded_engines_share_the_gpus_that_the_learner_leaves() -> None:
-    config = load([*OVERRIDES, "learner.num_ranks=1"])
-    assert launch.share_gpus(config, ["0", "1", "2"], with_learner=True) == [["1"], ["2"], ["1"]]
-    assert launch.share_gpus(config, ["0"], with_learner=True) == [["0"], ["0"], ["0"]]
+def test_each_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    children = launch.plan(load(OVERRIDES), OVERRIDES)
+    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in children] == ["4,5", "6", "7", "6"]
 
 
 def test_a_host_of_actors_has_one_for_each_share_of_its_gpus() -> None:
     words = ["experiment=toy", "engine=sglang", "engine.tensor_parallel=2"]
     gpus = list("01234567")
-    assert launch.one_actor_per_server(words, gpus)[-1] == "actor.num_actors=4"
+    assert launch.one_actor_per_server(words, gpus)[-1] == "actor.num_actors=3"  # beside the learner's GPU
     assert launch.one_actor_per_server(words, [])[-1] == "actor.num_actors=1"
     assert launch.one_actor_per_server([*words, "actor.num_actors=3"], gpus)[-1] == "actor.num_actors=3"
     assert launch.one_actor_per_server(["experiment=toy"], gpus) == ["experiment=toy"]
-
-
-def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab12")
-    assert launch.visible_gpus() == ["3", "GPU-ab12"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert launch.visible_gpus() == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("PATH", "")
-    assert launch.visible_gpus() == []
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:
@@ -134,12 +108,18 @@ def test_processes_find_the_package_wherever_they_start() -> None:
 def test_a_dry_run_names_all_processes_and_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     text = launch.dry_run(load(OVERRIDES), OVERRIDES)
-    for word in ("# learner: ", "# actor 0: ", "# actor 2: ", "num_actors: 3", "# threads a process: "):
+    for word in ("# learner, 2 ranks: ", "# actor 0: ", "# actor 2: ", "num_actors: 3", "# threads a process: "):
         assert word in text
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [(1, "exit code 1"), (-signal.SIGKILL, "killed by SIGKILL"), (-6, "killed by SIGABRT")]
+    ("code", "expected"),
+    [
+        (1, "exit code 1"),
+        (-signal.SIGKILL, "killed by SIGKILL"),
+        (-6, "killed by SIGABRT"),
+        (-35, "killed by signal 35"),
+    ],
 )
 def test_exit_reasons_are_for_people(code: int, expected: str) -> None:
     assert launch.exit_reason(code) == expected
@@ -178,10 +158,22 @@ def test_one_that_keeps_dying_waits_longer_and_is_given_up(clock: PlayedClock) -
     assert actor.starts == MAX_RESTARTS
 
 
-def test_one_that_had_worked_starts_quickly_again(clock: PlayedClock) -> None:
+@pytest.mark.parametrize("most", [launch.MAX_LEARNER_RESTARTS, MAX_RESTARTS])
+def test_a_long_life_without_progress_is_no_excuse(clock: PlayedClock, most: int) -> None:
+    child = PlayedChild(1)
+    for _ in range(2 * most):
+        clock.now += 61
+        if not launch._keep_alive(child, final=(0,), most=most):
+            break
+        clock.now = max(clock.now, child.restart_at)
+        launch._keep_alive(child, final=(0,), most=most)
+    assert child.starts == most
+
+
+def test_one_that_has_made_progress_starts_quickly_again(clock: PlayedClock) -> None:
     actor = PlayedChild(1)
     actor.restarts = MAX_RESTARTS
-    actor.started_at = clock.now - 61
+    actor.worked = True
     assert launch._keep_alive(actor, final=(0,))
     assert actor.restart_at == clock.now + 1.0
 

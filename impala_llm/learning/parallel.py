@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impala_llm.supervised import RENDEZVOUS
+
 
 class Ranks:
     """This process among the learner's ranks; a single process needs no torchrun.
@@ -30,7 +32,13 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         if self.world_size > 1:
-            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(
+                "nccl" if use_cuda else "gloo",
+                init_method=os.environ.get(RENDEZVOUS),  # torchrun's without
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
 
     @property
     def is_main(self) -> bool:

@@ -33,9 +33,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from impala_llm.supervised import SUPERVISED
+
 _log = logging.getLogger(__name__)
-SUPERVISED = "IMPALA_LLM_SUPERVISED"
-"""Environment variable of a learner whose run directory belongs to its supervisor, and outlives it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RUN_FILE = "run.json"
 _ATTACH_INTERVAL_S = 0.05

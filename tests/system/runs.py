@@ -1,5 +1,6 @@
 """A run as real processes, seen from outside: its metrics, its processes, what it leaves behind."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -64,6 +65,15 @@ class Run:
                     found.append(process)
             except psutil.Error:
                 continue
+        return found
+
+    def listening(self) -> set[str]:
+        """IP addresses at which processes of the run listen."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                connections = process.net_connections("inet")
+                found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
         return found
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:

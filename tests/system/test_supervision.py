@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 from impala_llm import launch
 from impala_llm.config import load
 from impala_llm.launch import FAMILY, Child
+from impala_llm.supervised import SUPERVISOR as SUPERVISOR_PID
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = """
@@ -38,7 +40,7 @@ def first_line(log: Path, child: Child) -> str:
     while not log.exists() or "\n" not in log.read_text():
         assert child.poll() is None
         try:
-            child.process.wait(0.02)  # type: ignore[union-attr]
+            child.processes[0].wait(0.02)
         except subprocess.TimeoutExpired:
             continue
     return log.read_text().splitlines()[0]
@@ -56,8 +58,8 @@ def test_a_grandchild_that_ignores_signals_is_ended_too(
     other.start()
     grandchild = psutil.Process(int(first_line(tmp_path / "log", parent)))
     if parent_is_gone:
-        parent.process.kill()  # type: ignore[union-attr]
-        parent.process.wait()  # type: ignore[union-attr]
+        parent.processes[0].kill()
+        parent.processes[0].wait()
     launch.end([parent, other], polite=False)
     assert parent.poll() is not None and other.poll() is not None
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
@@ -79,6 +81,92 @@ def test_actors_alone_tell_whether_one_failed(
     children = [
         make_child(f"actor {i}", f"raise SystemExit({code})", tmp_path / f"{i}") for i, code in enumerate(codes)
     ]
-    monkeypatch.setattr(launch, "plan_actors", lambda config, overrides: children)
+    monkeypatch.setattr(launch, "plan_actors", lambda config, overrides, gpus: children)
     assert launch.supervise_actors(load(["experiment=toy", f"run.dir={tmp_path}"]), []) == expected
     assert said in capfd.readouterr().err
+
+
+# A supervisor that starts a child, says its pid, and is killed; the child says when it follows.
+SUPERVISOR = """
+import os, sys, time
+from pathlib import Path
+from impala_llm.launch import FAMILY, Child
+here = "from impala_llm.supervised import end_with_supervisor as follow; follow(); print('here', flush=True)"
+code = here + "; import time; time.sleep(600)"
+child = Child("child", [sys.executable, "-c", code], Path(sys.argv[1]), {**os.environ, FAMILY: "test-orphan"})
+child.start()
+while not Path(sys.argv[1]).read_text():
+    time.sleep(0.01)
+print(child.processes[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.system
+def test_a_child_ends_with_its_supervisor(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.kill()
+    deadline = time.monotonic() + 20
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.system
+def test_a_child_that_starts_after_its_supervisor_has_ended_ends_at_once() -> None:
+    code = "from impala_llm.supervised import end_with_supervisor; end_with_supervisor(); print('went on')"
+    environment = {**os.environ, SUPERVISOR_PID: "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "has ended" in ended.stderr and not ended.stdout
+
+
+@pytest.mark.system
+def test_progress_is_what_a_child_has_reported_since_it_was_asked(tmp_path: Path) -> None:
+    """More often than the pipe holds, and after that it dies."""
+    code = (
+        "from impala_llm.supervised import report_progress\nfor _ in range(100_000): report_progress()\nprint('ready')"
+    )
+    child = make_child("child", code, tmp_path / "log")
+    assert not child.has_worked()
+    child.start()
+    child.processes[0].wait(60)
+    assert child.has_worked()
+    child.command[-1] = "pass"
+    child.start()
+    child.processes[0].wait(60)
+    assert not child.has_worked()
+
+
+# Ranks of which the second dies of a signal at its first start, and all end well at the second.
+RANK = """
+import os, sys, time
+from pathlib import Path
+starts = Path(sys.argv[1]) / f"starts-{os.environ['RANK']}"
+with starts.open("a") as file:
+    file.write(f"{os.environ['WORLD_SIZE']} {os.environ['LOCAL_RANK']} {os.environ['IMPALA_LLM_RENDEZVOUS']}\\n")
+if len(starts.read_text().splitlines()) == 1:
+    while not (starts.parent / "starts-0").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 35) if os.environ["RANK"] == "1" else time.sleep(600)
+"""
+
+
+@pytest.mark.system
+def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    learner = Child(
+        "learner", [sys.executable, "-c", RANK, str(tmp_path)], None, {**os.environ, FAMILY: "test-ranks"}, 2, tmp_path
+    )
+    learner.start()
+    deadline = time.monotonic() + 60
+    while launch._keep_alive(learner, final=(0,)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert learner.poll() == 0
+    assert "learner died (killed by signal 35)" in capfd.readouterr().err
+    lines = [(tmp_path / f"starts-{rank}").read_text().splitlines() for rank in range(2)]
+    assert [line.split()[:2] for line in lines[1]] == [["2", "1"], ["2", "1"]]
+    first, second = ({of_rank[start].split()[2] for of_rank in lines} for start in range(2))
+    assert len(first) == len(second) == 1 and first != second  # each start meets at a place of its own

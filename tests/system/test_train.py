@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +67,7 @@ def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -
         supervisor = run.train()
         run.wait_for_updates(5)  # neither rank can make one without its half of the batch
         assert len(run.processes(str(ROOT / "impala_llm/actor.py"))) == 2
+        assert run.listening() <= {"127.0.0.1", "::1"}
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
@@ -75,6 +79,7 @@ def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on
     with Run(tmp_path, "experiment=toy", "actor.num_actors=1", ENDLESS) as run:
         supervisor = run.train()
         run.wait_for_updates(3)
+        assert run.listening() == set()
         [actor] = run.processes(str(ROOT / "impala_llm/actor.py"))
         actor.kill()
         run.wait_for(
@@ -171,9 +176,7 @@ def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(number
     with Run(tmp_path, "experiment=toy", "actor.num_actors=2", ENDLESS) as run:
         supervisor = run.train()
         run.wait_for_updates(5)
-        [learner] = [
-            p for p in run.processes(str(ROOT / "impala_llm/learner.py")) if "torch.distributed.run" not in p.cmdline()
-        ]
+        [learner] = run.processes(str(ROOT / "impala_llm/learner.py"))
         learner.send_signal(number)
         run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
         run.wait_for_updates(5)
@@ -183,3 +186,32 @@ def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(number
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
         run.assert_gone()
+
+
+@pytest.mark.system
+def test_a_killed_supervisor_takes_its_processes_along_and_the_next_run_of_the_name_begins_anew(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        supervisor.kill()
+        supervisor.wait()
+        deadline = time.monotonic() + STOP_S
+        while run.processes():
+            assert time.monotonic() < deadline, run.processes()
+            time.sleep(0.05)
+        (tmp_path / "tensorboard" / "metrics.jsonl").unlink()
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        assert column(run.rows(), "step")[0] == 1
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_ranks_on_several_hosts_are_refused_at_the_start(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+    command = [sys.executable, str(ROOT / "impala_llm/learner.py"), "experiment=toy", "learner.num_ranks=4"]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "4 ranks, 2 of them on this host" in ended.stderr and "--nnodes 1" in ended.stderr

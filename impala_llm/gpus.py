@@ -1,0 +1,79 @@
+"""Deals the GPUs of a host out to the learner's ranks and the actors."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from impala_llm.config import ConfigError
+from impala_llm.settings import Config
+
+
+@dataclass(frozen=True)
+class GpuShares:
+    """learner: one GPU for each rank, in their order. actors: of each actor. Empty where none are needed, or there are
+    none: such a process keeps its environment as it is."""
+
+    learner: list[str]
+    actors: list[list[str]]
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name and name != "-1"]
+    # torch would know as well, and cost seconds and gigabytes in every supervisor.
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    listed = subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True)
+    return listed.stdout.split() if listed.returncode == 0 else []
+
+
+def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
+    """The learner's ranks have the first GPUs, where the learner is on this host; the actors have the others.
+
+    A learner is on this host unless `pipeline.connect` names another one. Each SGLang server has
+    `engine.tensor_parallel` GPUs of its own. Embedded engines share GPUs where there are too few, and the learner's
+    where it leaves none.
+
+    Args:
+        gpus: that may be used on this host, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        ConfigError: too few for the learner's ranks, or for the servers.
+    """
+    engine, num_actors = config.engine, config.actor.num_actors
+    if not gpus or config.model.device == "cpu":
+        return GpuShares([], [[] for _ in range(num_actors)])
+    num_ranks = _num_ranks_here(config)
+    if len(gpus) < num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks={num_ranks} needs as many GPUs, and this host has {len(gpus)}: set learner.num_ranks="
+            f"{len(gpus)} or model.device=cpu"
+        )
+    learner, free = list(gpus[:num_ranks]), list(gpus[num_ranks:])
+    if engine.urls is not None:
+        return GpuShares(learner, [[] for _ in range(num_actors)])
+    if engine.name == "torch":
+        shared = free or learner
+        return GpuShares(learner, [[shared[index % len(shared)]] for index in range(num_actors)])
+    each = engine.tensor_parallel
+    if len(free) < num_actors * each:
+        others = f", {num_ranks} of them for learner.num_ranks={num_ranks}" if num_ranks else ""
+        raise ConfigError(
+            f"actor.num_actors={num_actors} servers of engine.tensor_parallel={each} need {num_actors * each} GPUs, "
+            f"and this host has {len(gpus)}{others}: lower one of these settings"
+        )
+    return GpuShares(learner, [free[index * each : (index + 1) * each] for index in range(num_actors)])
+
+
+def num_servers(config: Config, gpus: Sequence[str]) -> int:
+    """How many SGLang servers, one an actor, there is room for beside the learner; 1 at least."""
+    free = len(gpus) - _num_ranks_here(config)
+    return max(1, len(config.engine.urls or ()) or free // config.engine.tensor_parallel)
+
+
+def _num_ranks_here(config: Config) -> int:
+    return config.learner.num_ranks if config.pipeline.connect is None else 0

@@ -1,0 +1,39 @@
+"""What a process is told by its supervisor (launch.py), and tells it: environment variables and a pipe.
+
+Invariant: a supervised process ends with its supervisor, whatever ends that.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+SUPERVISED = "IMPALA_LLM_SUPERVISED"
+"""Of a learner: set where its run directory belongs to its supervisor, and outlives it."""
+SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
+"""Process id of the supervisor."""
+PROGRESS = "IMPALA_LLM_PROGRESS"
+"""Descriptor of the pipe on which a process reports progress."""
+RENDEZVOUS = "IMPALA_LLM_RENDEZVOUS"
+"""Of a learner's rank: URL of the file through which the ranks of one start find each other."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_supervisor() -> None:
+    """Have the kernel kill this process when its supervisor is gone; nothing to do without a supervisor."""
+    supervisor = os.environ.pop(SUPERVISOR, None)  # not for what this process starts itself
+    if supervisor is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(supervisor):  # it was gone before
+        sys.exit("the supervisor of this process has ended")
+
+
+def report_progress() -> None:
+    """Tell the supervisor, where there is one, that this process does its work: it is not in a loop of crashes."""
+    descriptor = os.environ.get(PROGRESS)
+    if descriptor is not None:
+        with suppress(OSError):  # the supervisor is gone, or has been told often enough
+            os.write(int(descriptor), b".")
