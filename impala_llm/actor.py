@@ -14,8 +14,9 @@ import platform
 import re
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats
 from impala_llm.engines.sglang_engine import SGLangEngine
 from impala_llm.envs import make_suite
+from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
@@ -87,6 +89,7 @@ class Actor:
         self.announced = -1
         self.distrusts = False
         """Another learner may have left servers in the middle of a transfer."""
+        self.faults = EnvironmentFaults()
         self.stopping = False
         self.failure: BaseException | None = None
 
@@ -243,9 +246,18 @@ class Actor:
                     on_unroll=self.channel.send,
                 )
             self.channel.send(trajectory)
+            self.faults.clear()
+        except EnvironmentFault as error:
+            await asyncio.sleep(self.faults.observe(error))
+            if self.faults.is_broken:
+                self.failure = EnvironmentBroken(
+                    f"{self.faults.num_in_a_row} episodes failed one after the other and none succeeded; the last one: "
+                    f"{error}"
+                )
+            self.channel.fail(ticket.ticket_id, str(error))
         except Exception as error:
-            # Environments and engines are other people's code: one broken episode must not end the others. The ticket
-            # goes back with the reason, which the learner counts and logs.
+            # Engines are other people's code as well: one broken episode must not end the others. The ticket goes back
+            # with the reason, which the learner counts and logs.
             self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
         finally:
             if abort is not None:
@@ -305,6 +317,50 @@ def actor_name(config: Config, index: int) -> str:
     return f"{host or 'host'}-actor-{index}"
 
 
+class EnvironmentBroken(RuntimeError):
+    """The environment fails again and again. The message has the last reason."""
+
+
+class EnvironmentFaults:
+    """Episodes that the environment has spoilt since the last one that it did not.
+
+    The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
+    broken environment fills no log and takes no core; after a while they end the actor.
+    """
+
+    MOST_IN_A_ROW = 32
+    PATIENCE_S = 20.0
+    """Shorter than this an outage of something that the environment needs may last."""
+    MAX_DELAY_S = 2.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_in_a_row = 0
+        self._clock = clock
+        self._since = 0.0
+        self._seen: set[str] = set()
+
+    def clear(self) -> None:
+        """An episode was played to its end."""
+        self.num_in_a_row = 0
+
+    def observe(self, error: EnvironmentFault) -> float:
+        """Another fault: returns the seconds to wait before its ticket is given back."""
+        if not self.num_in_a_row:
+            self._since = self._clock()
+        self.num_in_a_row += 1
+        frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+        kind = f"{type(error.__cause__ or error).__name__} in {frames[-1].filename}:{frames[-1].lineno}"
+        if kind not in self._seen:
+            self._seen.add(kind)
+            traceback.print_exception(error)
+        return min(self.MAX_DELAY_S, 0.1 * self.num_in_a_row)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there have been so many, for so long, that the next ones will not be better."""
+        return self.num_in_a_row >= self.MOST_IN_A_ROW and self._clock() - self._since >= self.PATIENCE_S
+
+
 class Reporter:
     """Turns the engine's counters into rates for the learner's metrics, once a heartbeat."""
 
@@ -332,7 +388,7 @@ class Reporter:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 when the learner said stop, 2 for bad settings, 3 when the learner is gone."""
+    """Returns the exit code: 0 when the learner said stop, 2 for what will fail again, 3 when the learner is gone."""
     end_with_supervisor()
     words = list(argv)
     index = 0
@@ -349,6 +405,9 @@ def main(argv: Sequence[str]) -> int:
     prepare_cuda(config.model.cuda_products)
     try:
         asyncio.run(Actor(config, index).run())
+    except EnvironmentBroken as error:
+        print(f"actor {index}: {error}", file=sys.stderr)
+        return 2
     except (LearnerLost, RunDirectoryError) as error:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from impala_llm.engines.base import Engine, Generation, SamplingParams
+from impala_llm.envs import contract
 from impala_llm.envs.base import Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
 
@@ -162,9 +163,10 @@ async def play_episode(
     Raises:
         EpisodeAborted: the engine aborted an answer, and no turn before it was to be kept.
         EngineError: the engine refused the request or died.
-        ValueError: the environment refused the task.
+        EnvironmentFault: the environment raised, or returned what it must not.
     """
-    observation, info = session.reset(spec.task_id)
+    observation = contract.reset(session, spec.task_id, spec.env)
+    info: dict = {}
     tokens: list[int] = chat.first(observation)
     answers: list[Answer] = []  # of this unroll
     num_turns = num_unrolls = 0
@@ -200,7 +202,7 @@ async def play_episode(
             tokens = [*tokens, *answer.tokens.tolist()]
             action = chat.text(answer.tokens)
             before = observation
-            observation, reward, terminated, truncated, info = session.step(action)
+            observation, reward, terminated, truncated, info = contract.step(session, action, spec.env)
             answers.append((start, answer, reward))
             num_turns += 1
             if transcript is not None:

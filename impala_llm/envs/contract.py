@@ -1,0 +1,70 @@
+"""Calls an environment and holds what it returns against the protocol in base.py.
+
+Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
+"""
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from impala_llm.envs.base import Session
+
+
+class EnvironmentFault(ValueError):
+    """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
+
+
+def reset(session: Session, task_id: int, env: str) -> str:
+    """The first observation of a task. env: name for messages."""
+    result = _call(f"env {env}: reset({task_id})", lambda: session.reset(task_id))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+        raise EnvironmentFault(
+            f"env {env}: reset({task_id}) returned {_shown(result)}: (observation str, info) expected"
+        )
+    return result[0]
+
+
+def step(session: Session, action: str, env: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """An action: (observation, reward, terminated, truncated, info). At an end `info` has `score` and `success`."""
+    result = _call(f"env {env}: step", lambda: session.step(action))
+    if not (isinstance(result, tuple) and len(result) == 5):
+        raise EnvironmentFault(
+            f"env {env}: step returned {_shown(result)}: (observation, reward, terminated, truncated, info) is expected"
+        )
+    observation, reward, terminated, truncated, info = result
+    problems = []
+    if not isinstance(observation, str):
+        problems.append(f"observation is {_shown(observation)}: a str is expected")
+    if not _is_number(reward):
+        problems.append(f"reward is {_shown(reward)}: a finite number is expected")
+    if not isinstance(info, dict):
+        problems.append(f"info is {_shown(info)}: a dict is expected")
+    elif terminated or truncated:
+        score, stats = info.get("score"), info.get("stats", {})
+        if not (_is_number(score) and 0.0 <= score <= 1.0):
+            problems.append(f"info['score'] is {_shown(score)} at the end: a number in [0, 1] is expected")
+        if info.get("success") not in (True, False):
+            problems.append(f"info['success'] is {_shown(info.get('success'))} at the end: a bool is expected")
+        if not (isinstance(stats, dict) and all(map(_is_number, stats.values()))):
+            problems.append(f"info['stats'] is {_shown(stats)}: a dict of finite numbers is expected")
+    if problems:
+        raise EnvironmentFault(f"env {env}: step: " + "; ".join(problems))
+    return observation, float(reward), bool(terminated), bool(truncated), info
+
+
+def _call(what: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1.
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,0 +1,66 @@
+"""What an environment must return, and what is said of one that does not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from impala_llm.envs import contract
+from impala_llm.envs.contract import EnvironmentFault
+
+END = {"score": 0.5, "success": False, "stats": {"clicks": 2}}
+
+
+class Scripted:
+    """Returns what it is given, or raises it."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def reset(self, task_id: int) -> Any:
+        return self.step("")
+
+    def step(self, action: str) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        ("page", 0.0, False, False, {}),
+        ("page", np.float32(1.0), True, False, END),
+        ("page", 1, np.bool_(False), np.bool_(True), {"score": 1, "success": np.bool_(True)}),
+    ],
+)
+def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
+    assert contract.step(Scripted(result), "go", "maze") == result
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (KeyError("door"), ["raised KeyError", "door"]),
+        (("page", 0.0, False, {}), ["observation, reward, terminated, truncated, info"]),
+        ((None, 0.0, False, False, {}), ["observation is None", "str"]),
+        (("page", "high", False, False, {}), ["reward is 'high'", "finite number"]),
+        (("page", float("nan"), False, False, {}), ["reward is nan"]),
+        (("page", 0.0, True, False, {"success": True}), ["info['score'] is None", "[0, 1]"]),
+        (("page", 0.0, False, True, {"score": 7.0, "success": True}), ["info['score'] is 7.0"]),
+        (("page", 0.0, True, False, {"score": 1.0}), ["info['success'] is None", "bool"]),
+        (("page", 0.0, True, False, END | {"stats": {"clicks": "two"}}), ["info['stats']", "finite numbers"]),
+        (("page", 0.0, True, False, None), ["info is None", "dict"]),
+    ],
+)
+def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
+    with pytest.raises(EnvironmentFault) as fault:
+        contract.step(Scripted(result), "go", "maze")
+    for word in ["env maze", "step", *words]:
+        assert word in str(fault.value)
+
+
+@pytest.mark.parametrize("result", ["page", ("page",), (7, {}), RuntimeError("no such task")])
+def test_a_reset_that_returns_no_observation_is_named(result: Any) -> None:
+    with pytest.raises(EnvironmentFault, match=r"env maze: reset\(3\)"):
+        contract.reset(Scripted(result), 3, "maze")

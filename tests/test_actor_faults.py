@@ -1,0 +1,61 @@
+"""Environments that fail again and again: printed once, answered slowly, ended in the end."""
+
+import pytest
+
+from impala_llm.actor import EnvironmentFaults
+from impala_llm.envs import contract
+from impala_llm.envs.contract import EnvironmentFault
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Broken:
+    def step(self, action: str) -> None:
+        raise KeyError(action)
+
+
+def fault(word: str = "door") -> EnvironmentFault:
+    with pytest.raises(EnvironmentFault) as caught:
+        contract.step(Broken(), word, "maze")  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_a_storm_ends_the_actor_and_an_outage_does_not() -> None:
+    clock = Clock()
+    faults = EnvironmentFaults(clock)
+    for _ in range(500):
+        faults.observe(fault())
+    assert not faults.is_broken  # all at once: whatever it needs may come back
+    clock.now += faults.PATIENCE_S
+    assert faults.is_broken
+    faults.clear()
+    assert not faults.is_broken
+    for _ in range(faults.MOST_IN_A_ROW - 1):
+        faults.observe(fault())
+        clock.now += 10.0
+    assert not faults.is_broken
+
+
+def test_the_answer_to_faults_in_a_row_is_ever_slower() -> None:
+    faults = EnvironmentFaults()
+    delays = [faults.observe(fault()) for _ in range(100)]
+    assert delays == sorted(delays) and delays[-1] == faults.MAX_DELAY_S
+    faults.clear()
+    assert faults.observe(fault()) == delays[0]
+
+
+def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = EnvironmentFaults()
+    for word in ("first", "second"):
+        faults.observe(fault(word))
+    said = capsys.readouterr().err
+    assert said.count("raise KeyError(action)") == 1 and "first" in said and "second" not in said
+    with pytest.raises(EnvironmentFault) as caught:
+        contract.reset(Broken(), 1, "maze")  # type: ignore[arg-type]
+    faults.observe(caught.value)
+    assert "has no attribute 'reset'" in capsys.readouterr().err
