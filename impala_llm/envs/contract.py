@@ -41,7 +41,8 @@ def step(session: Session, action: str, env: str) -> tuple[str, float, bool, boo
     if not isinstance(info, dict):
         problems.append(f"info is {_shown(info)}: a dict is expected")
     elif terminated or truncated:
-        score, stats = info.get("score"), info.get("stats", {})
+        score: Any = info.get("score")
+        stats = info.get("stats", {})
         if not (_is_number(score) and 0.0 <= score <= 1.0):
             problems.append(f"info['score'] is {_shown(score)} at the end: a number in [0, 1] is expected")
         if info.get("success") not in (True, False):
