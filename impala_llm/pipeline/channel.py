@@ -92,12 +92,12 @@ class ActorChannel:
     actors; a later process of the same id takes over once the first is dead or silent. run_dir: where the arena is
     shared with the learner; None on another host, whence records travel over the wire. arena_bytes: room for
     trajectories under way (config: pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats,
-    which need `poll` to be called. resend_s: of a trajectory not acknowledged for so long the learner is reminded, and
-    ever more rarely from then on; the record itself travels again only where the learner says that it lacks it.
-    learner_timeout_s: silence of the learner, its start included, after which `poll` raises LearnerLost, None: never;
-    only time in which this actor polled counts, a gap between two polls as at most a heartbeat. arena_name: of the
-    arena's file, actor_id by default; an actor of several ranks has one for each. Raises ValueError for an endpoint on
-    another host without keys.
+    which need `poll` to be called; a learner of many actors asks for fewer. resend_s: of a trajectory not acknowledged
+    for so long the learner is reminded, and ever more rarely from then on; the record itself travels again only where
+    the learner says that it lacks it. learner_timeout_s: silence of the learner, its start included, after which `poll`
+    raises LearnerLost, None: never; only time in which this actor polled counts, a gap between two polls as at most a
+    heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks has one for each. Raises
+    ValueError for an endpoint on another host without keys.
     """
 
     def __init__(
@@ -136,7 +136,10 @@ class ActorChannel:
         """It was said that the learner is silent."""
         self._patience_s = _PATIENCE_HEARTBEATS * heartbeat_s
         self._next_connect = self._patience_s
-        self._next_heartbeat = time.monotonic() + heartbeat_s
+        self._pause_s = heartbeat_s
+        """Between two heartbeats."""
+        self._next_due = time.monotonic() + heartbeat_s
+        self._next_heartbeat = self._next_due
         self._next_sequence = 0
         self._want: int | None = None
         self._engines: Engines | None = None
@@ -274,7 +277,7 @@ class ActorChannel:
                 _log.warning("the learner is back after %.0f s", self._clock.now - self._learner_heard)
                 self._is_waiting = False
             self._learner_heard = self._clock.now
-            self._patience_s = _PATIENCE_HEARTBEATS * self._heartbeat_s
+            self._patience_s = _PATIENCE_HEARTBEATS * self._pause_s
             self._next_connect = self._clock.now + self._patience_s
             match message:
                 case HelloWanted():
@@ -292,7 +295,10 @@ class ActorChannel:
                 case Refused(sequence, _):
                     events += [message, *self._revoked_by_refusal(sequence)]
                     self._settle([sequence])
-                case WeightsAnnounced(version):
+                case WeightsAnnounced(version, heartbeat_s):
+                    # Several answers must come before the learner counts as silent.
+                    most_s = (self._learner_timeout_s or math.inf) / _PATIENCE_HEARTBEATS
+                    self._pause_s = max(self._heartbeat_s, min(heartbeat_s, most_s))
                     if version != self._version:
                         self._version = version
                         events.append(message)
@@ -318,7 +324,7 @@ class ActorChannel:
                 f"the learner has been silent for {silence:.0f} s, more than pipeline.learner_timeout_s="
                 f"{self._learner_timeout_s:g}"
             )
-        if silence > _SILENT_HEARTBEATS * self._heartbeat_s and not self._is_waiting:
+        if silence > _SILENT_HEARTBEATS * self._pause_s and not self._is_waiting:
             limit = "null, for ever" if self._learner_timeout_s is None else f"{self._learner_timeout_s:g}"
             _log.warning(
                 "the learner has been silent for %.0f s: waiting for it (pipeline.learner_timeout_s=%s)", silence, limit
@@ -447,12 +453,14 @@ class ActorChannel:
 
     def _send_due(self) -> None:
         now = time.monotonic()
-        if now < self._next_heartbeat:
+        if now < self._next_due:
             return
-        self._next_heartbeat = now + self._heartbeat_s
-        self._send(Heartbeat(tuple(self._held), self._stats, self._want or 0, self._first_sequence()))
-        if self._engines is not None:
-            self._send(self._engines)
+        self._next_due = now + self._heartbeat_s
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._pause_s
+            self._send(Heartbeat(tuple(self._held), self._stats, self._want or 0, self._first_sequence()))
+            if self._engines is not None:
+                self._send(self._engines)
         for reminders, queue in enumerate(self._offered):
             again: list[int] = []
             while queue and now - queue[0][0] > self._resend_s * 2**reminders:

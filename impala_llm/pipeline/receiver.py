@@ -68,7 +68,14 @@ from impala_llm.trajectory import Trajectory
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MAX_GAP_S = 0.5
-_PROCESS_CHECK_S = 0.5
+_RETRY_S = 0.1
+"""Between two attempts to take in what waits for room, where nothing says that there is some."""
+_CHECK_S, _CHECKED_AT_ONCE = 0.5, 100
+"""Time between two looks at all actors, for each so many of them that there are."""
+_HEARTBEATS_PER_S = 100
+"""Of all actors together: where they are more, each is asked for fewer."""
+_HEARTBEATS_MISSED = 3
+"""So many in a row count as silence, where actors send them more rarely than they would."""
 _MAX_FRAMES_A_TURN = 1000
 _MAX_REASON = 1000
 _TAKE_OVER_S = 3.0
@@ -88,6 +95,8 @@ class _Session:
     actor_id: str
     offers: Offers
     last_heard: float
+    heartbeat_s: int = 0
+    """The time between two heartbeats that it was asked for last."""
     seems_dead: bool = False
     granted_at: dict[int, float] = field(default_factory=dict)
 
@@ -95,6 +104,10 @@ class _Session:
         """Whether its process has ended, as far as this can be seen: of an actor on this host."""
         reader = self.offers.reader
         return reader is not None and not reader.has_writer()
+
+    def may_be_silent(self, timeout_s: float) -> float:
+        """Seconds of silence, at least `timeout_s`, that such an actor may keep."""
+        return max(timeout_s, _HEARTBEATS_MISSED * self.heartbeat_s)
 
 
 class Receiver:
@@ -150,7 +163,15 @@ class Receiver:
         self._key_of: dict[str, str | None] = {}
         """Name of the key that an actor's name first came with; None: from this host, which needs none."""
         self._announced = self._published = ledger.version
-        self._next_process_check = 0.0
+        self._next_check = 0.0
+        self._actors: dict[str, _Session] = {}
+        """The same as the sessions, by actor id."""
+        self._offered: dict[_Address, _Session] = {}
+        """Those that have offered something in this turn."""
+        self._waiting: dict[_Address, _Session] = {}
+        """Those of which something waits, for room or for its version, since an earlier turn."""
+        self._taken_in_at = (0, 0.0)
+        """Version, and time, when what waits was tried last."""
         self._complaints = Complaints()
         self._shifts = Shifts(_POLL_S)
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -340,8 +361,7 @@ class Receiver:
                 frames, key = _receive(socket, from_afar=index > 0)
                 self._handle((index, frames[0]), frames[1:], key)
         self._send_acks()
-        for session in list(self._sessions.values()):
-            self._at_the_risk_of(session, self._take_in)
+        self._take_in_all()
         self._check_actors()
         if self._shutdown_reason is not None:
             self._say_shutdown()
@@ -421,8 +441,9 @@ class Receiver:
             return
         session = self._sessions.get(address)
         if session is None:
-            for other in [s for s in self._sessions.values() if s.actor_id == hello.actor_id]:
-                if not other.is_dead() and self._clock.now - other.last_heard < _TAKE_OVER_S:
+            if (other := self._actors.get(hello.actor_id)) is not None:
+                silence = self._clock.now - other.last_heard
+                if not other.is_dead() and silence < other.may_be_silent(_TAKE_OVER_S):
                     # Two that live would take each other's place for ever.
                     text = f"{hello.actor_id} is here already: give each actor an index of its own"
                     self._complaints.log("two processes have the name of one actor", text)
@@ -437,12 +458,13 @@ class Receiver:
                     self._send(address, Shutdown(f"the learner cannot use the arena: {error}"[:_MAX_REASON]))
                     return
             session = _Session(address, hello.actor_id, Offers(reader, hello.first_sequence), self._clock.now)
-            self._sessions[address] = session
+            self._sessions[address] = self._actors[hello.actor_id] = session
             with self._lock:
                 self._actor_stats[hello.actor_id] = {}
         session.last_heard = self._clock.now
+        session.offers.answered_below(hello.first_sequence)
         self._ledger.resumed(session.actor_id, hello.held)
-        self._send(address, WeightsAnnounced(self._published))
+        self._send_version([session])
 
     def _send_home(self, address: _Address) -> None:
         """An actor of an earlier run of this name: its tickets and records mean nothing here."""
@@ -463,7 +485,7 @@ class Receiver:
         ]
         if missing and (again := self._ledger.lost_by(session.actor_id, missing)):
             self._send_grant(session, again)
-        self._send(session.address, WeightsAnnounced(self._published))
+        self._send_version([session])
 
     # --- trajectories
 
@@ -477,6 +499,7 @@ class Receiver:
             raise WireError(f"{len(rows)} records of {session.actor_id} came with {len(frames)} frames")
         else:
             settled = session.offers.add(rows, frames)
+            self._offered[session.address] = session
         for sequence in settled:
             # Its answer was lost on the way, and is the same again.
             if (reason := session.offers.refused.get(sequence)) is not None:
@@ -485,6 +508,23 @@ class Receiver:
                 self._acks[session.address].append(sequence)
         if session.offers.num_gaps > _MAX_REMEMBERED:
             self._lose(session, f"it babbles: {session.offers.num_gaps} records came without those before them")
+
+    def _take_in_all(self) -> None:
+        """What was offered in this turn, and what waits, where something has changed for it."""
+        tried, self._offered = self._offered, {}
+        if self._waiting:
+            version, tried_at = self._taken_in_at
+            has_room = bool(self._arena.dropped) or self._clock.now - tried_at >= _RETRY_S
+            if has_room or version != self._ledger.version:
+                self._taken_in_at = self._ledger.version, self._clock.now
+                tried = {**self._waiting, **tried}
+        for address, session in tried.items():
+            if self._sessions.get(address) is not session:
+                continue  # it has ended meanwhile
+            self._waiting.pop(address, None)
+            self._at_the_risk_of(session, self._take_in)
+            if self._sessions.get(address) is session and (session.offers.queue or session.offers.early):
+                self._waiting[address] = session
 
     def _take_in(self, session: _Session) -> None:
         if session.offers.early:
@@ -518,12 +558,16 @@ class Receiver:
         version = self._published
         if version != self._announced:
             self._announced = version
-            for address in self._sessions:
-                self._send(address, WeightsAnnounced(version))
-        if grants:
-            by_actor = {session.actor_id: session for session in self._sessions.values()}
-            for actor_id, tickets in grants:
-                self._send_grant(by_actor[actor_id], tickets)
+            self._send_version(self._sessions.values())
+        for actor_id, tickets in grants:
+            self._send_grant(self._actors[actor_id], tickets)
+
+    def _send_version(self, sessions: Iterable[_Session]) -> None:
+        heartbeat_s = len(self._sessions) // _HEARTBEATS_PER_S
+        frame = encode(WeightsAnnounced(self._published, heartbeat_s), self._run_dir.run_id)
+        for session in sessions:
+            session.heartbeat_s = heartbeat_s
+            self._send_frame(session.address, frame)
 
     def _send_grant(self, session: _Session, tickets: list[Ticket]) -> None:
         session.granted_at |= {ticket.ticket_id: self._clock.now for ticket in tickets}
@@ -531,24 +575,23 @@ class Receiver:
 
     def _check_actors(self) -> None:
         now = self._clock.now
-        for session in list(self._sessions.values()):
-            if now - session.last_heard > self._heartbeat_timeout_s:
-                self._lose(session, f"silent for {now - session.last_heard:.1f} s")
-        if now < self._next_process_check:
+        if now < self._next_check:
             return
-        self._next_process_check = now + _PROCESS_CHECK_S
+        self._next_check = now + _CHECK_S * max(1.0, len(self._sessions) / _CHECKED_AT_ONCE)
         for session in list(self._sessions.values()):
-            self._at_the_risk_of(session, self._check_process)
+            self._at_the_risk_of(session, self._check_life)
         for session in list(self._sessions.values()):
             self._at_the_risk_of(session, self._expire)
 
-    def _check_process(self, session: _Session) -> None:
-        if not session.is_dead():
-            return
-        # Given up at the second look: what it sent last may still be on its way.
-        if session.seems_dead:
-            self._lose(session, "its process is dead")
-        session.seems_dead = True
+    def _check_life(self, session: _Session) -> None:
+        silence = self._clock.now - session.last_heard
+        if silence > session.may_be_silent(self._heartbeat_timeout_s):
+            self._lose(session, f"silent for {silence:.1f} s")
+        elif session.is_dead():
+            # Given up at the second look: what it sent last may still be on its way.
+            if session.seems_dead:
+                self._lose(session, "its process is dead")
+            session.seems_dead = True
 
     def _expire(self, session: _Session) -> None:
         """Take from an actor what it has had for too long."""
@@ -573,7 +616,8 @@ class Receiver:
         self._drop(session)
 
     def _drop(self, session: _Session) -> None:
-        del self._sessions[session.address]
+        del self._sessions[session.address], self._actors[session.actor_id]
+        self._waiting.pop(session.address, None)
         self._ledger.actor_lost(session.actor_id)
         with self._lock:
             del self._actor_stats[session.actor_id]
@@ -598,8 +642,11 @@ class Receiver:
             self._send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
     def _send(self, address: _Address, message: Message) -> None:
+        self._send_frame(address, encode(message, self._run_dir.run_id))
+
+    def _send_frame(self, address: _Address, frame: bytes) -> None:
         # ROUTER drops what is for a peer that is gone or does not read; all that matters is sent again.
-        self._sockets[address[0]].send_multipart([address[1], encode(message, self._run_dir.run_id)], zmq.NOBLOCK)
+        self._sockets[address[0]].send_multipart([address[1], frame], zmq.NOBLOCK)
 
 
 def _receive(socket: zmq.Socket[bytes], from_afar: bool) -> tuple[list[bytes], str | None]:

@@ -21,6 +21,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,15 @@ class TicketLedger:
         self._ended: OrderedDict[int, Entry] = OrderedDict()
         self._groups: dict[int, Group] = {}
         self._ready: deque[int] = deque()
-        # Tickets open at an actor, and how many it wants; the order of the keys decides between equals.
+        # Tickets open at an actor, and how many it wants.
         self._open_at: dict[str, set[int]] = {}
         self._wants: dict[str, int] = {}
+        # A heap of all actors below their levels: (tickets open, number in the order of arrival, actor). What an actor
+        # was before it changed stays inside and is passed over; those that have changed lately are yet to be added.
+        self._below: list[tuple[int, int, str]] = []
+        self._changed: set[str] = set()
+        self._numbers: dict[str, int] = {}
+        self._num_arrived = 0
         self._num_open = 0
         self._totals: Counter[str] = Counter()
         self._journal = journal
@@ -152,8 +159,13 @@ class TicketLedger:
         if want < 0:
             raise ValueError(f"want is {want}: it must be 0 or more")
         with self._lock:
-            self._wants[actor_id] = want
-            self._open_at.setdefault(actor_id, set())
+            if actor_id not in self._wants:
+                self._open_at[actor_id] = set()
+                self._numbers[actor_id] = self._num_arrived
+                self._num_arrived += 1
+            if self._wants.get(actor_id) != want:
+                self._wants[actor_id] = want
+                self._changed.add(actor_id)
 
     def grantable(self) -> list[tuple[str, list[Ticket]]]:
         """Grant what may be granted now: (actor_id, tickets) to be sent, at most one entry an actor.
@@ -163,11 +175,7 @@ class TicketLedger:
         are filled up to their levels in turn, a group's worth at a time.
         """
         with self._lock:
-            actors = [actor for actor, want in self._wants.items() if want > 0]
-            if not actors:
-                return []
-            actors.sort(key=lambda actor: len(self._open_at[actor]))
-            grants = self._deal_batch(actors) if self.max_staleness == 0 else self._fill_levels(actors)
+            grants = self._deal_batch() if self.max_staleness == 0 else self._fill_levels()
             self._write_notes()
             return grants
 
@@ -240,7 +248,7 @@ class TicketLedger:
         """`received` for several trajectories, in order, each of which must be what its ticket was granted for."""
         verdicts = []
         with self._lock:
-            entries, open_at = self._entries, self._open_at
+            entries, open_at, changed = self._entries, self._open_at, self._changed
             num_received = 0
             for episode_id, flags, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
                 entry = entries.get(ticket_id)
@@ -268,6 +276,7 @@ class TicketLedger:
                     if is_new and not (continues or unroll_index):
                         if entry.state is State.OPEN:
                             open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
+                            changed.add(entry.actor_id)  # type: ignore[arg-type]
                             self._num_open -= 1
                         else:
                             self._leave_queue_or_actor(entry)
@@ -317,6 +326,7 @@ class TicketLedger:
         is no failure of the ticket."""
         with self._lock:
             self._wants.pop(actor_id, None)
+            self._numbers.pop(actor_id, None)
             for ticket_id in sorted(self._open_at.pop(actor_id, ()), reverse=True):
                 entry = self._entries[ticket_id]
                 if entry.episode_id is None:
@@ -431,7 +441,7 @@ class TicketLedger:
             self._groups = {group_id: Group(*values) for group_id, *values in state["groups"]}
             self._slots.load_state_dict(state, self._entries.values())
             self._totals = Counter(state["totals"])
-            self._open_at, self._wants, self._num_open = {}, {}, 0
+            self._open_at, self._wants, self._numbers, self._num_open = {}, {}, {}, 0
             interrupted = []
             for ticket_id, entry in sorted(self._entries.items()):
                 if entry.state is State.OPEN and entry.episode_id is not None:
@@ -544,7 +554,17 @@ class TicketLedger:
             self._note(entry)
         self._slots.charge_group()
 
-    def _deal_batch(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
+    def _may_grant(self) -> bool:
+        return bool(self._ready) or self._may_start_group()
+
+    def _deal_batch(self) -> list[tuple[str, list[Ticket]]]:
+        self._changed.clear()
+        if not self._may_grant():
+            return []
+        actors = [actor for actor, want in self._wants.items() if want > 0]
+        if not actors:
+            return []
+        actors.sort(key=lambda actor: len(self._open_at[actor]))
         while self._may_start_group():
             self._start_group()
         ticket_ids = list(self._ready)
@@ -567,22 +587,45 @@ class TicketLedger:
                 grants.append((actor, share))
         return grants
 
-    def _fill_levels(self, actors: list[str]) -> list[tuple[str, list[Ticket]]]:
+    def _fill_levels(self) -> list[tuple[str, list[Ticket]]]:
+        for changed in self._changed:
+            self._note_if_below(changed)
+        self._changed.clear()
         shares: dict[str, list[Ticket]] = {}
-        missing = {actor: self._wants[actor] - len(self._open_at[actor]) for actor in actors}
-        queue = deque(actor for actor in actors if missing[actor] > 0)
-        while queue:
-            actor = queue.popleft()
-            for _ in range(min(missing[actor], self._order.group_size)):
+        again: deque[str] = deque()
+        while self._may_grant() and (actor := self._next_below() or (again.popleft() if again else None)):
+            for _ in range(min(self._wants[actor] - len(self._open_at[actor]), self._order.group_size)):
                 if not self._ready:
                     if not self._may_start_group():
-                        return list(shares.items())
+                        break
                     self._start_group()
                 shares.setdefault(actor, []).append(self._open(self._ready.popleft(), actor))
-                missing[actor] -= 1
-            if missing[actor] > 0:
-                queue.append(actor)
+            if len(self._open_at[actor]) < self._wants[actor]:
+                again.append(actor)
+        for served in again:
+            self._note_if_below(served)
         return list(shares.items())
+
+    def _note_if_below(self, actor: str) -> None:
+        """Into the heap, where the actor is below its level."""
+        num_open = len(self._open_at.get(actor, ()))
+        if self._wants.get(actor, 0) > num_open:
+            heappush(self._below, (num_open, self._numbers[actor], actor))
+        if len(self._below) > 4 * len(self._wants) + 64:  # most of it is of the past
+            self._below = sorted({entry for entry in self._below if self._is_below(*entry)})
+
+    def _next_below(self) -> str | None:
+        """The actor below its level that has the fewest tickets, taken out of the heap."""
+        while self._below:
+            entry = heappop(self._below)
+            if self._is_below(*entry):
+                return entry[2]
+        return None
+
+    def _is_below(self, num_open: int, number: int, actor: str) -> bool:
+        """Whether an entry of the heap is still so."""
+        is_same = self._numbers.get(actor) == number and len(self._open_at[actor]) == num_open
+        return is_same and self._wants[actor] > num_open
 
     # --- transitions
 
@@ -601,11 +644,13 @@ class TicketLedger:
         elif entry.state is State.OPEN:
             assert entry.actor_id is not None
             self._open_at[entry.actor_id].discard(ticket_id)
+            self._changed.add(entry.actor_id)
             self._num_open -= 1
 
     def _grant_again(self, entry: Entry) -> None:
         assert entry.actor_id is not None
         self._open_at.get(entry.actor_id, set()).discard(entry.ticket.ticket_id)
+        self._changed.add(entry.actor_id)
         self._num_open -= 1
         entry.state, entry.actor_id = State.READY, None
         # In front of new ones: it is the oldest work there is.

@@ -229,12 +229,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightsAnnounced:
-    """version: the learner's current one."""
+    """version: the learner's current one. heartbeat_s: no more heartbeats are wanted than one in so many seconds; 0: as
+    many as the actor likes."""
 
     version: int
+    heartbeat_s: int = 0
 
     def __post_init__(self) -> None:
         _check_int("version", self.version, 0)
+        _check_int("heartbeat_s", self.heartbeat_s, 0)
 
 
 @dataclass(frozen=True, slots=True)

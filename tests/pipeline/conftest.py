@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.pipeline.rundir import RunDirectory
-from tests.pipeline.pair import Pair
+from tests.pipeline.pair import Listener, Pair
 
 
 @pytest.fixture
@@ -25,3 +25,11 @@ def pair(run_dir: RunDirectory) -> Iterator[Pair]:
     kept = set(run_dir.path.glob("learner-0.*"))  # until the run is over
     assert run_dir.path / "learner-0.sock" not in kept
     assert set(run_dir.path.iterdir()) == kept
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.socket.close(0)
+    listener.context.term()

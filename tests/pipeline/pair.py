@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import zmq
+
+from impala_llm.pipeline import sockets, wire
 from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.receiver import Receiver
@@ -90,6 +93,37 @@ class Pair:
             actor.close()
         for receiver in self.receivers:
             receiver.close()
+
+
+class Listener:
+    """A learner by hand: hears what actors say, and answers only when told to."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = sockets.router(self.context, "tcp://127.0.0.1:*", wire.MAX_RECORD_BYTES)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.offers: list[tuple[wire.DescriptorBatch, list[bytes]]] = []
+        self.others: list[wire.Message] = []
+
+    def listen(self) -> None:
+        while self.socket.poll(0):
+            self.address, frame, *records = self.socket.recv_multipart()
+            message = wire.decode(frame)
+            if isinstance(message, wire.DescriptorBatch):
+                self.offers.append((message, records))
+            else:
+                self.others.append(message)
+
+    @property
+    def records(self) -> list[bytes]:
+        return [record for _, records in self.offers for record in records]
+
+    def say(self, message: wire.Message) -> None:
+        self.socket.send_multipart([self.address, wire.encode(message)])
+
+    def has_heard(self, num_offers: int) -> bool:
+        self.listen()
+        return len(self.offers) >= num_offers
 
 
 def drain(receiver: Receiver, count: int, *actors: ActorChannel) -> list[Trajectory]:

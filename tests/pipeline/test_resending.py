@@ -1,55 +1,14 @@
 """What an actor says again while the learner does not answer: names of records, ever more rarely, and no records."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import zmq
 
-from impala_llm.pipeline import sockets, wire
+from impala_llm.pipeline import wire
 from impala_llm.pipeline.channel import ActorChannel
 from impala_llm.pipeline.record import record_bytes
-from tests.pipeline.pair import ARENA_BYTES, Pair, drain
+from tests.pipeline.pair import ARENA_BYTES, Listener, Pair, drain
 from tests.pipeline.support import contents, make_trajectory, turns_until
-
-
-class Listener:
-    """A learner by hand: hears what actors say, and answers only when told to."""
-
-    def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.socket = sockets.router(self.context, "tcp://127.0.0.1:*", wire.MAX_RECORD_BYTES)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.offers: list[tuple[wire.DescriptorBatch, list[bytes]]] = []
-        self.others: list[wire.Message] = []
-
-    def listen(self) -> None:
-        while self.socket.poll(0):
-            self.address, frame, *records = self.socket.recv_multipart()
-            message = wire.decode(frame)
-            if isinstance(message, wire.DescriptorBatch):
-                self.offers.append((message, records))
-            else:
-                self.others.append(message)
-
-    @property
-    def records(self) -> list[bytes]:
-        return [record for _, records in self.offers for record in records]
-
-    def say(self, message: wire.Message) -> None:
-        self.socket.send_multipart([self.address, wire.encode(message)])
-
-    def has_heard(self, num_offers: int) -> bool:
-        self.listen()
-        return len(self.offers) >= num_offers
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    listener = Listener()
-    yield listener
-    listener.socket.close(0)
-    listener.context.term()
 
 
 def test_a_record_that_is_not_acknowledged_travels_once_and_again_when_it_is_asked_for(listener: Listener) -> None:

@@ -1,6 +1,9 @@
 import json
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -561,3 +564,42 @@ def test_a_saved_ledger_knows_the_unrolls() -> None:
     assert restored.counters()["ready"] == 0, "the episode that had begun is cut"
     restored.trained(unrolls_of(begun, 0) + unrolls_of(whole, 0, 1))
     assert restored.counters()["trained"] == 2
+
+
+# --- many actors
+
+
+def steps_of(work: Callable[[], object]) -> int:
+    """Bytecodes that our own code takes for it."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("max_open", [64, 100_000])
+def test_a_turn_costs_the_same_whether_ten_actors_have_nothing_to_say_or_a_thousand(max_open: int) -> None:
+    def steps(num_actors: int) -> list[int]:
+        made = make_ledger(max_staleness=None, max_open=max_open)
+        for i in range(num_actors):
+            made.request(f"actor-{i}", 8)
+        [(_, [ticket, *_]), *_] = made.grantable()
+
+        def turn() -> None:
+            made.received(ticket.ticket_id, "episode")
+            [(_, [_])] = made.grantable()
+
+        return [steps_of(made.grantable), steps_of(turn), steps_of(made.grantable)]
+
+    for few, many in zip(steps(10), steps(1000), strict=True):
+        assert many <= 1.5 * few
