@@ -141,6 +141,8 @@ def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: obj
     Of a signal the supervisor decides, where there is one.
     """
     told_to_stop = kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
+    if told_to_stop:
+        receiver.interrupted()
     if kind is None or (told_to_stop and SUPERVISED not in os.environ):
         receiver.shutdown()
 

@@ -51,7 +51,9 @@ class Meters:
         "regranted": "pipeline/regranted",
         "failed": "actor/failed_episodes",
         "tickets_expired": "pipeline/expired",
+        "given_up": "pipeline/given_up",
         "recovered": "pipeline/recovered",
+        "quarantined": "pipeline/quarantined",
         "messages_malformed": "pipeline/malformed",
         "sessions_broken": "pipeline/sessions_broken",
         "peers_refused": "pipeline/peers_refused",
@@ -65,7 +67,7 @@ class Meters:
         self._window = EpisodeWindow()
         self._complaints = Complaints()
         # What was taken over from a killed process belongs to the first step.
-        self._totals = {**receiver.counters(), "recovered": 0.0}
+        self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
     def observe(self, feed: Feed, batch: Batch, version: int) -> None:
         """Episodes that arrived, the buffer, the tickets and the actors, as of now."""

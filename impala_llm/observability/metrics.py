@@ -162,6 +162,8 @@ _DECLARED = (
     ("pipeline/regranted", _SUM, "tickets of failed or dead actors granted again since the last step"),
     ("pipeline/expired", _SUM, "tickets taken from actors that brought nothing in time, since the last step"),
     ("pipeline/recovered", _SUM, "acknowledged trajectories that a restarted learner found, at its first step"),
+    ("pipeline/quarantined", _SUM, "trajectories set aside after the learner died twice over them, at its first step"),
+    ("pipeline/given_up", _SUM, "tickets set aside: their episodes failed, or their actors died, too often"),
     ("pipeline/malformed", _SUM, "messages dropped because they were none, since the last step"),
     ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
     ("pipeline/unknown_figures", _SUM, "figures that actors report and this release does not know, per step"),

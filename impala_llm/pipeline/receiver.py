@@ -252,6 +252,10 @@ class Receiver:
             self._step.clear()
         self._shifts.nudge(urgent=True)
 
+    def interrupted(self) -> None:
+        """See `TicketLedger.interrupted`."""
+        self._ledger.interrupted()
+
     def lost_members(self, group_id: int) -> int:
         """See `TicketLedger.lost_members`."""
         return self._ledger.lost_members(group_id)
@@ -307,6 +311,13 @@ class Receiver:
         wanted = self._ledger.recover([(t.ticket_id, t.episode_id, t.unroll_index) for t in kept])
         self._arena.end([t.unroll_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
         found = [t for t, is_wanted in zip(kept, wanted, strict=True) if is_wanted]
+        quarantined = set(self._ledger.quarantined)
+        if names := [f"{t.episode_id} (task {t.task_id})" for t in kept if t.unroll_id in quarantined]:
+            _log.error(
+                "%d trajectories are set aside, as the learner has died twice in a step that trained on them: %s",
+                len(names),
+                ", ".join(names),
+            )
         # Of a process with another budget: a step would fail on it, now and after each restart.
         long = [t for t in found if t.num_tokens > self._max_tokens]
         for t in long:
@@ -613,12 +624,15 @@ class Receiver:
         num_open = len(self._ledger.open_tickets(session.actor_id))
         _log.warning("actor %s is lost (%s): %d tickets are granted again", session.actor_id, reason, num_open)
         self._count("actors_lost")
-        self._drop(session)
+        self._drop(session, left=False)
 
-    def _drop(self, session: _Session) -> None:
+    def _drop(self, session: _Session, left: bool = True) -> None:
+        """left: the actor goes by itself, or is sent."""
         del self._sessions[session.address], self._actors[session.actor_id]
         self._waiting.pop(session.address, None)
-        self._ledger.actor_lost(session.actor_id)
+        for ticket in self._ledger.actor_lost(session.actor_id, left):
+            text = "task %d (ticket %d, group %d) is set aside: each of the last actors that played it was lost"
+            _log.error(text, ticket.task_id, ticket.ticket_id, ticket.group_id)
         with self._lock:
             del self._actor_stats[session.actor_id]
             self._engines.pop(session.actor_id, None)

@@ -67,6 +67,10 @@ class Entry:
     """Version that is made of it, once it is trained on: it counts when that version is published."""
     parts: Parts | None = None
     """None as long as all there is is one unroll, the first and last."""
+    losses: int = 0
+    """Actors that were lost while they had it."""
+    crashes: dict[int, int] | None = None
+    """Steps that trained on it in which the learner died, by unroll."""
 
 
 @dataclass(slots=True)
@@ -92,13 +96,15 @@ def entry_state(entry: Entry) -> list[Any]:
         *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
         *(entry.attempts, entry.episode_id, sorted(entry.unrolls), entry.step),
         None if entry.parts is None else [entry.parts.num_unrolls, *map(list, entry.parts.settled.items())],
+        *(entry.losses, [list(item) for item in (entry.crashes or {}).items()]),
     ]
 
 
 def entry_from_state(values: list[Any]) -> Entry:
     """What `entry_state` was made of; where it was open, at no actor."""
-    *ticket, born_version, state, attempts, episode_id, unrolls, step, saved = values
+    *ticket, born_version, state, attempts, episode_id, unrolls, step, saved, losses, crashes = values
     entry = Entry(Ticket(*ticket), born_version, State(state), None, attempts, episode_id, frozenset(unrolls), step)
     if saved is not None:
         entry.parts = Parts(dict(saved[1:]), saved[0])
+    entry.losses, entry.crashes = losses, dict(crashes) or None
     return entry

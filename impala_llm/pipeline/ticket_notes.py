@@ -13,7 +13,9 @@ from impala_llm.pipeline.ticket_entries import Entry, State
 from impala_llm.trajectory import MAX_TICKETS
 
 Row = tuple[int, ...]
-_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED = range(7)
+_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
+_LOSSES_AT = 32
+"""In a ticket's row its losses stand above its attempts, from this bit on."""
 _KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
 
@@ -22,7 +24,18 @@ def note(entry: Entry) -> Row:
     """Of a ticket that has ended, or (any other state) that lives."""
     ticket = entry.ticket
     kind = _KINDS.get(entry.state, _LIVE)
-    return kind, ticket.ticket_id, entry.born_version, ticket.min_version, entry.attempts, entry.step
+    tries = entry.attempts | entry.losses << _LOSSES_AT
+    return kind, ticket.ticket_id, entry.born_version, ticket.min_version, tries, entry.step
+
+
+def read_tries(tries: int) -> tuple[int, int]:
+    """Attempts and losses, as a ticket's row has them."""
+    return tries & (1 << _LOSSES_AT) - 1, tries >> _LOSSES_AT
+
+
+def note_made(version: int) -> Row:
+    """The step that makes this version is over, whether or not it counts."""
+    return _MADE, version, 0, 0, 0, 0
 
 
 def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
@@ -30,18 +43,25 @@ def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
     return _SETTLED, ticket_id, unroll_index, step, 0, 0
 
 
-def account(order: TaskOrder, entries: Iterable[Entry]) -> list[Row]:
-    """All that a later process must know of these tickets, in as few rows as it takes."""
+def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
+    """All that a later process must know of these tickets, in as few rows as it takes. version: the learner's."""
     entries = list(entries)
     return [
         (_ORDER, *order.identity().values()),
         (_TAKEN, order.num_taken, 0, 0, 0, 0),
+        note_made(version),
         *map(note, entries),
         *(
             note_settled(entry.ticket.ticket_id, unroll_index, step)
             for entry in entries
             if entry.parts is not None
             for unroll_index, step in entry.parts.settled.items()
+        ),
+        *(
+            (_CRASHED, entry.ticket.ticket_id, unroll_index, count, 0, 0)
+            for entry in entries
+            if entry.crashes is not None
+            for unroll_index, count in entry.crashes.items()
         ),
     ]
 
@@ -54,6 +74,8 @@ class Past:
     """Its last row."""
     settled: dict[int, dict[int, int]] = field(default_factory=dict)
     """Of its unrolls that a step has settled which counts: that step's version, 0 where it was evicted."""
+    crashes: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of its unrolls: the steps that trained on them in which the learner died."""
 
     def end_of(self, ticket_id: int) -> State | None:
         """None where it lives."""
@@ -69,6 +91,8 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
         ValueError: the rows are of another task order, or damaged.
     """
     past = Past()
+    made = version
+    steps: dict[int, set[tuple[int, int]]] = {}  # those that do not count: (ticket_id, unroll_index)
     identity = order.identity()
     for row in rows:
         if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
@@ -83,8 +107,23 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
         elif row[0] == _SETTLED:
             if row[3] <= version:
                 past.settled.setdefault(row[1], {})[row[2]] = row[3]
+            else:
+                steps.setdefault(row[3], set()).add((row[1], row[2]))
+        elif row[0] == _MADE:
+            made = max(made, row[1])
+        elif row[0] == _CRASHED:
+            past.crashes.setdefault(row[1], {})[row[2]] = row[3]
         else:
             past.last[row[1]] = row
+    for ticket_id, (kind, *_, step) in past.last.items():
+        in_parts = steps.get(step, ())
+        if kind == _TRAINED and step > version and all(ticket_id != other for other, _ in in_parts):
+            steps.setdefault(step, set()).add((ticket_id, 0))
+    # The latest step, if it was not over when the learner died.
+    latest = max(steps, default=made)
+    for ticket_id, unroll_index in steps[latest] if latest > made else ():
+        crashes = past.crashes.setdefault(ticket_id, {})
+        crashes[unroll_index] = crashes.get(unroll_index, 0) + 1
     if past.last:
         group = max(past.last) // order.group_size
         order.skip_to(max(order.num_taken, group // identity["world_size"] + 1))

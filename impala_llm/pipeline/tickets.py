@@ -5,7 +5,12 @@ trajectory or is granted again. No ticket is lost, none is counted twice, whoeve
 
     ready ──grant──► open ──trajectory──► received ──► trained | evicted
       ▲                │ │
-      └──failed, lost──┘ └─malformed, or failed too often─► refused
+      └──failed, lost──┘ └─malformed, or failed or lost too often─► refused
+
+Poison: a task that ends its actors walks through the fleet, and data that ends the learner comes back after each
+restart. A ticket that several actors had when they were lost is refused; from the second of them on it is granted to an
+actor that has no other such ticket, so that not all that were with it share its fate. What was in two steps in which
+the learner died is evicted by the process that comes after.
 
 An episode may come in several unrolls. Its ticket is open until all of them are there, and ends with the last of them:
 trained if any was trained on, else evicted. Once one is there the ticket is not granted again: where the rest cannot
@@ -47,7 +52,11 @@ from impala_llm.trajectory import MAX_TICKETS, unroll_id
 
 __all__ = ["Ticket", "TicketLedger", "Verdict"]
 
-_STATE_FORMAT = 2
+_STATE_FORMAT = 3
+_SUSPECT_LOSSES = 2
+_MAX_LOSSES = 5
+"""Lost actors after which a ticket is refused. More than the failures, since most that were lost with it are sound."""
+_MAX_CRASHES = 2
 
 
 class Verdict(Enum):
@@ -139,6 +148,8 @@ class TicketLedger:
         self._num_arrived = 0
         self._num_open = 0
         self._totals: Counter[str] = Counter()
+        self.quarantined: list[int] = []
+        """`unroll_id` of what `recover` has evicted, since the learner died in steps that trained on it."""
         self._journal = journal
         self._notes: list[ticket_notes.Row] = []
         # Resends come within seconds; what ended many batches ago needs no memory.
@@ -321,20 +332,32 @@ class TicketLedger:
                 self._refuse(entry)
                 self._write_notes()
 
-    def actor_lost(self, actor_id: str) -> None:
-        """The actor is gone: what was open at it is granted again, oldest first, or cut where an unroll is here. That
-        is no failure of the ticket."""
+    def actor_lost(self, actor_id: str, left: bool = False) -> list[Ticket]:
+        """The actor is gone: what was open at it is granted again, oldest first, or cut where an unroll is here.
+
+        left: it said so itself; otherwise one of its tickets may be the cause. Returns those that have had too many
+        actors lost, and are refused for that.
+        """
+        refused = []
         with self._lock:
             self._wants.pop(actor_id, None)
             self._numbers.pop(actor_id, None)
             for ticket_id in sorted(self._open_at.pop(actor_id, ()), reverse=True):
                 entry = self._entries[ticket_id]
-                if entry.episode_id is None:
-                    self._grant_again(entry)
-                else:
+                entry.losses += not left
+                if entry.episode_id is not None:
                     self._num_open -= 1
                     self._cut(entry)
+                elif entry.losses >= _MAX_LOSSES:
+                    self._num_open -= 1
+                    self._totals["given_up"] += 1
+                    refused.append(entry.ticket)
+                    self._end([entry], State.REFUSED)
+                else:
+                    self._grant_again(entry)
+                    self._note(entry)
             self._write_notes()
+        return refused
 
     # --- the learner's side
 
@@ -368,6 +391,12 @@ class TicketLedger:
             if version <= self._slots.version:
                 raise ValueError(f"version {version} does not follow {self._slots.version}: versions only grow")
             self._slots.advance(version)
+            self._note_made(version)
+
+    def interrupted(self) -> None:
+        """The process is told to end: what the step under way trains on is not the cause."""
+        with self._lock:
+            self._note_made(self._slots.version + 1)
 
     def lost_members(self, group_id: int) -> int:
         """How many of a group's tickets can never bring a trajectory: the group is complete without them.
@@ -384,9 +413,10 @@ class TicketLedger:
             return len(self._ready) + self._num_open
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start (granted, regranted, received, duplicates, failed, given_up, cut, trained, evicted,
-        refused) and levels now (ready; open; in_buffer: received and not ended; charged: slots; version;
-        staleness_in_flight: mean of the versions made since the first grant of an open ticket)."""
+        """Totals since the start (granted, regranted, received, duplicates, failed, given_up: failed or lost too often,
+        cut, trained, evicted, refused, quarantined) and levels now (ready; open; in_buffer: received and not ended;
+        charged: slots; version; staleness_in_flight: mean of the versions made since the first grant of an open
+        ticket)."""
         with self._lock:
             names = (
                 "granted",
@@ -399,6 +429,7 @@ class TicketLedger:
                 "trained",
                 "evicted",
                 "refused",
+                "quarantined",
             )
             ages = [self._slots.version - e.born_version for e in self._entries.values() if e.state is State.OPEN]
             return {
@@ -460,7 +491,8 @@ class TicketLedger:
         received: (ticket_id, episode_id, unroll_index) of what its replay arena holds. A step counts if its version was
         published, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
         is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again; episodes of
-        which an unroll had come are cut.
+        which an unroll had come are cut. What a second step had trained on when its learner died is evicted, and
+        `quarantined`.
 
         Returns whether each of `received` is still wanted. Raises ValueError where the journal is of another task
         order.
@@ -473,12 +505,14 @@ class TicketLedger:
                 arrived.setdefault(ticket_id, (episode_id, set()))[1].add(unroll_index)
             for ticket_id, row in sorted(past.last.items()):
                 group_id = ticket_id // self._order.group_size
-                _, _, born_version, min_version, attempts, step = row
+                _, _, born_version, min_version, tries, step = row
+                attempts, losses = ticket_notes.read_tries(tries)
                 ticket = Ticket(
                     *(ticket_id, self._order.task_of(group_id), group_id, self._order.ticket_seed(ticket_id)),
                     min_version,
                 )
-                self._entries[ticket_id] = Entry(ticket, born_version, attempts=attempts, step=step)
+                self._entries[ticket_id] = entry = Entry(ticket, born_version, attempts=attempts, step=step)
+                entry.losses, entry.crashes = losses, past.crashes.get(ticket_id)
                 self._slots.charged[born_version] += 1
                 self._groups.setdefault(group_id, Group(under_way=0)).under_way += 1
             for ticket_id, entry in list(self._entries.items()):
@@ -500,8 +534,16 @@ class TicketLedger:
                     self._end([entry], State.TRAINED if entry.step else State.EVICTED)
                 else:
                     self._ready.append(ticket_id)
+            self.quarantined = [
+                unroll_id(ticket_id, unroll_index)
+                for ticket_id, entry in self._entries.items()
+                for unroll_index, count in (entry.crashes or {}).items()
+                if count >= _MAX_CRASHES and unroll_index in waiting(entry) and entry.state is State.RECEIVED
+            ]
+            self.evicted(self.quarantined)
             self._slots.drop_zeros()
             self._totals.clear()
+            self._totals["quarantined"] = len(self.quarantined)
             self._notes.clear()
             if self._journal is not None:
                 self._journal.rewrite(self._account())
@@ -510,6 +552,11 @@ class TicketLedger:
                 for ticket_id, episode_id, unroll_index in received
                 for entry in [self._entries.get(ticket_id)]
             ]
+
+    def _note_made(self, version: int) -> None:
+        if self._journal is not None:
+            self._notes.append(ticket_notes.note_made(version))
+            self._write_notes()
 
     def _note(self, entry: Entry) -> None:
         if self._journal is not None:
@@ -528,7 +575,7 @@ class TicketLedger:
         ended = self._ended.values()
         wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._slots.version}
         kept = [entry for entry in ended if entry.ticket.group_id in wanted]
-        return ticket_notes.account(self._order, [*self._entries.values(), *kept])
+        return ticket_notes.account(self._order, [*self._entries.values(), *kept], self._slots.version)
 
     # --- granting
 
@@ -567,7 +614,8 @@ class TicketLedger:
         actors.sort(key=lambda actor: len(self._open_at[actor]))
         while self._may_start_group():
             self._start_group()
-        ticket_ids = list(self._ready)
+        suspects = deque(ticket_id for ticket_id in self._ready if self._is_suspect(ticket_id))
+        ticket_ids = [ticket_id for ticket_id in self._ready if not self._is_suspect(ticket_id)]
         self._ready.clear()
         units: list[list[int]] = []
         for ticket_id in ticket_ids:
@@ -583,8 +631,11 @@ class TicketLedger:
             # Rounded up: what does not divide goes to the actors with the least work, which come first.
             first, last = (-(-len(units) * i // len(actors)) for i in (index, index + 1))
             share = [self._open(ticket_id, actor) for unit in units[first:last] for ticket_id in unit]
+            if suspects and not any(map(self._is_suspect, self._open_at[actor])):
+                share.append(self._open(suspects.popleft(), actor))
             if share:
                 grants.append((actor, share))
+        self._ready += suspects
         return grants
 
     def _fill_levels(self) -> list[tuple[str, list[Ticket]]]:
@@ -593,16 +644,21 @@ class TicketLedger:
         self._changed.clear()
         shares: dict[str, list[Ticket]] = {}
         again: deque[str] = deque()
+        blocked: list[str] = []
         while self._may_grant() and (actor := self._next_below() or (again.popleft() if again else None)):
             for _ in range(min(self._wants[actor] - len(self._open_at[actor]), self._order.group_size)):
-                if not self._ready:
-                    if not self._may_start_group():
-                        break
+                ticket_id = self._take_ready(actor)
+                if ticket_id is None and self._may_start_group():
                     self._start_group()
-                shares.setdefault(actor, []).append(self._open(self._ready.popleft(), actor))
-            if len(self._open_at[actor]) < self._wants[actor]:
-                again.append(actor)
-        for served in again:
+                    ticket_id = self._take_ready(actor)
+                if ticket_id is None:
+                    blocked.append(actor)  # what is ready waits for an actor without a suspect
+                    break
+                shares.setdefault(actor, []).append(self._open(ticket_id, actor))
+            else:
+                if len(self._open_at[actor]) < self._wants[actor]:
+                    again.append(actor)
+        for served in (*again, *blocked):
             self._note_if_below(served)
         return list(shares.items())
 
@@ -626,6 +682,18 @@ class TicketLedger:
         """Whether an entry of the heap is still so."""
         is_same = self._numbers.get(actor) == number and len(self._open_at[actor]) == num_open
         return is_same and self._wants[actor] > num_open
+
+    def _take_ready(self, actor: str) -> int | None:
+        """The first of the ready tickets that this actor may have."""
+        for place, ticket_id in enumerate(self._ready):
+            if not self._is_suspect(ticket_id) or not any(map(self._is_suspect, self._open_at[actor])):
+                del self._ready[place]
+                return ticket_id
+        return None
+
+    def _is_suspect(self, ticket_id: int) -> bool:
+        """It may be what ends its actors."""
+        return self._entries[ticket_id].losses >= _SUSPECT_LOSSES
 
     # --- transitions
 

@@ -31,6 +31,15 @@ class Peer:
     def say(self, message: wire.Message, *frames: bytes) -> None:
         self.socket.send_multipart([wire.encode(message), *frames])
 
+    def request(self, want: int) -> None:
+        self.say(wire.TicketRequest(want))
+
+    def granted(self) -> wire.Grant:
+        """The next grant."""
+        grant = self.hear_until(wire.Grant)
+        assert isinstance(grant, wire.Grant)
+        return grant
+
     def hear(self, timeout_s: float = 20.0) -> wire.Message:
         """The next message of the learner."""
         assert self.socket.poll(int(1000 * timeout_s)), "nothing has come"

@@ -47,6 +47,10 @@ class Run:
         """Unrolls that were evicted, or trained on by a step that counts, by ticket."""
         self.known: dict[int, Ticket] = {}
         self.open_at: dict[int, str] = {}
+        self.losses: Counter[int] = Counter()
+        """Actors that were lost with a ticket."""
+        self.crashes: Counter[int] = Counter()
+        """Deaths in steps that trained on an unroll, by `unroll_id`."""
         self.ledger = self._new_ledger()
 
     def _new_ledger(self) -> TicketLedger:
@@ -161,7 +165,12 @@ class Run:
 
     def lose_actor(self) -> None:
         actor = self.rng.choice(ACTORS)
-        self.ledger.actor_lost(actor)
+        given_up = {ticket.ticket_id for ticket in self.ledger.actor_lost(actor)}
+        mine = [ticket_id for ticket_id, other in self.open_at.items() if other == actor]
+        self.losses.update(mine)
+        assert given_up == {i for i in mine if self.losses[i] >= 5 and not self.unrolls_of(i)}
+        self.ended |= given_up
+        self.refused |= given_up
         self.open_at = {ticket_id: other for ticket_id, other in self.open_at.items() if other != actor}
         self.end_what_is_done()
 
@@ -175,6 +184,7 @@ class Run:
             self.publish()
         else:
             leftover = []
+            self.crashes.update(self.in_step)
             self.in_step = []
         # Records of tickets that have ended, where the process died before it said so to the replay arena.
         found = self.stored + self.rng.sample(leftover, self.rng.randint(0, len(leftover)))
@@ -186,6 +196,9 @@ class Run:
         self.rng.shuffle(found)
         self.ledger = self._new_ledger()
         wanted = self.ledger.recover(found)
+        quarantined = [number for number in self.received_ids() if self.crashes[number] >= 2]
+        assert sorted(self.ledger.quarantined) == sorted(quarantined)
+        self.settle(quarantined)
         assert wanted == [key in self.stored for key in found]
         self.check(before)
         whole, self.open_at = self.open_at, {}

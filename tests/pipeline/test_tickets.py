@@ -386,6 +386,7 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
     lost: set[int] = set()
     ends: dict[int, str] = {}
     failures: Counter[int] = Counter()
+    losses: Counter[int] = Counter()
     seen: set[int] = set()
     for step in range(250):
         event = rng.choice(
@@ -424,8 +425,12 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
             else:
                 lost.add(ticket_id)
         elif event == "lost":
-            ledger.actor_lost(actor)
-            lost |= {ticket_id for ticket_id, owner in open_at.items() if owner == actor}
+            given_up = {ticket.ticket_id for ticket in ledger.actor_lost(actor)}
+            mine = {ticket_id for ticket_id, owner in open_at.items() if owner == actor}
+            losses.update(mine)
+            assert given_up == {ticket_id for ticket_id in mine if losses[ticket_id] == 5}
+            ends |= dict.fromkeys(given_up, "refused")
+            lost |= mine - given_up
             open_at = {ticket_id: owner for ticket_id, owner in open_at.items() if owner != actor}
         elif event == "learn" and received:
             batch = sorted(received)[:4]

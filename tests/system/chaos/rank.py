@@ -25,7 +25,7 @@ from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import TicketLedger
+from impala_llm.pipeline.tickets import Ticket, TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import VOCAB_SIZE
@@ -54,9 +54,25 @@ HAS_BATCH, WANTS_END = 1, 2
 
 
 class LoggedLedger(TicketLedger):
-    """Says which tickets it refuses: that it is about to, and whether it has."""
+    """Says which tickets it refuses, and what it evicts: that it is about to, and whether it has."""
 
     log: EventLog
+
+    def actor_lost(self, actor_id: str, left: bool = False) -> list[Ticket]:
+        tickets = self.open_tickets(actor_id)
+        for ticket in tickets:
+            self.log.say("refusing", ticket.ticket_id)
+        refused = super().actor_lost(actor_id, left)
+        for ticket in tickets:
+            self.log.say("refused" if ticket in refused else "kept", ticket.ticket_id)
+        return refused
+
+    def evicted(self, unroll_ids: Iterable[int]) -> None:
+        dropped = list(unroll_ids)
+        if dropped:
+            self.log.say("evicting", dropped)
+            super().evicted(dropped)
+            self.log.say("evicted", dropped)
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
         num_refused = self._say_intent(ticket_id, actor_id)
@@ -81,7 +97,7 @@ class LoggedLedger(TicketLedger):
 
 
 class LoggedReceiver(Receiver):
-    """Says what comes out of it and what is dropped; remembers what has not ended."""
+    """Says what comes out of it; remembers what has not ended."""
 
     log: EventLog
     sabotage = ""
@@ -98,9 +114,7 @@ class LoggedReceiver(Receiver):
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
         dropped = list(unroll_ids)
-        self.log.say("evicting", dropped)
         super().evicted(dropped)
-        self.log.say("evicted", dropped)
         for number in dropped:
             self.digests.pop(number, None)
 
