@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from impala_llm.config import ConfigError, load
 from impala_llm.settings import Config
@@ -126,10 +127,13 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     check_training(config)
 
     code = supervise(config, overrides)
+    folder = Path(config.run.dir)
     if code == 0 and config.evaluation.before_and_after:
         from impala_llm.evaluate import compare
 
         compare(config)
+    parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
+    print(f"impala-llm: {', '.join(parts)} are in {folder}; curves: tensorboard --logdir {folder}", flush=True)
     return code
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from rich.status import Status
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
@@ -59,6 +60,8 @@ class Child:
     environment: dict[str, str]
     num_ranks: int | None = None
     """None: one process that is no rank."""
+    shows_output: bool = False
+    """What it prints for people goes to the terminal; only errors and warnings go to the log."""
     meeting_place: Path | None = None
     """Folder in which several ranks find each other."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -98,7 +101,12 @@ class Child:
         # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
         with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
             return subprocess.Popen(
-                self.command, env=environment, stdout=out, stderr=out, start_new_session=True, pass_fds=(told,)
+                self.command,
+                env=environment,
+                stdout=None if self.shows_output else out,
+                stderr=out,
+                start_new_session=True,
+                pass_fds=(told,),
             )
 
     def poll(self) -> int | None:
@@ -145,7 +153,8 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, LOOPBACK)
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
-    learner = Child("learner", command, None, environment, config.learner.num_ranks)
+    log = Path(config.run.dir) / "logs" / "learner.log"
+    learner = Child("learner", command, log, environment, config.learner.num_ranks, shows_output=True)
     return [learner, *plan_actors(config, overrides, gpus)]
 
 
@@ -201,23 +210,39 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
-    with _stop_signal() as stop_signal, RunDirectory.create(config.run.name) as run_dir:
+    _say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
+    final = (STOPPED, BAD_SETTINGS)
+    with _stop_signal() as stop_signal, RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir:
         learner.meeting_place = run_dir.path
+        # Until the learner serves its actors, when it has taken over the terminal.
+        is_up = Path(run_dir.endpoint(0).removeprefix("ipc://"))
+        is_up.unlink(missing_ok=True)
+        starting = Status("starting")
+        if config.run.terminal:
+            starting.start()
         try:
             for child in children:
                 child.start()
-            while not stop_signal() and _keep_alive(learner, final=(STOPPED, BAD_SETTINGS), most=MAX_LEARNER_RESTARTS):
-                for actor in actors:
-                    _keep_alive(actor, final=(STOPPED,))
+            while not stop_signal() and _keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
+                if is_up.exists():
+                    starting.stop()
+                if not all([_keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
+                    break
                 time.sleep(POLL_S)
         finally:
+            starting.stop()
             end(children, polite=not stop_signal() and learner.poll() == 0)
-        if stop_signal():
-            return 128 + stop_signal()
+    if stop_signal():
+        return 128 + stop_signal()
+    # Of an actor that has found what will fail again: all have the same settings.
+    unfit = [child for child in children if child.poll() == BAD_SETTINGS]
+    if unfit:
+        _say(f"the run has ended: {''.join(unfit[0].last_words(1)).strip()} (more in {unfit[0].log})")
+        return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
     if code:
-        _say(f"learner ended: {exit_reason(code)}")
+        _say(f"learner ended: {exit_reason(code)}; its last words:{learner.last_words()}")
     return code if code >= 0 else 128 - code
 
 

@@ -153,7 +153,7 @@ def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
     if (version := board.latest()) is None:
         return PolicyModel.from_pretrained(resolve_policy(config), *sizes), 0
-    print(f"learner: going on from version {version}; optimizer and value head begin anew", file=sys.stderr)
+    print(f"learner: going on from version {version}; optimizer and value head begin anew", flush=True)
     with board.lease() as lease:
         return PolicyModel.from_pretrained(lease.path, *sizes), lease.version
 

@@ -17,7 +17,7 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class TerminalView:
-    """Progress of a run of `num_steps` learner steps, on `stream`; standard error, unless told.
+    """Progress of a run of `num_steps` learner steps, on `stream`; standard output, unless told.
 
     On a terminal five lines are redrawn in place. Elsewhere (a log file, CI) the first step, the last one and one every
     `PLAIN_INTERVAL_S` seconds print a line each.
@@ -30,7 +30,7 @@ class TerminalView:
         self, num_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_steps = num_steps
-        self._stream = stream or sys.stderr
+        self._stream = stream or sys.stdout
         self._clock = clock
         self._started = clock()
         self._first: tuple[float, float] | None = None
