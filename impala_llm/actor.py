@@ -10,6 +10,7 @@ Left out on purpose: nothing here decides what to play, in which order, or how s
 """
 
 import asyncio
+import hashlib
 import platform
 import re
 import sys
@@ -33,7 +34,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.pipeline.channel import ActorChannel, LearnerLost
+from impala_llm.pipeline.channel import ActorChannel, Context, LearnerLost
 from impala_llm.pipeline.channels import ActorChannels
 from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
@@ -80,7 +81,7 @@ class Actor:
         """Monotonic time before which it is not started again."""
         # Without a value past its end a part of an episode teaches nothing.
         self.keep_aborted = config.algorithm.advantage in WITH_VALUES
-        self.channel = ActorChannels([self.connect(run_dir, rank) for rank in range(config.learner.num_ranks)])
+        self.channel = ActorChannels(partial(self.connect, run_dir), config.learner.num_ranks)
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.loading: asyncio.Task[None] | None = None
@@ -93,7 +94,7 @@ class Actor:
         self.stopping = False
         self.failure: BaseException | None = None
 
-    def connect(self, run_dir: RunDirectory, rank: int) -> ActorChannel:
+    def connect(self, run_dir: RunDirectory, rank: int, context: Context) -> ActorChannel:
         """To a learner rank on this host, or on the one that `pipeline.connect` names."""
         pipeline = self.config.pipeline
         remote = pipeline.connect and rank_endpoint(pipeline.connect, rank)
@@ -101,11 +102,12 @@ class Actor:
             remote or run_dir.endpoint(rank),
             self.actor_id,
             None if remote else run_dir,
-            arena_bytes=pipeline.arena_mb << 20,
+            arena_bytes=(pipeline.arena_mb << 20) // self.config.learner.num_ranks,
             keys=load_actor_keys(Path(pipeline.keys).expanduser()) if remote and pipeline.keys else None,
             heartbeat_s=pipeline.heartbeat_s,
             learner_timeout_s=pipeline.learner_timeout_s,
             arena_name=f"{self.actor_id}.rank-{rank}",
+            context=context,
         )
 
     async def run(self) -> None:
@@ -313,8 +315,12 @@ def actor_name(config: Config, index: int) -> str:
     """Unique among all actors of a run: hosts count theirs from 0."""
     if config.pipeline.connect is None:
         return f"actor-{index}"
-    host = re.sub(r"[^A-Za-z0-9-]", "-", platform.node()).strip("-")[:32]
-    return f"{host or 'host'}-actor-{index}"
+    node = platform.node()
+    host = re.sub(r"[^A-Za-z0-9-]", "-", node).strip("-")[:32]
+    if not host or host != node:
+        # What was left out may be all that tells two hosts apart.
+        host = f"{host[:23] or 'host'}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
+    return f"{host}-actor-{index}"
 
 
 class EnvironmentBroken(RuntimeError):

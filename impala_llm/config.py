@@ -44,6 +44,7 @@ from impala_llm.settings import (
     leaves,
     model_directory,
 )
+from impala_llm.trajectory import block_words
 
 
 class ConfigError(ValueError):
@@ -240,6 +241,13 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
             f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
+        )
+    part = (config.pipeline.arena_mb << 20) // learner.num_ranks
+    if (needed := 8 * block_words(engine.max_length, 1)) > part:
+        found.append(
+            f"pipeline.arena_mb={config.pipeline.arena_mb} leaves {part} bytes for each of learner.num_ranks="
+            f"{learner.num_ranks}, and a trajectory of engine.max_length={engine.max_length} tokens takes {needed}: "
+            f"raise pipeline.arena_mb to at least {math.ceil(2 * needed * learner.num_ranks / 2**20)}"
         )
     found += _engine_problems(config)
     found += _host_problems(config)

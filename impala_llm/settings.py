@@ -312,7 +312,7 @@ class ReplayConfig:
 @dataclass
 class PipelineConfig:
     arena_mb: int = 64
-    """Shared memory of an actor for trajectories under way."""
+    """Shared memory of an actor for trajectories under way, in equal parts for the learner's ranks."""
     weight_slots: int = 3
     """Versions of the weights that lie on the board at once."""
     heartbeat_s: float = 1.0

@@ -86,6 +86,7 @@ def test_overrides_and_groups_take_effect():
         ),
         (["algorithm.group_size=7"], ["algorithm.group_size=7", "64", "multiple of 7"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),
+        (["learner.num_ranks=64", "pipeline.arena_mb=1"], ["arena_mb=1", "num_ranks=64", "max_length=2048", "least 5"]),
         (["learner.token_budget=100"], ["learner.token_budget=100", "at least 2048"]),
         (["engine.max_new_tokens=4096"], ["engine.max_new_tokens=4096", "lower"]),
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),

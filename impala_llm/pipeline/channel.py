@@ -69,6 +69,9 @@ _ROW = struct.Struct("<5q")  # wire.Descriptor
 _REMINDERS = 5
 """So many reminders of a record come at intervals that grow, each twice the one before; later ones at the last one."""
 
+Context = zmq.Context[zmq.Socket[bytes]]
+"""With its threads, for any number of channels of a process."""
+
 Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted
 
 
@@ -96,8 +99,9 @@ class ActorChannel:
     for so long the learner is reminded, and ever more rarely from then on; the record itself travels again only where
     the learner says that it lacks it. learner_timeout_s: silence of the learner, its start included, after which `poll`
     raises LearnerLost, None: never; only time in which this actor polled counts, a gap between two polls as at most a
-    heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks has one for each. Raises
-    ValueError for an endpoint on another host without keys.
+    heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks has one for each.
+    context: shared with other channels, and ended by whoever made it; None: its own. Raises ValueError for an endpoint
+    on another host without keys.
     """
 
     def __init__(
@@ -111,18 +115,20 @@ class ActorChannel:
         resend_s: float = 5.0,
         learner_timeout_s: float | None = None,
         arena_name: str | None = None,
+        context: Context | None = None,
     ) -> None:
         self.actor_id = check_name("actor_id", actor_id)
         self._heartbeat_s = heartbeat_s
         self._resend_s = resend_s
         self._learner_timeout_s = learner_timeout_s
         self._incarnation = secrets.randbits(63)
-        self._context = zmq.Context()
+        self._context: Context = zmq.Context() if context is None else context
+        self._owns_context = context is None
         self._endpoint, self._keys = endpoint, keys
         try:
             self._socket = self._connect()
         except BaseException:
-            self._context.term()
+            self._end_context()
             raise
         self._run_dir = run_dir
         self._run_id = UNKNOWN_RUN if run_dir is None else run_dir.run_id
@@ -263,8 +269,12 @@ class ActorChannel:
         dropped."""
         self._send(Goodbye())
         self._socket.close()
-        self._context.term()
+        self._end_context()
         self._arena.close()
+
+    def _end_context(self) -> None:
+        if self._owns_context:
+            self._context.term()
 
     # --- one turn
 

@@ -7,22 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from impala_llm.pipeline.channel import ActorChannel, Event
+import zmq
+
+from impala_llm.pipeline.channel import ActorChannel, Context, Event
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.wire import Engines, Grant, WeightsAnnounced
 from impala_llm.trajectory import Trajectory
 
 
 class ActorChannels:
-    """The methods of `ActorChannel`, over several of them, rank by rank.
+    """The methods of `ActorChannel`, over several of them, rank by rank. They share one ZeroMQ context and its threads.
 
-    share_every_s: how often places that a rank did not fill go to others.
+    connect: makes the channel to a rank, in this context. share_every_s: how often places that a rank did not fill go
+    to others.
     """
 
-    def __init__(self, channels: Sequence[ActorChannel], share_every_s: float = 1.0) -> None:
-        self._channels = list(channels)
+    def __init__(
+        self,
+        connect: Callable[[int, Context], ActorChannel],
+        num_ranks: int,
+        share_every_s: float = 1.0,
+    ) -> None:
+        self._context: Context = zmq.Context()
+        self._channels: list[ActorChannel] = []
+        try:
+            for rank in range(num_ranks):
+                self._channels.append(connect(rank, self._context))
+        except BaseException:
+            self.close()
+            raise
         self._came_by: dict[int, ActorChannel] = {}
         self._want = 0
         self._levels = [0] * len(self._channels)
@@ -88,6 +103,7 @@ class ActorChannels:
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
+        self._context.term()
 
     def _channel_of(self, ticket_id: int) -> ActorChannel:
         channel = self._came_by.get(ticket_id)

@@ -1,6 +1,7 @@
 """One actor at two learner ranks: both get their share, and what is for one never goes to the other."""
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.channel import ActorChannel, Context
 from impala_llm.pipeline.channels import ActorChannels
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.replay_arena import ReplayArena
@@ -36,19 +37,17 @@ class World:
             receiver = Receiver(self.run_dir.endpoint(rank), ledger, VOCAB_SIZE, self.run_dir, arena)
             receiver.start()
             self.receivers.append(receiver)
-        self.actor = ActorChannels(
-            [
-                ActorChannel(
-                    *(self.run_dir.endpoint(rank), "actor-0", self.run_dir, 1 << 16),
-                    heartbeat_s=0.05,
-                    arena_name=f"actor-0.rank-{rank}",
-                )
-                for rank in range(NUM_RANKS)
-            ],
-            share_every_s=0.1,
-        )
+        self.actor = ActorChannels(self.connect, NUM_RANKS, share_every_s=0.1)
         self.actor.hello()
         return self.actor
+
+    def connect(self, rank: int, context: Context) -> ActorChannel:
+        return ActorChannel(
+            *(self.run_dir.endpoint(rank), "actor-0", self.run_dir, 1 << 16),
+            heartbeat_s=0.05,
+            arena_name=f"actor-0.rank-{rank}",
+            context=context,
+        )
 
     def until(self, condition: Callable[[], bool]) -> list[object]:
         async def turn() -> list[object]:
@@ -128,3 +127,17 @@ def test_a_version_is_reported_once_whoever_announces_it(world: World) -> None:
 
     asyncio.run(listen())
     assert [event for event in seen if isinstance(event, WeightsAnnounced)].count(WeightsAnnounced(1)) == 1
+
+
+def test_channels_to_many_ranks_take_no_more_threads_than_one(run_dir: RunDirectory) -> None:
+    world = World(run_dir)
+
+    def threads_of(num_ranks: int) -> int:
+        before = len(os.listdir("/proc/self/task"))
+        channels = ActorChannels(world.connect, num_ranks)
+        try:
+            return len(os.listdir("/proc/self/task")) - before
+        finally:
+            channels.close()
+
+    assert threads_of(8) == threads_of(1) > 0
