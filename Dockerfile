@@ -2,7 +2,9 @@
 #   docker build --target cpu -t impala_llm:cpu .     learner and actors on the embedded engine, no GPU needed
 #   docker build --target gpu -t impala_llm:gpu .     the same with SGLang and CUDA
 # Processes of one host meet in /dev/shm, which Docker keeps at 64 MB: run with --shm-size=8g (or --ipc=host).
-# Compiled loops are kept in NUMBA_CACHE_DIR, since the user of a container may not write into the package.
+# A short training run ends each build: it tries the image out, and compiles the loops, whose code is kept beside the
+# package for hosts with the same kind of CPU as the one that built the image. Elsewhere a start takes some seconds more.
+# A user who may not write into the package sets NUMBA_CACHE_DIR to a folder that nobody else can write to.
 
 # SGLang's own image carries the CUDA toolkit that its kernels are compiled with at run time.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.21
@@ -14,7 +16,9 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
 COPY impala_llm impala_llm
 RUN pip install --no-cache-dir -c constraints.txt .
-ENV NUMBA_CACHE_DIR=/tmp/numba
+RUN --mount=type=tmpfs,target=/dev/shm \
+    impala-llm train experiment=corridor learner.total_updates=2 model.device=cpu run.terminal=false run.dir=/tmp/trial \
+ && rm -r /tmp/trial
 WORKDIR /workspace
 ENTRYPOINT ["impala-llm"]
 
@@ -29,6 +33,8 @@ RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/image.tx
  && pip install --no-cache-dir -c /tmp/image.txt . \
  && rm /tmp/image.txt \
  && python3 -c "from importlib.metadata import version; print('SGLang', version('sglang'))"
-ENV NUMBA_CACHE_DIR=/tmp/numba
+RUN --mount=type=tmpfs,target=/dev/shm \
+    impala-llm train experiment=corridor learner.total_updates=2 model.device=cpu run.terminal=false run.dir=/tmp/trial \
+ && rm -r /tmp/trial
 WORKDIR /workspace
 ENTRYPOINT ["impala-llm"]

@@ -1,20 +1,52 @@
-"""Loops that numba compiles: at the first call, without the GIL, kept on disk for the next process."""
+"""Loops that numba compiles: at the first call, without the GIL, kept on disk for the next process.
 
+Invariant: what is kept only saves time. A disk that is full or cannot be written, and a file that is damaged, cost the
+compilation and one warning, and are never an error of the call.
+
+Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder.
+NUMBA_CACHE_DIR names another one: its files are unpickled, so that nobody else may write there.
+"""
+
+import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+from numba.core.caching import FunctionCache
 
+_log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Cache(FunctionCache):
+    """numba's own, but for what happens when its files fail."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except (OSError, EOFError) as error:
+            _log.warning("compiled code of %s cannot be read and is compiled again: %s", self.cache_path, error)
+            with contextlib.suppress(OSError):
+                self.flush()  # otherwise the next one could not be kept
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _log.warning("compiled code cannot be kept in %s, each start compiles again: %s", self.cache_path, error)
 
 
 def compiled(**options: Any) -> Callable[[_Function], _Function]:
     """A decorator: `numba.njit` that releases the GIL, with further options of it."""
 
     def compile_(function: _Function) -> _Function:
+        dispatcher = numba.njit(nogil=True, **options)(function)
         try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
+            dispatcher._cache = _Cache(function)
         except RuntimeError:  # no folder for the cache: an installation that is read-only, a user without a home
-            return numba.njit(nogil=True, **options)(function)
+            _log.info("compiled code of %s is kept nowhere", function.__name__)
+        return dispatcher
 
     return compile_

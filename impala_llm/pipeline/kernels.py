@@ -520,13 +520,21 @@ def bytes_checksum(data: np.ndarray) -> int:
     return total
 
 
-@_compiled
 def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
     """Copy uint8[n] to uint8[n] past the caches, in one pass. Returns the `bytes_checksum` of what was copied.
 
     For data that is larger than the caches or will be read by another core. Fastest where the target lies at a multiple
     of 8.
     """
+    # Read-only for all callers: code for the other kind of array would take as long again to compile.
+    source = source.view()
+    source.flags.writeable = False
+    total: int = _stream_bytes(target, source)
+    return total
+
+
+@_compiled
+def _stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
     if target.size != source.size:
         raise ValueError("target and source differ in size")
     num_words = source.size // 8
