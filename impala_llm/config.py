@@ -399,6 +399,12 @@ def _host_problems(config: Config) -> list[str]:
                 # The ports of all ranks, and the one of the weight server above them.
                 rank_endpoint(endpoint, config.learner.num_ranks)
                 check(endpoint, has_keys=pipeline.keys is not None)
+                if pipeline.keys is None:
+                    found.append(
+                        f"pipeline.{key}={endpoint} is a port of this host, which every user of it can take or talk "
+                        "to: run `impala-llm keys --dir KEYS` and set pipeline.keys=KEYS on both sides; actors on the "
+                        f"learner's host need no pipeline.{key}"
+                    )
             except ValueError as error:
                 found.append(f"pipeline.{key}={endpoint}: {error}")
     if pipeline.bind is not None and pipeline.weight_slots < 3:

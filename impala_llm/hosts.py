@@ -95,7 +95,7 @@ def check_bind(endpoint: str, has_keys: bool) -> None:
         raise ValueError(
             f"{endpoint!r} can be reached from other hosts and is not opened without keys: run `impala-llm keys --dir "
             f"KEYS`, copy KEYS/{LEARNER_PUBLIC} and KEYS/actor{SECRET_SUFFIX} to the hosts of the actors and set "
-            "pipeline.keys=KEYS, or listen on 127.0.0.1"
+            "pipeline.keys=KEYS"
         )
 
 

@@ -330,7 +330,7 @@ class PipelineConfig:
     connect: str | None = None
     """On a host without learner: rank 0's TCP endpoint, such as tcp://learner-host:7400. None: the learner is here."""
     keys: str | None = None
-    """Folder of keys that `impala-llm keys` made; needed for everything beyond this host."""
+    """Folder of keys that `impala-llm keys` made; needed with `bind` and `connect`."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ POD = "a-trainer-with-quite-a-long-name-in-a-cluster"
 
 def name_on(host: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(platform, "node", lambda: host)
-    config = load(["experiment=toy", "pipeline.connect=tcp://127.0.0.1:7400"])
+    config = load(["experiment=toy"])
+    config.pipeline.connect = "tcp://learner:7400"
     return actor_name(config, 3)
 
 

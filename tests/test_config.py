@@ -120,7 +120,9 @@ def test_overrides_and_groups_take_effect():
         (["engine=sglang", "engine.python=nowhere"], ["engine.python=nowhere", "tools/install_sglang_cpu.sh"]),
         (["env.name=chess"], ["env.name=chess", "webshop"]),
         (["run.name=a/b"], ["run.name='a/b'", "rename"]),
-        (["pipeline.bind=tcp://0.0.0.0:7400"], ["pipeline.bind=tcp://0.0.0.0:7400", "impala-llm keys", "127.0.0.1"]),
+        (["pipeline.bind=tcp://0.0.0.0:7400"], ["pipeline.bind=tcp://0.0.0.0:7400", "impala-llm keys"]),
+        (["pipeline.bind=tcp://127.0.0.1:7400"], ["pipeline.bind=tcp://127.0.0.1:7400", "every user", "pipeline.keys"]),
+        (["pipeline.connect=tcp://localhost:1"], ["pipeline.connect=tcp://localhost:1", "every user", "pipeline.keys"]),
         (["pipeline.bind='tcp://*:7400'"], ["pipeline.bind=tcp://*:7400", "impala-llm keys"]),
         (["pipeline.bind=0.0.0.0:7400"], ["pipeline.bind=0.0.0.0:7400", "write tcp://ADDRESS:PORT"]),
         (["pipeline.bind=ipc:///tmp/x"], ["pipeline.bind=ipc:///tmp/x", "write tcp://ADDRESS:PORT"]),
@@ -142,13 +144,12 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
 BIND, CONNECT = "pipeline.bind=tcp://0.0.0.0:7400", "pipeline.connect=tcp://learner:7400"
 
 
-def test_other_hosts_are_served_with_keys_and_this_one_without(tmp_path):
+def test_other_hosts_are_served_with_keys(tmp_path):
     for name in ("learner.secret.json", "learner.public.json", "gpu1.secret.json"):
         (tmp_path / name).touch()
     (tmp_path / "authorised").mkdir()
     for settings in ([BIND], [CONNECT], [BIND, CONNECT]):
         load(["model=scratch", f"pipeline.keys={tmp_path}", *settings])
-    load(["model=scratch", "pipeline.bind=tcp://127.0.0.1:65534", "pipeline.connect=tcp://localhost:7400"])
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,13 @@ def test_weights_that_were_cut_short_are_refused(refused: Callable[..., str], mo
     assert "model.safetensors is missing" in refused(f"model.path={model}")
 
 
-def test_a_port_in_use_is_refused(refused: Callable[..., str]) -> None:
+def test_a_port_in_use_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["actor"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        said = refused(f"pipeline.bind=tcp://127.0.0.1:{port - 1}")  # the weight server is one above rank 0
+        said = refused(
+            f"pipeline.bind=tcp://127.0.0.1:{port - 1}", f"pipeline.keys={tmp_path / 'keys'}"
+        )  # the weight server is one above rank 0
     assert f"port {port} cannot be listened at" in said
 
 
