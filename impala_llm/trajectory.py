@@ -208,7 +208,8 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Smallest policy version among the action tokens."""
-        return int(self.versions[self.action_mask].min())
+        # NO_VERSION, of all other tokens, is the largest of the unsigned numbers.
+        return int(self.versions.view(np.uint32).min())
 
     @property
     def newest_version(self) -> int:
@@ -218,7 +219,7 @@ class Trajectory:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, without metadata."""
-        return sum(getattr(self, name).nbytes for name in ARRAY_FIELDS)
+        return block_bytes(len(self.tokens), len(self.turns))
 
 
 METADATA_FIELDS: dict[str, type] = {
@@ -267,9 +268,14 @@ class DeferredTrajectory(Trajectory):
         return value
 
 
+def block_bytes(num_tokens: int, num_turns: int) -> int:
+    """Bytes of the arrays of T tokens and K turns."""
+    return 17 * num_tokens + 8 * num_turns
+
+
 def block_words(num_tokens: int, num_turns: int) -> int:
-    """Length of the block of T tokens and K turns, in words of 8 bytes."""
-    return -(-(17 * num_tokens + 8 * num_turns) // 8)
+    """Length of their block, in words of 8 bytes."""
+    return -(-block_bytes(num_tokens, num_turns) // 8)
 
 
 def block_views(block: np.ndarray, num_tokens: int, num_turns: int) -> dict[str, np.ndarray]:

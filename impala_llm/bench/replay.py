@@ -3,11 +3,11 @@ into a buffer that is full, so as many have to go; the policy version is one mor
 without replacement, with their weights; and all of them get new priorities.
 
 Figures: `ratio_best_N`, our rate over that of the fastest peer that is installed, at N items; `ratio_worst`, the
-smallest of these: the headline. Ours is the whole `ReplayBuffer` with all three factors and a uniform floor, evicts the
-lowest priority, and holds trajectories, which come one by one, as they do to a learner. The peers have the advantage
-factor alone, draw with replacement, overwrite the oldest, and are given a batch in one call; what their items hold is
-one number (cpprb) or one reference (torchrl). Rows: cycles a second of CPU time of each; medians over rounds in which
-all take their turn, in an order that rotates.
+smallest of these: the headline. All are given a batch in one call. Ours is the whole `ReplayBuffer` with all three
+factors and a uniform floor, evicts the lowest priority, and holds trajectories. The peers have the advantage factor
+alone, draw with replacement, and overwrite the oldest; what their items hold is one number (cpprb) or one reference
+(torchrl). Rows: cycles a second of CPU time of each; medians over rounds in which all take their turn, in an order that
+rotates.
 
 One thread in this process; time is the thread's own, so that neighbours cost little but caches.
 """
@@ -87,15 +87,14 @@ def buffer_cycle(size: int, batch: int, num_signatures: int, num_cycles: int) ->
     signatures = itertools.cycle([names[i] for i in rng.integers(num_signatures, size=size).tolist()])
     members = [[_trajectory(version)] for version in range(_NUM_VERSIONS + num_cycles)]
     for version in range(_NUM_VERSIONS):
-        for _ in range(size * version // _NUM_VERSIONS, size * (version + 1) // _NUM_VERSIONS):
-            buffer.insert(members[version], version, next(signatures))
+        num_new = size * (version + 1) // _NUM_VERSIONS - size * version // _NUM_VERSIONS
+        buffer.insert_all([members[version]] * num_new, version, list(itertools.islice(signatures, num_new)))
     buffer.update_advantages(np.arange(size), rng.random(size))
     versions = itertools.count(_NUM_VERSIONS)
 
     def cycle(values: np.ndarray) -> object:
         version = next(versions)
-        for signature in itertools.islice(signatures, batch):
-            buffer.insert(members[version - 1], version, signature)
+        buffer.insert_all([members[version - 1]] * batch, version, list(itertools.islice(signatures, batch)))
         sample = buffer.sample(batch, version, _WEIGHT_EXPONENT)
         buffer.update_advantages(sample.item_ids, values)
         return sample

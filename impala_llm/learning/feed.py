@@ -121,30 +121,30 @@ class Feed:
 
     def collect(self, version: int, timeout_s: float) -> None:
         """Take in what has arrived, waiting up to `timeout_s` for the first."""
-        late = []
+        late: list[Trajectory] = []
+        complete: list[tuple[Trajectory, ...]] = []
         for trajectory in self._receiver.drain(timeout_s):
             self.received.append(trajectory)
             if self._groups.is_closed(trajectory.group_id):
                 late.append(trajectory)
             elif (group := self._groups.add(trajectory)) is not None:
-                self._insert(group.trajectories, version)
+                complete.append(group.trajectories)
         for group_id, present in self._groups.open_groups().items():
             if present + self._receiver.lost_members(group_id) >= self._group_size:
                 group, dropped = self._groups.close_short(group_id)
                 late.extend(dropped)
                 if group is not None:
-                    self._insert(group.trajectories, version)
+                    complete.append(group.trajectories)
+        if complete:
+            # A short group counts as a whole one, as in the tickets: a batch of it would be waited for for ever.
+            self._rate.record_inserts(len(complete) * self._group_size)
+            self._evict(self.buffer.insert_all(complete, version))
         self._drop(late)
 
     def arrivals(self, version: int) -> list[Trajectory]:
         """What has arrived since the caller last cleared `received`, up to now."""
         self.collect(version, timeout_s=0.0)
         return self.received
-
-    def _insert(self, trajectories: tuple[Trajectory, ...], version: int) -> None:
-        # A short group counts as a whole one, as it does in the tickets: a batch of it would be waited for for ever.
-        self._rate.record_inserts(self._group_size)
-        self._evict(self.buffer.insert(trajectories, version))
 
     def _draw(self, version: int) -> Batch | None:
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):

@@ -6,21 +6,22 @@ Life of an item (trajectories that are trained on together: a whole group, or a 
                  └─────► evicted: too stale, or the lowest priority when the buffer is full
 
 Invariant: an item that was inserted leaves in exactly one way, and the caller is told: `SampledItem.is_last`, or an
-`EvictedItem` in what `insert`, `sample` or `evict_stale` return. Staleness is never negative and never above
+`EvictedItem` in what `insert_all`, `sample` or `evict_stale` return. Staleness is never negative and never above
 `max_staleness` in what is sampled. The same calls with the same seed draw the same items, also across `state_dict`.
 """
 
 import heapq
+import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from impala_llm.replay.columns import Column, RowOfItem, SignatureCounts
+from impala_llm.replay.columns import Column, RowOfItem, SignatureCounts, moves
 from impala_llm.replay.priorities import Sampler
 from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
 from impala_llm.trajectory import Trajectory
@@ -99,6 +100,15 @@ class BufferStats:
 _ITEM = np.dtype([("item_id", np.int64), ("num_replays", np.int64)])
 
 
+class _Item(NamedTuple):
+    """What the rows of an item hold, but its number and its replays."""
+
+    oldest_version: int
+    num_bytes: int
+    signature: str
+    trajectories: tuple[Trajectory, ...]
+
+
 class ReplayBuffer:
     """Items with priorities.
 
@@ -153,63 +163,73 @@ class ReplayBuffer:
         self._order = self._sampler.order(self._separate_replayed)
         self._row_of = RowOfItem()
         self._trajectories = Column(np.object_)
-        self._signature_of: list[str] = []
+        self._signature_of = Column(np.object_)
         self._items = Column(_ITEM)
         self._versions = Column(np.int64)
+        self._sizes = Column(np.int64)
+        """Bytes."""
+        self._most_trajectories, self._most_bytes = 1, 1
+        """Of any item that has been here."""
         self._signatures = SignatureCounts()
         self._by_age: list[tuple[int, int]] = []
         """Heap of (version, item_id), where age evicts; items that have left otherwise are still in it."""
 
     def __len__(self) -> int:
         """Items that can be sampled."""
-        return len(self._signature_of)
+        return len(self._items.view)
 
     def insert(
         self, trajectories: Sequence[Trajectory], version: int, signature: str | None = None
     ) -> tuple[EvictedItem, ...]:
-        """Add one item.
+        """Add one item, as `insert_all`."""
+        return self.insert_all([trajectories], version, None if signature is None else [signature])
 
-        Its |A| is not known before it was trained on; until then it counts as large as the largest known one in the
-        buffer (1 if none is), so that it is likely to be tried.
+    def insert_all(
+        self, items: Sequence[Sequence[Trajectory]], version: int, signatures: Sequence[str] | None = None
+    ) -> tuple[EvictedItem, ...]:
+        """Add items.
+
+        Their |A| is not known before they were trained on; until then it counts as large as the largest known one in
+        the buffer (1 if none is), so that they are likely to be tried.
 
         Args:
-            trajectories: at least one; they stay together.
+            items: each holds at least one trajectory; they stay together.
             version: the learner's, never smaller than before.
-            signature: what rarity counts; by default that of the first trajectory.
+            signatures: what rarity counts, one for each item; by default that of its first trajectory.
 
         Returns:
-            What had to go: stale items, the new one among them if it is born stale, and then those of lowest priority,
-            the oldest first among equals, until the new one fits.
+            What had to go: stale items, new ones among them if they are born stale, and then those of lowest priority,
+            the oldest first among equals, until the new ones fit. New ones only make room for each other where all of
+            them together are more than the buffer holds.
 
         Raises:
             ValueError: an empty item, one larger than the whole buffer, tokens newer than `version`, a version that
-                decreases.
+                decreases. Then nothing was inserted.
         """
-        if not trajectories:
-            raise ValueError("trajectories is empty: an item holds at least one")
-        num_bytes = sum(t.nbytes for t in trajectories)
-        if len(trajectories) > self._capacity_trajectories or num_bytes > self._capacity_bytes:
-            raise ValueError(
-                f"trajectories holds {len(trajectories)} of {num_bytes} bytes: the whole buffer has room for "
-                f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
-            )
-        newest = max(t.newest_version for t in trajectories)
-        if newest > version:
-            raise ValueError(
-                f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
-            )
-        evicted = self.evict_stale(version)
-        item_id = self._next_id
-        self._next_id += 1
-        oldest = min(t.oldest_version for t in trajectories)
-        if self._version - oldest > self._max_staleness:
-            return (*evicted, EvictedItem(item_id, "stale", 0, tuple(trajectories)))
-        evicted += self._make_room(len(trajectories), num_bytes)
-        signature = trajectories[0].signature if signature is None else signature
-        slot = self._signatures.add(signature)
-        self._append(item_id, oldest, 0, signature, tuple(trajectories), num_bytes)
-        self._order.append(item_id, oldest, slot, int(self._signatures.counts[slot]))
-        return evicted
+        if signatures is None:
+            signatures = [trajectories[0].signature if trajectories else "" for trajectories in items]
+        new = [self._checked(members, signature, version) for members, signature in zip(items, signatures, strict=True)]
+        evicted = list(self.evict_stale(version))
+        ids: list[int] = []
+        fitting: list[_Item] = []
+        num_trajectories = num_bytes = 0
+        for item in new:
+            item_id = self._next_id
+            self._next_id += 1
+            if version - item.oldest_version > self._max_staleness:
+                evicted.append(EvictedItem(item_id, "stale", 0, item.trajectories))
+                continue
+            num_trajectories += len(item.trajectories)
+            num_bytes += item.num_bytes
+            if num_trajectories > self._capacity_trajectories or num_bytes > self._capacity_bytes:
+                evicted += self._take_in(ids, fitting)
+                ids, fitting = [], []
+                num_trajectories, num_bytes = len(item.trajectories), item.num_bytes
+            ids.append(item_id)
+            fitting.append(item)
+        if fitting:
+            evicted += self._take_in(ids, fitting)
+        return tuple(evicted)
 
     def sample(
         self, num_items: int, version: int, importance_exponent: float = 1.0, max_replayed: int | None = None
@@ -275,8 +295,9 @@ class ReplayBuffer:
             self._num_replayed += len(fresh)
             self._order.set_replayed(fresh)
         if is_last.any():
-            for item_id in sample.item_ids[is_last].tolist():
-                self._remove(self._row_of[item_id])
+            last = rows[is_last]
+            self._order.remove(last)
+            self._remove(last)
         return sample
 
     def evict_stale(self, version: int) -> tuple[EvictedItem, ...]:
@@ -289,7 +310,11 @@ class ReplayBuffer:
             item_id = heapq.heappop(self._by_age)[1]
             if item_id in self._row_of:
                 stale.append(item_id)
-        return tuple(self._evict(item_id, "stale") for item_id in sorted(stale))
+        if not stale:
+            return ()
+        rows = np.array([self._row_of[item_id] for item_id in sorted(stale)], np.int64)
+        self._order.remove(rows)
+        return self._evict(rows, "stale")
 
     def update_advantages(
         self, item_ids: Sequence[int] | np.ndarray, abs_advantages: Sequence[float] | np.ndarray
@@ -331,8 +356,8 @@ class ReplayBuffer:
             "next_id": self._next_id,
             "item_ids": self._items.view["item_id"].copy(),
             "num_replays": self._items.view["num_replays"].copy(),
-            "slots": np.array([self._signatures.slot(signature) for signature in self._signature_of], np.int64),
-            "signatures": list(self._signature_of),
+            "slots": np.array([self._signatures.slot(signature) for signature in self._signature_of.view], np.int64),
+            "signatures": self._signature_of.view.tolist(),
             "trajectories": [[trajectory_to_state(t) for t in members] for members in self._trajectories.view],
             "order": self._order.state_dict(),
         }
@@ -350,23 +375,18 @@ class ReplayBuffer:
         self._version = state["version"]
         self._next_id = state["next_id"]
         self._signatures.restore(state["signatures"], state["slots"].tolist())
-        items = zip(
-            state["item_ids"].tolist(),
-            state["num_replays"].tolist(),
-            state["signatures"],
-            state["trajectories"],
-            strict=True,
-        )
-        for item_id, num_replays, signature, saved in items:
+        items = []
+        for signature, saved in zip(state["signatures"], state["trajectories"], strict=True):
             members = tuple(map(trajectory_from_state, saved))
-            oldest = min(t.oldest_version for t in members)
-            self._append(item_id, oldest, num_replays, signature, members, sum(t.nbytes for t in members))
+            oldest, num_bytes = min(t.oldest_version for t in members), sum(t.nbytes for t in members)
+            items.append(_Item(oldest, num_bytes, signature, members))
+        if items:
+            self._append(state["item_ids"], state["num_replays"], items)
         self._order.load_state_dict(
             state["order"],
             self._items.view["item_id"],
             self._versions.view,
             state["slots"],
-            self._signatures.counts,
             self._items.view["num_replays"] > 0,
         )
         if self._num_trajectories > self._capacity_trajectories or self._num_bytes > self._capacity_bytes:
@@ -375,56 +395,86 @@ class ReplayBuffer:
                 f"for {self._capacity_trajectories} of {self._capacity_bytes} bytes: raise the capacity to resume"
             )
 
-    def _make_room(self, num_trajectories: int, num_bytes: int) -> tuple[EvictedItem, ...]:
-        """Evict by priority until an item of this size fits."""
+    def _checked(self, trajectories: Sequence[Trajectory], signature: str, version: int) -> _Item:
+        if not trajectories:
+            raise ValueError("trajectories is empty: an item holds at least one")
+        num_bytes = sum([t.nbytes for t in trajectories])
+        if len(trajectories) > self._capacity_trajectories or num_bytes > self._capacity_bytes:
+            raise ValueError(
+                f"trajectories holds {len(trajectories)} of {num_bytes} bytes: the whole buffer has room for "
+                f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
+            )
+        newest = max([t.newest_version for t in trajectories])
+        if newest > version:
+            raise ValueError(
+                f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
+            )
+        return _Item(min([t.oldest_version for t in trajectories]), num_bytes, signature, tuple(trajectories))
+
+    def _take_in(self, ids: list[int], items: list[_Item]) -> list[EvictedItem]:
+        """Items that fit into an empty buffer, all together. Returns what had to go."""
+        num_trajectories = sum([len(item.trajectories) for item in items])
+        evicted = self._make_room(num_trajectories, sum([item.num_bytes for item in items]))
+        slots = np.array([self._signatures.add(item.signature) for item in items], np.int64)
+        item_ids = np.array(ids, np.int64)
+        self._append(item_ids, np.zeros(len(items), np.int64), items)
+        self._order.append(item_ids, self._versions.view[-len(items) :], slots)
+        return evicted
+
+    def _make_room(self, num_trajectories: int, num_bytes: int) -> list[EvictedItem]:
+        """Evict by priority until so much fits."""
         evicted: list[EvictedItem] = []
-        while not self._fits(num_trajectories, num_bytes):
-            evicted.append(self._evict(self._order.first_to_go(), "capacity"))
-        return tuple(evicted)
+        while True:
+            too_many = self._num_trajectories + num_trajectories - self._capacity_trajectories
+            too_large = self._num_bytes + num_bytes - self._capacity_bytes
+            if too_many <= 0 and too_large <= 0:
+                return evicted
+            # So many have to go, however large they are.
+            num_items = max(-(-too_many // self._most_trajectories), -(-too_large // self._most_bytes))
+            evicted += self._evict(self._order.remove_lowest(num_items), "capacity")
 
-    def _fits(self, num_trajectories: int, num_bytes: int) -> bool:
-        return (
-            self._num_trajectories + num_trajectories <= self._capacity_trajectories
-            and self._num_bytes + num_bytes <= self._capacity_bytes
-        )
+    def _evict(self, rows: np.ndarray, reason: Literal["stale", "capacity"]) -> tuple[EvictedItem, ...]:
+        """Rows that have left the order."""
+        items = self._items.view[rows]
+        item_ids, num_replays = items["item_id"].tolist(), items["num_replays"].tolist()
+        return tuple(map(EvictedItem, item_ids, itertools.repeat(reason), num_replays, self._remove(rows)))
 
-    def _evict(self, item_id: int, reason: Literal["stale", "capacity"]) -> EvictedItem:
-        row = self._row_of[item_id]
-        num_replays = int(self._items.view["num_replays"][row])
-        return EvictedItem(item_id, reason, num_replays, self._remove(row))
-
-    def _append(
-        self,
-        item_id: int,
-        version: int,
-        num_replays: int,
-        signature: str,
-        trajectories: tuple[Trajectory, ...],
-        num_bytes: int,
-    ) -> None:
-        """All of a new row but its order and its signature's count."""
-        self._row_of[item_id] = len(self._signature_of)
-        self._trajectories.append(trajectories)
-        self._signature_of.append(signature)
-        self._items.append((item_id, num_replays))
-        self._versions.append(version)
-        self._num_trajectories += len(trajectories)
-        self._num_bytes += num_bytes
-        self._num_replayed += self._separate_replayed and num_replays > 0
+    def _append(self, item_ids: np.ndarray, num_replays: np.ndarray, items: list[_Item]) -> None:
+        """All of new rows, int64[k], but their order and the counts of their signatures."""
+        num = len(items)
+        oldest_versions, sizes, signatures, trajectories = zip(*items, strict=True)
+        self._row_of.put(item_ids, np.arange(len(self), len(self) + num))
+        # As an array of tuples, which numpy would otherwise take apart.
+        self._trajectories.extend(num)[:] = np.fromiter(trajectories, np.object_, num)
+        self._signature_of.extend(num)[:] = signatures
+        self._versions.extend(num)[:] = oldest_versions
+        self._sizes.extend(num)[:] = sizes
+        rows = self._items.extend(num)
+        rows["item_id"], rows["num_replays"] = item_ids, num_replays
+        members = list(map(len, trajectories))
+        self._num_trajectories += sum(members)
+        self._num_bytes += sum(sizes)
+        self._most_trajectories = max(self._most_trajectories, *members)
+        self._most_bytes = max(self._most_bytes, *sizes)
+        if self._separate_replayed:
+            self._num_replayed += int(np.count_nonzero(num_replays))
         if self._max_staleness < math.inf:
-            heapq.heappush(self._by_age, (version, item_id))
+            for entry in zip(oldest_versions, item_ids.tolist(), strict=True):
+                heapq.heappush(self._by_age, entry)
 
-    def _remove(self, row: int) -> tuple[Trajectory, ...]:
-        del self._row_of[int(self._items.view["item_id"][row])]
-        self._num_replayed -= self._separate_replayed and bool(self._items.view["num_replays"][row] > 0)
-        trajectories: tuple[Trajectory, ...] = self._trajectories.view[row]
-        signature, last_signature = self._signature_of[row], self._signature_of.pop()
-        for column in (self._trajectories, self._items, self._versions):
-            column.remove(row)
-        if row < len(self._signature_of):
-            self._signature_of[row] = last_signature
-            self._row_of[int(self._items.view["item_id"][row])] = row
-        self._order.remove(row, self._signatures.remove(signature))
-        self._num_trajectories -= len(trajectories)
-        self._num_bytes -= sum(t.nbytes for t in trajectories)
+    def _remove(self, rows: np.ndarray) -> list[tuple[Trajectory, ...]]:
+        """All of rows, int64[k], but their order. Returns what they held."""
+        trajectories: list[tuple[Trajectory, ...]] = self._trajectories.view[rows].tolist()
+        if self._separate_replayed:
+            self._num_replayed -= int(np.count_nonzero(self._items.view["num_replays"][rows]))
+        self._num_trajectories -= sum(map(len, trajectories))
+        self._num_bytes -= int(self._sizes.view[rows].sum())
+        self._row_of.remove(self._items.view["item_id"][rows])
+        for signature in self._signature_of.view[rows].tolist():
+            self._signatures.remove(signature)
+        num_left = len(self) - len(rows)
+        sources, targets = moves(rows, len(self))
+        for column in (self._trajectories, self._signature_of, self._items, self._versions, self._sizes):
+            column.move(sources, targets, num_left)
+        self._row_of.put(self._items.view["item_id"][targets], targets)
         return trajectories

@@ -1,6 +1,7 @@
-"""The arrays behind the buffer: columns that grow and shrink by a row at a time, in step with each other.
+"""The arrays behind the buffer: columns that grow and shrink in step with each other.
 
-Invariant: rows are dense. A removal moves the last row into the gap, so nothing is ever scanned for holes.
+Invariant: rows are dense. Where some are removed, `moves` says which of the others fill the gaps, so nothing is ever
+scanned for holes.
 """
 
 import heapq
@@ -9,8 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def moves(gone: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where rows go when others are removed: sources and targets, int64[n] each. gone: int64[k], distinct.
+
+    The rows that stay behind the new end fill the gaps before it, both in order.
+    """
+    num_left = num_rows - len(gone)
+    stays = np.ones(len(gone), np.bool_)
+    stays[gone[gone >= num_left] - num_left] = False
+    return num_left + np.flatnonzero(stays), np.sort(gone[gone < num_left])
+
+
 class Column:
-    """A growing array; `remove` moves the last element into the gap."""
+    """A growing array."""
 
     def __init__(self, dtype: type[np.generic] | np.dtype) -> None:
         self._data = np.zeros(64, dtype)
@@ -21,16 +33,18 @@ class Column:
         """[length], shares memory."""
         return self._data[: self._length]
 
-    def append(self, value: object) -> None:
-        if self._length == len(self._data):
+    def extend(self, num: int) -> np.ndarray:
+        """Lengthen it; returns the new end, [num], to be written to."""
+        self._length += num
+        while self._length > len(self._data):
             self._data = np.concatenate([self._data, np.zeros_like(self._data)])
-        self._data[self._length] = value
-        self._length += 1
+        return self._data[self._length - num : self._length]
 
-    def remove(self, row: int) -> None:
-        self._length -= 1
-        self._data[row] = self._data[self._length]
-        self._data[self._length] = 0  # a reference to an object would keep it alive
+    def move(self, sources: np.ndarray, targets: np.ndarray, length: int) -> None:
+        """Fill gaps, and shorten it."""
+        self._data[targets] = self._data[sources]
+        self._data[length : self._length] = 0  # a reference to an object would keep it alive
+        self._length = length
 
 
 class RowOfItem:
@@ -50,16 +64,19 @@ class RowOfItem:
     def __getitem__(self, item_id: int) -> int:
         return self._row_of[item_id]
 
-    def __setitem__(self, item_id: int, row: int) -> None:
-        self._row_of[item_id] = row
+    def put(self, item_ids: np.ndarray, rows: np.ndarray) -> None:
+        """Where items lie from now on, int64[k] each."""
+        self._row_of.update(zip(item_ids.tolist(), rows.tolist(), strict=True))
         if 2 * len(self._row_of) > len(self._guess):
-            self._guess = np.zeros(2 * len(self._guess), np.int64)
-            ids = np.fromiter(self._row_of.keys(), np.int64)
-            self._guess[ids & (len(self._guess) - 1)] = np.fromiter(self._row_of.values(), np.int64)
-        self._guess[item_id & (len(self._guess) - 1)] = row
+            self._guess = np.zeros(2 << (2 * len(self._row_of) - 1).bit_length(), np.int64)
+            item_ids = np.fromiter(self._row_of.keys(), np.int64)
+            rows = np.fromiter(self._row_of.values(), np.int64)
+        self._guess[item_ids & (len(self._guess) - 1)] = rows
 
-    def __delitem__(self, item_id: int) -> None:
-        del self._row_of[item_id]
+    def remove(self, item_ids: np.ndarray) -> None:
+        """They are nowhere any more."""
+        for item_id in item_ids.tolist():
+            del self._row_of[item_id]
 
     def rows(self, item_ids: np.ndarray, by_row: np.ndarray) -> np.ndarray:
         """int64[k], -1 where there is none, of int64[k]. by_row: int64[N], the items of the rows."""
@@ -75,7 +92,7 @@ class SignatureCounts:
     """How many items have each signature; a signature has a slot, the smallest free one, as long as an item has it."""
 
     def __init__(self) -> None:
-        self.counts = np.zeros(64, np.int64)
+        self._counts = [0] * 64
         """By slot."""
         self._slot_of: dict[str, int] = {}
         self._free = list(range(64))
@@ -92,21 +109,19 @@ class SignatureCounts:
         slot = self._slot_of.get(signature)
         if slot is None:
             if not self._free:
-                self._free = list(range(len(self.counts), 2 * len(self.counts)))
-                self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
+                self._free = list(range(len(self._counts), 2 * len(self._counts)))
+                self._counts += [0] * len(self._counts)
             slot = self._slot_of[signature] = heapq.heappop(self._free)
-        self.counts[slot] += 1
+        self._counts[slot] += 1
         return slot
 
-    def remove(self, signature: str) -> int:
-        """Count one less; returns how many are left."""
+    def remove(self, signature: str) -> None:
+        """Count one less."""
         slot = self._slot_of[signature]
-        self.counts[slot] -= 1
-        left = int(self.counts[slot])
-        if left == 0:
+        self._counts[slot] -= 1
+        if not self._counts[slot]:
             del self._slot_of[signature]
             heapq.heappush(self._free, slot)
-        return left
 
     def restore(self, signatures: Sequence[str], slots: Sequence[int]) -> None:
         """Forget everything, and count these, which had these slots."""
@@ -114,5 +129,5 @@ class SignatureCounts:
         size = 64
         while size <= max(self._slot_of.values(), default=0):
             size *= 2
-        self.counts = np.bincount(np.array(slots, np.int64), minlength=size)
-        self._free = np.flatnonzero(self.counts == 0).tolist()
+        self._counts = np.bincount(np.array(slots, np.int64), minlength=size).tolist()
+        self._free = [slot for slot, count in enumerate(self._counts) if not count]

@@ -16,12 +16,9 @@ import math
 import numpy as np
 
 from impala_llm.replay import kernels
+from impala_llm.replay.columns import moves
 from impala_llm.replay.order import Draw
 from impala_llm.replay.state import State
-
-_LARGEST_LOG = 400.0
-"""Of a mass: 10^6 items of it sum up to less than 1/SMALLEST."""
-
 
 # What belongs to one item or node lies together, so that it comes into the cache at once: a row has one line of it.
 _ROW = np.dtype(
@@ -61,6 +58,7 @@ class PriorityForest:
     _rows: kernels.Rows
     _nodes: kernels.Nodes
     _segments: kernels.Segments
+    _reference: float
 
     def __init__(
         self,
@@ -77,45 +75,57 @@ class PriorityForest:
         self._separate = separate
         self._clear(1, 1)
 
-    def append(self, item_id: int, version: int, slot: int, count: int) -> None:
+    def append(self, item_ids: np.ndarray, versions: np.ndarray, slots: np.ndarray) -> None:
         """As `Order.append`. |A| counts as the largest known one, and as 1 where none is."""
-        row = self._num_rows
-        if row == len(self._rows.item_id):
+        while self._num_rows + len(item_ids) > len(self._rows.item_id):
             self._table = _grown(self._table)
             self._rows = _rows_of(self._table, _grown(self._rows.members), self._rows.num_members)
         if self._rarity_exponent == 0.0:
-            slot = 0
-        elif slot >= self._segments.room[0]:
-            self._add_slots(slot + 1)
-        _, largest = kernels.extremes(self._nodes, self._segments)
-        advantage = 1.0 if largest == kernels.UNKNOWN else largest
-        log_base = kernels.log_base(version, advantage, *self._base_settings)
-        if row == 0:
-            self._reference = log_base
-        elif log_base - self._reference > _LARGEST_LOG:
-            self._rebase(log_base)
-        rows = self._rows
-        rows.item_id[row], rows.version[row], rows.advantage[row] = item_id, version, advantage
-        rows.known[row], rows.log_base[row] = False, log_base
-        self._num_rows += 1
-        self._enter(row, 2 + 2 * slot)
-        self._set_count(slot, count)
+            slots = np.zeros_like(slots)
+        elif slots.max() >= self._segments.room[0]:
+            self._add_slots(int(slots.max()) + 1)
+        num_added = 0
+        while num_added < len(item_ids):
+            # It stops where there is something to be done for the next item.
+            num_new, log_base = kernels.append(
+                self._nodes,
+                self._segments,
+                self._rows,
+                self._num_rows,
+                item_ids[num_added:],
+                versions[num_added:],
+                slots[num_added:],
+                self._rarity_exponent,
+                *self._base_settings,
+                self._reference,
+            )
+            num_added += num_new
+            self._num_rows += num_new
+            if num_added == len(item_ids):
+                break
+            if self._num_rows == 0:
+                self._reference = log_base
+            elif log_base - self._reference > kernels.LARGEST_LOG:
+                self._rebase(log_base)
+            segment = 2 + 2 * int(slots[num_added])
+            if self._segments.size[segment] == self._segments.room[segment]:
+                self._allocate(segment, max(1, 2 * int(self._segments.room[segment])))
 
-    def remove(self, row: int, count: int) -> None:
-        segment = int(self._rows.segment[row])
-        kernels.leave(self._nodes, self._segments, self._rows, row)
-        self._fit(segment)
-        self._num_rows -= 1
-        if row != self._num_rows:
-            kernels.move_row(self._nodes, self._segments, self._rows, self._num_rows, row)
-        if count:
-            self._set_count((segment >> 1) - 1, count)
+    def remove(self, rows: np.ndarray) -> None:
+        kernels.remove(self._nodes, self._segments, self._rows, rows, self._rarity_exponent)
+        self._close_up(rows)
+
+    def remove_lowest(self, num_items: int) -> np.ndarray:
+        gone = np.empty(num_items, np.int64)
+        kernels.remove_lowest(self._nodes, self._segments, self._rows, gone, self._rarity_exponent)
+        self._close_up(gone)
+        return gone
 
     def set_advantages(self, rows: np.ndarray, abs_advantages: np.ndarray) -> None:
         highest = kernels.set_advantages(
             self._nodes, self._segments, self._rows, rows, abs_advantages, *self._base_settings, self._reference
         )
-        if highest - self._reference > _LARGEST_LOG:
+        if highest - self._reference > kernels.LARGEST_LOG:
             self._rebase(highest)
 
     def set_replayed(self, rows: np.ndarray) -> None:
@@ -124,9 +134,6 @@ class PriorityForest:
             kernels.leave(self._nodes, self._segments, self._rows, row)
             self._fit(segment)
             self._enter(row, segment | 1)
-
-    def first_to_go(self) -> int:
-        return int(kernels.extremes(self._nodes, self._segments)[0])
 
     def draw(self, num_items: int, rng: np.random.Generator, replayed: bool = False) -> Draw:
         top = int(replayed)
@@ -160,12 +167,12 @@ class PriorityForest:
         item_ids: np.ndarray,
         versions: np.ndarray,
         slots: np.ndarray,
-        counts: np.ndarray,
         replayed: np.ndarray,
     ) -> None:
         num_rows = len(item_ids)
         if self._rarity_exponent == 0.0:
-            slots, counts = np.zeros_like(slots), np.ones(1, np.int64)
+            slots = np.zeros_like(slots)
+        counts = np.bincount(slots, minlength=1)
         self._clear(num_rows, len(counts))
         self._num_rows = num_rows
         rows, segments = self._rows, self._segments
@@ -189,7 +196,9 @@ class PriorityForest:
             segments.log_rarity[slot] = -self._rarity_exponent * math.log(count)
             segments.rarity[slot] = math.exp(segments.log_rarity[slot])
         self._reference = state["reference"]
-        if num_rows and self._largest_log_base() - self._reference > _LARGEST_LOG:  # other settings than when saved
+        if (
+            num_rows and self._largest_log_base() - self._reference > kernels.LARGEST_LOG
+        ):  # other settings than when saved
             self._reference = self._largest_log_base()
         self._rebase(self._reference)
 
@@ -228,12 +237,19 @@ class PriorityForest:
     def _fit(self, segment: int) -> None:
         """Give back what a segment needs no longer."""
         size, room = int(self._segments.size[segment]), int(self._segments.room[segment])
-        if size <= room // 4:
-            self._allocate(segment, room // 2 if size else 0)
+        needed = room
+        while needed and size <= needed // 4:
+            needed = needed // 2 if size else 0
+        if needed < room:
+            self._allocate(segment, needed)
 
-    def _set_count(self, slot: int, count: int) -> None:
-        if self._rarity_exponent > 0.0 or self._segments.rarity[slot] == 0.0:
-            kernels.set_rarity(self._nodes, self._segments, slot, -self._rarity_exponent * math.log(count))
+    def _close_up(self, gone: np.ndarray) -> None:
+        """After items have left: give back their room, and move rows into their gaps."""
+        segments = self._rows.segment[gone]
+        for segment in segments[self._segments.size[segments] <= self._segments.room[segments] // 4].tolist():
+            self._fit(segment)
+        kernels.move_rows(self._nodes, self._segments, self._rows, *moves(gone, self._num_rows))
+        self._num_rows -= len(gone)
 
     def _allocate(self, segment: int, room: int) -> None:
         """Move a segment to where it has this room; 0 gives up its place."""

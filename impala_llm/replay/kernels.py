@@ -30,6 +30,8 @@ CHUNK = 64
 _DRAWN, _GONE = 1, 2
 UNKNOWN = -1.0
 """In place of the largest |A| where none is known."""
+LARGEST_LOG = 400.0
+"""Of a mass: 10^6 items of it sum up to less than 1/SMALLEST."""
 
 
 class Nodes(NamedTuple):
@@ -255,6 +257,15 @@ def write_leaf(nodes: Nodes, segments: Segments, rows: Rows, row: int, reference
 
 
 @_compiled
+def log_base(version: int, advantage: float, recency_tau: float, exponent: float, epsilon: float) -> float:
+    """Log priority without the factor of rarity, up to a constant: v/τ + α log(|A| + ε)."""
+    value = version / recency_tau
+    if exponent > 0.0:
+        value += exponent * math.log(advantage + epsilon)
+    return value
+
+
+@_compiled
 def _clear_place(nodes: Nodes, place: int) -> None:
     nodes.mass[place] = 0.0
     nodes.low[place] = np.inf
@@ -272,6 +283,12 @@ def clear(nodes: Nodes, begin: int, end: int) -> None:
 @_compiled
 def enter(nodes: Nodes, segments: Segments, rows: Rows, row: int, segment: int, reference: float) -> None:
     """Put an item into a segment that has room, behind its last leaf, and into the list of its class."""
+    _take_place(nodes, segments, rows, row, segment, reference)
+    refresh(nodes, segments, segment, rows.leaf[row])
+
+
+@_compiled
+def _take_place(nodes: Nodes, segments: Segments, rows: Rows, row: int, segment: int, reference: float) -> None:
     top = segment & 1
     rows.segment[row], rows.leaf[row] = segment, segments.size[segment]
     rows.member[row] = rows.num_members[top]
@@ -279,12 +296,19 @@ def enter(nodes: Nodes, segments: Segments, rows: Rows, row: int, segment: int, 
     rows.num_members[top] += 1
     segments.size[segment] += 1
     write_leaf(nodes, segments, rows, row, reference)
-    refresh(nodes, segments, segment, rows.leaf[row])
 
 
 @_compiled
 def leave(nodes: Nodes, segments: Segments, rows: Rows, row: int) -> None:
     """Take an item out of its segment and the list of its class; the last ones move into the gaps."""
+    _give_up_place(nodes, segments, rows, row)
+    slot = (rows.segment[row] >> 1) - 1
+    set_rarity(nodes, segments, slot, segments.log_rarity[slot])
+
+
+@_compiled
+def _give_up_place(nodes: Nodes, segments: Segments, rows: Rows, row: int) -> None:
+    """As `leave`, without what is above the segment."""
     segment, leaf = rows.segment[row], rows.leaf[row]
     top, start = segment & 1, segments.start[segment]
     rows.num_members[top] -= 1
@@ -302,13 +326,16 @@ def leave(nodes: Nodes, segments: Segments, rows: Rows, row: int) -> None:
         nodes.row[start + leaf] = nodes.row[place]
         rows.leaf[nodes.row[place]] = leaf
     _clear_place(nodes, start + last)
-    refresh(nodes, segments, segment, last)
+    room = segments.room[segment]
+    _climb(nodes.mass, start, room, last)
+    _climb_extremes(nodes, start, room, last)
     if leaf >> 4 != last >> 4:
-        refresh(nodes, segments, segment, leaf)
+        _climb(nodes.mass, start, room, leaf)
+        _climb_extremes(nodes, start, room, leaf)
 
 
 @_compiled
-def move_row(nodes: Nodes, segments: Segments, rows: Rows, source: int, target: int) -> None:
+def _move_row(nodes: Nodes, segments: Segments, rows: Rows, source: int, target: int) -> None:
     """Give an item another row; the old one's content has no meaning any more."""
     rows.item_id[target] = rows.item_id[source]
     rows.version[target] = rows.version[source]
@@ -320,6 +347,101 @@ def move_row(nodes: Nodes, segments: Segments, rows: Rows, source: int, target: 
     rows.member[target] = rows.member[source]
     rows.members[rows.segment[target] & 1, rows.member[target]] = target
     nodes.row[segments.start[rows.segment[target]] + rows.leaf[target]] = target
+
+
+@_compiled
+def move_rows(nodes: Nodes, segments: Segments, rows: Rows, sources: np.ndarray, targets: np.ndarray) -> None:
+    """Give items other rows, int64[n] each."""
+    for i in range(sources.size):
+        _move_row(nodes, segments, rows, sources[i], targets[i])
+
+
+@_compiled
+def _count_again(nodes: Nodes, segments: Segments, slot: int, rarity_exponent: float) -> None:
+    """Set -β log n after items of a slot have come or gone, and all sums and extremes above it."""
+    count = max(1, segments.size[2 + 2 * slot] + segments.size[3 + 2 * slot])
+    set_rarity(nodes, segments, slot, -rarity_exponent * math.log(count))
+
+
+@_compiled
+def append(
+    nodes: Nodes,
+    segments: Segments,
+    rows: Rows,
+    num_rows: int,
+    item_ids: np.ndarray,
+    versions: np.ndarray,
+    slots: np.ndarray,
+    rarity_exponent: float,
+    recency_tau: float,
+    exponent: float,
+    epsilon: float,
+    reference: float,
+) -> tuple[int, float]:
+    """Add items behind the last row, int64[k] each; |A| counts as the largest known one, and as 1 where none is.
+
+    Returns:
+        How many were added, and the log_base of the last one that was looked at: fewer than k where a segment is full,
+        or where a mass would be too large for the reference.
+    """
+    _, largest = extremes(nodes, segments)
+    advantage = 1.0 if largest == UNKNOWN else largest
+    base = reference
+    for i in range(item_ids.size):
+        slot, row = slots[i], num_rows + i
+        segment = 2 + 2 * slot
+        base = log_base(versions[i], advantage, recency_tau, exponent, epsilon)
+        if segments.size[segment] == segments.room[segment] or base - reference > LARGEST_LOG:
+            return i, base
+        rows.item_id[row], rows.version[row], rows.advantage[row] = item_ids[i], versions[i], advantage
+        rows.known[row], rows.log_base[row] = 0, base
+        _take_place(nodes, segments, rows, row, segment, reference)
+        start, room, leaf = segments.start[segment], segments.room[segment], rows.leaf[row]
+        _climb(nodes.mass, start, room, leaf)
+        _climb_extremes(nodes, start, room, leaf)
+        _count_again(nodes, segments, slot, rarity_exponent)
+    return item_ids.size, base
+
+
+@_compiled
+def remove(nodes: Nodes, segments: Segments, rows: Rows, gone: np.ndarray, rarity_exponent: float) -> None:
+    """Take items out, whose rows are int64[k]; their rows and their segments' room stay as they are."""
+    for i in range(gone.size):
+        _give_up_place(nodes, segments, rows, gone[i])
+        _count_again(nodes, segments, (rows.segment[gone[i]] >> 1) - 1, rarity_exponent)
+
+
+@_compiled
+def remove_lowest(nodes: Nodes, segments: Segments, rows: Rows, gone: np.ndarray, rarity_exponent: float) -> None:
+    """Take out the item of the lowest priority, the oldest among equals, k times, and set their rows, int64[k]."""
+    for i in range(gone.size):
+        item_id, _ = extremes(nodes, segments)
+        top = 0
+        if _climb_extremes_of(nodes, segments.start[1], segments.room[1])[2] == item_id:
+            top = 1
+        slot = _leaf_of_lowest(nodes, segments.start[top], segments.room[top], item_id)
+        segment = 2 + 2 * slot + top
+        leaf = _leaf_of_lowest(nodes, segments.start[segment], segments.room[segment], item_id)
+        gone[i] = nodes.row[segments.start[segment] + leaf]
+        _give_up_place(nodes, segments, rows, gone[i])
+        _count_again(nodes, segments, slot, rarity_exponent)
+
+
+@_compiled
+def _leaf_of_lowest(nodes: Nodes, start: int, room: int, item_id: int) -> int:
+    """Where, in a segment, the item is that has its lowest log priority."""
+    begin, count, shift = start, room, 0
+    while count > WIDTH:
+        begin, count, shift = begin + count, max(WIDTH, count >> 4), shift + 4
+    first = 0
+    while True:
+        while nodes.low_id[begin + first] != item_id:
+            first += 1
+        if shift == 0:
+            return first
+        shift -= 4
+        begin -= room if shift == 0 else max(WIDTH, room >> shift)
+        first <<= 4
 
 
 @_compiled
@@ -347,15 +469,6 @@ def write_all(nodes: Nodes, segments: Segments, rows: Rows, num_rows: int, num_s
             _set_top_extremes(nodes, segments, slot, top)
     for top in range(NUM_CLASSES):
         sum_up(nodes, segments, top, num_slots)
-
-
-@_compiled
-def log_base(version: int, advantage: float, recency_tau: float, exponent: float, epsilon: float) -> float:
-    """Log priority without the factor of rarity, up to a constant: v/τ + α log(|A| + ε)."""
-    value = version / recency_tau
-    if exponent > 0.0:
-        value += exponent * math.log(advantage + epsilon)
-    return value
 
 
 @_compiled

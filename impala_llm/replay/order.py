@@ -1,7 +1,7 @@
 """What a buffer asks of an order of priority, and the plainest of them, a queue.
 
-Invariant: an order numbers its items by dense rows, in step with the buffer: an item is appended behind the last row,
-and a removal moves the last row into the gap.
+Invariant: an order numbers its items by dense rows, in step with the buffer: items are appended behind the last row,
+and where some are removed others move as `columns.moves` says.
 """
 
 import bisect
@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from impala_llm.replay.columns import moves
 from impala_llm.replay.state import State
 
 
@@ -24,19 +25,23 @@ class Draw:
 
 
 class Order(Protocol):
-    def append(self, item_id: int, version: int, slot: int, count: int) -> None:
-        """Add an item.
+    def append(self, item_ids: np.ndarray, versions: np.ndarray, slots: np.ndarray) -> None:
+        """Add items.
 
         Args:
-            item_id: larger than all before.
-            version: policy version of the oldest token.
-            slot: stands for the signature.
-            count: items of this slot, this one included.
+            item_ids: int64[k], ascending, larger than all before.
+            versions: int64[k], policy version of the oldest token.
+            slots: int64[k], stand for the signatures.
         """
         ...
 
-    def remove(self, row: int, count: int) -> None:
-        """Take an item out. count: items of its slot that are left."""
+    def remove(self, rows: np.ndarray) -> None:
+        """Take items out, int64[k], distinct."""
+        ...
+
+    def remove_lowest(self, num_items: int) -> np.ndarray:
+        """Take out the items of the lowest priority, one after the other, the oldest among equals: what a full buffer
+        gives up. Returns the rows that they had, int64[k], the first to go first."""
         ...
 
     def set_advantages(self, rows: np.ndarray, abs_advantages: np.ndarray) -> None:
@@ -45,10 +50,6 @@ class Order(Protocol):
 
     def set_replayed(self, rows: np.ndarray) -> None:
         """The items, int64[k], have been sampled for the first time. Called where classes are separate."""
-        ...
-
-    def first_to_go(self) -> int:
-        """item_id of the lowest priority, the oldest among equals: what a full buffer gives up."""
         ...
 
     def draw(self, num_items: int, rng: np.random.Generator, replayed: bool = False) -> Draw:
@@ -63,15 +64,9 @@ class Order(Protocol):
         item_ids: np.ndarray,
         versions: np.ndarray,
         slots: np.ndarray,
-        counts: np.ndarray,
         replayed: np.ndarray,
     ) -> None:
-        """Take over a saved state; what was held is forgotten.
-
-        Args:
-            item_ids, versions, slots, replayed: int64[N], int64[N], int64[N], bool[N], by row.
-            counts: int64, items by slot.
-        """
+        """Take over a saved state; what was held is forgotten. All but `state` are by row: int64[N], bool[N]."""
         ...
 
 
@@ -85,28 +80,33 @@ class QueueOrder:
         """By row."""
         self._row_of: dict[int, int] = {}
 
-    def append(self, item_id: int, version: int, slot: int, count: int) -> None:
-        key = (version, item_id)
-        self._row_of[item_id] = len(self._keys)
-        self._keys.append(key)
-        bisect.insort(self._queue, key)
+    def append(self, item_ids: np.ndarray, versions: np.ndarray, slots: np.ndarray) -> None:
+        for key in zip(versions.tolist(), item_ids.tolist(), strict=True):
+            self._row_of[key[1]] = len(self._keys)
+            self._keys.append(key)
+            bisect.insort(self._queue, key)
 
-    def remove(self, row: int, count: int) -> None:
-        key, last = self._keys[row], self._keys.pop()
-        if last is not key:
-            self._keys[row] = last
-            self._row_of[last[1]] = row
-        del self._row_of[key[1]]
-        del self._queue[bisect.bisect_left(self._queue, key)]
+    def remove(self, rows: np.ndarray) -> None:
+        sources, targets = moves(rows, len(self._keys))
+        for row in rows.tolist():
+            key = self._keys[row]
+            del self._row_of[key[1]]
+            del self._queue[bisect.bisect_left(self._queue, key)]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._keys[target] = self._keys[source]
+            self._row_of[self._keys[target][1]] = target
+        del self._keys[len(self._keys) - len(rows) :]
+
+    def remove_lowest(self, num_items: int) -> np.ndarray:
+        rows = np.array([self._row_of[item_id] for _, item_id in self._queue[:num_items]], np.int64)
+        self.remove(rows)
+        return rows
 
     def set_advantages(self, rows: np.ndarray, abs_advantages: np.ndarray) -> None:
         """Does nothing."""
 
     def set_replayed(self, rows: np.ndarray) -> None:
         """Does nothing."""
-
-    def first_to_go(self) -> int:
-        return self._queue[0][1]
 
     def draw(self, num_items: int, rng: np.random.Generator, replayed: bool = False) -> Draw:
         rows = [self._row_of[item_id] for _, item_id in self._queue[:num_items]]
@@ -121,7 +121,6 @@ class QueueOrder:
         item_ids: np.ndarray,
         versions: np.ndarray,
         slots: np.ndarray,
-        counts: np.ndarray,
         replayed: np.ndarray,
     ) -> None:
         self._keys = list(zip(versions.tolist(), item_ids.tolist(), strict=True))

@@ -134,6 +134,48 @@ def test_bytes_are_bounded() -> None:
     assert buffer.stats().num_bytes <= 3 * size
 
 
+def test_items_that_come_together_are_drawn_as_if_they_came_one_by_one() -> None:
+    sampler = PrioritySampler(recency_tau=3.0, advantage_exponent=0.6, rarity_exponent=0.5, uniform_floor=0.1)
+    together, apart = (make_buffer(sampler, capacity=200, max_replays=3) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for version in range(40):
+        items = [[make_trajectory(version=version, ticket_id=i, signature=f"s{i % 7}")] for i in range(11)]
+        if version < 18:  # as long as there is room
+            assert together.insert_all(items, version) == ()
+            assert [apart.insert(item, version) for item in items] == [()] * 11
+        samples = [buffer.sample(8, version) for buffer in (together, apart)]
+        assert samples[0].item_ids.tolist() == samples[1].item_ids.tolist()
+        np.testing.assert_allclose(samples[0].weights, samples[1].weights, rtol=1e-12)
+        values = rng.random(8)
+        for buffer in (together, apart):
+            buffer.update_advantages(samples[0].item_ids, values)
+
+
+def test_items_that_come_together_make_room_among_the_old_ones() -> None:
+    sampler = PrioritySampler(advantage_exponent=1.0, rarity_exponent=1.0)
+    buffer = make_buffer(sampler, capacity=4)
+    for i, signature in enumerate("aabb"):
+        buffer.insert([make_trajectory(ticket_id=i, signature=signature)], version=0)
+    buffer.update_advantages([0, 1, 2, 3], [0.3, 0.9, 0.5, 0.4])
+    # 0 has the lowest p (0.3/2); without it 1 has 0.9, 2 and 3 have 0.25 and 0.2; without 3 then, 2 has 0.5
+    gone = buffer.insert_all([[make_trajectory(ticket_id=i, signature="c")] for i in (4, 5, 6)], version=0)
+    assert tickets(gone) == [0, 3, 2]
+
+
+def test_more_items_than_the_buffer_holds_make_room_for_each_other() -> None:
+    buffer = make_buffer(OldestFirst(), capacity=3)
+    gone = buffer.insert_all([[make_trajectory(ticket_id=i)] for i in range(7)], version=0)
+    assert tickets(gone) == [0, 1, 2, 3]
+    assert len(buffer) == 3
+
+
+def test_nothing_is_inserted_where_one_item_is_refused() -> None:
+    buffer = make_buffer(OldestFirst())
+    with pytest.raises(ValueError, match="sampled by 3"):
+        buffer.insert_all([[make_trajectory()], [make_trajectory(version=3)]], version=2)
+    assert len(buffer) == 0 and buffer.insert_all([], version=0) == ()
+
+
 def test_a_queue_hands_out_the_oldest_version_first() -> None:
     buffer = make_buffer(OldestFirst(), max_replays=1)
     for i, version in enumerate([2, 0, 1, 0]):

@@ -18,12 +18,13 @@ NUM_DRAWS = 20_000
 
 def filled(order: Order, versions: list[int], advantages: list[float], slots: list[int]) -> Order:
     """An order of these items, whose ids are their rows."""
-    counts: Counter[int] = Counter()
-    for item_id, (version, slot) in enumerate(zip(versions, slots, strict=True)):
-        counts[slot] += 1
-        order.append(item_id, version, slot, counts[slot])
+    order.append(np.arange(len(versions)), np.array(versions), np.array(slots))
     order.set_advantages(np.arange(len(versions)), np.array(advantages))
     return order
+
+
+def one(*numbers: int) -> list[np.ndarray]:
+    return [np.array([number]) for number in numbers]
 
 
 def small(sampler: PrioritySampler, versions: list[int] = VERSIONS) -> Order:
@@ -104,7 +105,7 @@ def test_a_large_forest_draws_by_the_definition(floor: float, num_slots: int) ->
     for item_id in range(3000):
         slot = int(rng.integers(num_slots))
         counts[slot] += 1
-        order.append(item_id, item_id // 100, slot, counts[slot])
+        order.append(*one(item_id, item_id // 100, slot))
         items.append((item_id, item_id // 100, 0.0, slot))
         row, value = len(items) - 1, float(rng.exponential())
         order.set_advantages(np.array([row]), np.array([value]))
@@ -115,7 +116,7 @@ def test_a_large_forest_draws_by_the_definition(floor: float, num_slots: int) ->
             if gone != last:
                 items[row] = last
             counts[gone[3]] -= 1
-            order.remove(row, counts[gone[3]])
+            order.remove(*one(row))
     _, versions, advantages, slots = map(list, zip(*items, strict=True))
     p = defined(sampler, versions, advantages, slots, version=30)
     assert len(items) > 600
@@ -144,7 +145,7 @@ def test_a_large_forest_draws_by_the_definition(floor: float, num_slots: int) ->
         v / 6.0 + 0.6 * math.log(a + 0.01) - 0.7 * math.log(counts[s])
         for v, a, s in zip(versions, advantages, slots, strict=True)
     ]
-    assert order.first_to_go() == items[int(np.argmin(priority))][0]
+    assert order.remove_lowest(1).tolist() == [int(np.argmin(priority))]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -194,11 +195,11 @@ def test_versions_go_on_for_ever() -> None:
     for version in range(3000):
         if len(held) == 5:
             row = held.index(version - 5)
-            order.remove(row, 4)
+            order.remove(*one(row))
             held[row] = held[-1]
             held.pop()
         held.append(version)
-        order.append(version, version, 0, len(held))
+        order.append(*one(version, version, 0))
     p = defined(sampler, held, [0.0] * 5, [0] * 5, version=3000)
     draw = order.draw(5, rng)
     np.testing.assert_allclose(np.exp(draw.log_density), 5 * np.array(p)[draw.rows], rtol=1e-9)
@@ -245,7 +246,7 @@ def test_the_queue_takes_the_oldest_version_then_the_first_come() -> None:
     draw = order.draw(5, np.random.default_rng(5))
     assert draw.rows.tolist() == [1, 5, 0, 4, 2]
     assert draw.log_density.tolist() == [0] * 5
-    order.remove(1, 0)  # the last row takes its place
+    order.remove(*one(1))  # the last row takes its place
     assert order.draw(3, np.random.default_rng(5)).rows.tolist() == [1, 0, 4]
 
 
