@@ -1,0 +1,34 @@
+"""What a run may do, but is likely to regret: said once, when the learner has its model."""
+
+import torch
+
+from impala_llm.learning.model import PolicyModel
+from impala_llm.settings import Config
+
+LARGE_MODEL = 50_000_000
+"""Parameters."""
+LARGE_RATE = 5e-5
+"""A learning rate that harms a large model."""
+
+
+def cautions(config: Config, model: PolicyModel) -> list[str]:
+    """A sentence with key, value and fix for each."""
+    found = []
+    size, rate = sum(p.numel() for p in model.lm.parameters()), config.learner.learning_rate
+    if size > LARGE_MODEL and rate > LARGE_RATE:
+        found.append(
+            f"learner.learning_rate={rate:g} is likely to ruin {config.model.path}, which has {size / 1e6:.0f} million "
+            f"parameters: set model=pretrained or learner.learning_rate=1e-6, or at most {LARGE_RATE:g}"
+        )
+    text = model.lm.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if model.lm.device.type == "cuda" and model.lm.dtype == torch.float32 and kv_heads != heads:
+        longest = config.engine.max_length
+        found.append(
+            f"model.device={config.model.device}: float32 with {kv_heads} key-value heads for {heads} heads has no "
+            f"fused attention on a GPU, so that each layer keeps {heads} x L x L scores of a row of L tokens: "
+            f"{4 * heads * longest**2 / 1e9:.2g} GB at engine.max_length={longest}; lower engine.max_length if memory "
+            "runs out"
+        )
+    return found

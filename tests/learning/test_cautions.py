@@ -1,0 +1,48 @@
+"""What is said, once, of settings that are likely to be regretted."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from impala_llm.config import load
+from impala_llm.learning.cautions import cautions
+from impala_llm.learning.model import PolicyModel
+from tests.learning.builders import save_lm
+
+
+class Large(nn.Module):
+    """60 million parameters that take no memory."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(60_000_000, device="meta"))
+        self.config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
+        self.dtype, self.device = torch.float32, torch.device(device)
+
+
+def large(device: str = "cpu") -> PolicyModel:
+    return SimpleNamespace(lm=Large(device))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [("3e-4", True), ("6e-5", True), ("5e-5", False), ("1e-6", False)])
+def test_a_large_rate_for_a_large_model_is_named(rate: str, is_said: bool) -> None:
+    config = load(["model=tiny_shopper", f"learner.learning_rate={rate}"])
+    said = cautions(config, large())
+    assert [("learner.learning_rate" in s, "60 million" in s, "model=pretrained" in s) for s in said] == (
+        [(True, True, True)] if is_said else []
+    )
+
+
+def test_a_small_model_may_have_any_rate(tmp_path: Path) -> None:
+    config = load(["model=tiny_shopper", "learner.learning_rate=1e-2"])
+    assert cautions(config, PolicyModel.from_pretrained(save_lm(tmp_path))) == []
+
+
+def test_float32_with_grouped_heads_on_a_gpu_is_named_with_its_memory() -> None:
+    config = load(["model=tiny_shopper", "learner.learning_rate=1e-6", "engine.max_length=2048"])
+    (said,) = cautions(config, large("cuda"))
+    assert "2 key-value heads for 8 heads" in said and "0.13 GB at engine.max_length=2048" in said
