@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
-from impala_llm.engines.base import Engine, EngineError, EngineStats
+from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
 from impala_llm.engines.sglang_engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
@@ -111,7 +111,7 @@ class Actor:
         )
 
     async def run(self) -> None:
-        """Until the learner says stop, or is silent for too long. A defect of our own code is raised."""
+        """Until the learner says stop, or is silent for too long. Raises ModelRefused, and defects of our own code."""
         self.channel.hello()
         reporter = Reporter(self.engine.stats())
         try:
@@ -166,6 +166,8 @@ class Actor:
             while self.weights.latest() is None:
                 await asyncio.sleep(RELAY_POLL_S)
             await self.engine.start()
+        except ModelRefused as error:
+            self.failure = error
         except EngineError as error:
             self.engine_failed(error)
         except Exception as error:
@@ -411,7 +413,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_cuda(config.model.cuda_products)
     try:
         asyncio.run(Actor(config, index).run())
-    except EnvironmentBroken as error:
+    except (EnvironmentBroken, EngineError) as error:
+        # Or an engine that cannot be made, or must not play: so it is at the next attempt.
         print(f"actor {index}: {error}", file=sys.stderr)
         return 2
     except (LearnerLost, RunDirectoryError) as error:

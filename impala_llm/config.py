@@ -34,6 +34,7 @@ from impala_llm.hosts import (
     check_connect,
     rank_endpoint,
 )
+from impala_llm.known_models import reasons_against
 from impala_llm.settings import (
     AGAINST_GROUP,
     ASSETS,
@@ -262,10 +263,25 @@ def problems(config: Config) -> list[str]:
         path = getattr(shop, name)
         if path is not None and not Path(path).is_file():
             found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
-    if config.model.path != "scratch" and model_directory(config.model.path) is None:
-        found.append(_no_model("model.path", config.model.path))
+    found += _model_problems(config)
     if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
         found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    return found
+
+
+def _model_problems(config: Config) -> list[str]:
+    """Models that are not there, and models of kinds that cannot be trained here."""
+    found = []
+    for key in ("model.path", "algorithm.reference", "algorithm.teacher"):
+        group, _, name = key.partition(".")
+        path = getattr(getattr(config, group), name)
+        if path is None or (key == "model.path" and path == "scratch"):
+            continue
+        directory = model_directory(path)
+        if directory is None:
+            found.append(_no_model(key, path))
+        else:
+            found += reasons_against(key, path, directory, config.engine.max_length)
     return found
 
 
@@ -330,10 +346,6 @@ def _algorithm_problems(config: Config) -> list[str]:
             "algorithm.advantage=distillation has neither algorithm.teacher nor algorithm.teacher_context: the policy "
             "would be its own teacher; set one of them"
         )
-    for key in ("reference", "teacher"):
-        path = getattr(algorithm, key)
-        if path is not None and model_directory(path) is None:
-            found.append(_no_model(f"algorithm.{key}", path))
     return found
 
 

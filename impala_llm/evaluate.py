@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.engines import make_engine
+from impala_llm.engines.base import EngineError
 from impala_llm.envs import make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
@@ -215,7 +217,11 @@ def compare(config: Config) -> list[Result]:
 def main(config: Config, as_json: bool = False) -> int:
     """`impala-llm evaluate`: the policy of `model.path`."""
     policy = resolve_policy(config)
-    results, examples = evaluate_policies(config, {config.model.path: policy})
+    try:
+        results, examples = evaluate_policies(config, {config.model.path: policy})
+    except EngineError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
     show(results, examples, Console(stderr=as_json))
     if as_json:
         print(results_json(results))

@@ -251,7 +251,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
     On another host than the learner's (`pipeline.connect`) it also brings the weights there, once for all actors.
 
-    Returns 0 then, 1 if one was lost for good or found its learner gone, 130 after Ctrl-C, 143 after SIGTERM.
+    Returns 0 then, 1 if one was lost for good or found its learner gone, 2 if what it found will fail again, 130 after
+    Ctrl-C, 143 after SIGTERM.
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
@@ -260,7 +261,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
             for actor in actors:
                 actor.start()
             while not stop_signal():
-                if not any([_keep_alive(actor, final=(STOPPED, LEARNER_GONE)) for actor in actors]):
+                final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
+                if not any([_keep_alive(actor, final) for actor in actors]):
                     break
                 time.sleep(POLL_S)
         finally:
@@ -270,6 +272,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     failed = [actor for actor in actors if actor.poll() != STOPPED]
     for actor in failed:
         _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}); its last words:{actor.last_words()}")
+    if any(actor.poll() == BAD_SETTINGS for actor in failed):
+        return BAD_SETTINGS
     return 1 if failed else 0
 
 

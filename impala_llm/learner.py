@@ -26,8 +26,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, load, threads_per_process
+from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
+from impala_llm.learning.cautions import cautions
 from impala_llm.learning.feed import Feed
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
@@ -69,6 +71,10 @@ def learn(config: Config, ranks: Ranks) -> None:
         model.to(ranks.device)
         ranks.broadcast(model.parameters())
         ranks.barrier()  # all have looked at the board
+        model.check(config.engine.max_length)
+        if ranks.is_main:
+            for caution in cautions(config, model):
+                print(f"learner: {caution}", file=sys.stderr)
         files = policy_files(resolve_policy(config))
         board = sender = None
         if ranks.is_main:
@@ -229,6 +235,10 @@ def main(argv: Sequence[str]) -> int:
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     try:
         learn(config, ranks)
+    except ModelRefused as error:
+        if ranks.is_main:
+            print(f"learner: {error}", file=sys.stderr)
+        return 2
     finally:
         ranks.close()
     return 0

@@ -155,3 +155,31 @@ def test_keys_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--dir" in (printed := capsys.readouterr().out) and "revoke" in printed
     assert cli.main(["keys"]) == 2
     assert "--dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "actors"])
+@pytest.mark.parametrize(
+    ("entries", "setting", "words"),
+    [
+        ({"model_type": "mamba"}, "run.seed=1", ["model.path=", "kind mamba", "docs/engines.md"]),
+        ({"model_type": "new", "layer_types": ["conv"]}, "run.seed=1", ["model.path=", "conv", "docs/engines.md"]),
+        (
+            {"model_type": "llama", "max_position_embeddings": 512},
+            "engine.max_length=1024",
+            ["engine.max_length=1024", "512 positions", "lower it to 512"],
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_before_anything_starts(
+    command: str,
+    entries: dict[str, object],
+    setting: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert cli.main([command, f"model.path={tmp_path}", setting]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+    assert len(said.splitlines()) == 1

@@ -32,6 +32,8 @@ class QueryRows:
     """int64[R * M]: which of the C blocks a row has, M the most blocks of a row; its last one repeated at the end."""
     mask: torch.Tensor
     """float[C, 1, BLOCK]: 0 where the block's row sees the position, -inf elsewhere."""
+    distance: torch.Tensor | None
+    """int64[C, 1, BLOCK]: how many tokens a position lies before the query of the block's row; None: no windows."""
     gathered: torch.Tensor | None
     """int64[C]: the blocks; None where they are blocks 0 .. C - 1 of the pool."""
 
@@ -49,8 +51,14 @@ class Segment:
     """bool[end - start, length], True where visible; None at the start of a session, where it is plainly causal."""
 
 
-def query_rows(cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: torch.device) -> QueryRows:
-    """Rows for sessions in slots int64[R], R >= 1, which are `lengths` (int64[R]) tokens long, the new one included."""
+def query_rows(
+    cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: torch.device, has_windows: bool = False
+) -> QueryRows:
+    """Rows for sessions in slots int64[R], R >= 1, which are `lengths` (int64[R]) tokens long, the new one included.
+
+    Args:
+        has_windows: whether some layer of the model has a sliding window.
+    """
     num_rows = len(slots)
     counts = -(-lengths // BLOCK)
     columns = np.arange(counts.max())
@@ -73,6 +81,11 @@ def query_rows(cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: t
     mask = np.full((size, 1, BLOCK), -np.inf, dtype=np.float32)
     mask[index[present]] = 0.0
     mask[last, 0] = np.where(np.arange(BLOCK) < (lengths - (counts - 1) * BLOCK)[:, None], 0.0, -np.inf)
+    distance = None
+    if has_windows:
+        before = (lengths - 1)[:, None] - columns * BLOCK
+        distance = np.zeros((size, 1, BLOCK), dtype=np.int64)
+        distance[index[present], 0] = before[present][:, None] - np.arange(BLOCK)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -83,6 +96,7 @@ def query_rows(cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: t
         source=tensor(np.minimum(owner, num_rows - 1)),
         places=tensor(np.where(present, index, last[:, None]).reshape(-1)),
         mask=tensor(mask),
+        distance=None if distance is None else tensor(distance),
         gathered=None if in_place else tensor(used),
     )
 
@@ -97,11 +111,14 @@ def segment(cache: KVCache, slot: int, start: int, end: int, length: int, device
     return Segment(blocks=blocks, start=start, end=end, length=length, mask=mask)
 
 
-def attend_rows(queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRows) -> torch.Tensor:
+def attend_rows(
+    queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRows, window: int | None = None
+) -> torch.Tensor:
     """Attention of one query a row.
 
     Args:
         queries: [R, heads, head_dim], scaled by `scaling` * LOG2_E: torch's exp2 is four times as fast as its exp.
+        window: tokens that a query sees, its own included; None: all.
 
     Returns:
         [R, heads * head_dim] in the dtype of the queries.
@@ -113,8 +130,12 @@ def attend_rows(queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRo
     else:
         keys, values = (part.flatten(0, 1) for part in cache.gather_blocks(layer, rows.gathered))
     batch = size * cache.kv_heads
+    mask = rows.mask
+    if window is not None:
+        assert rows.distance is not None
+        mask = mask.masked_fill(rows.distance >= window, -torch.inf)
     by_block = queries.to(cache.dtype).index_select(0, rows.source).view(batch, -1, head_dim)
-    scores = _product(by_block, keys.transpose(1, 2)).view(size, heads, BLOCK).add_(rows.mask)
+    scores = _product(by_block, keys.transpose(1, 2)).view(size, heads, BLOCK).add_(mask)
     highest = scores.amax(-1).index_select(0, rows.places).view(num_rows, -1, heads).amax(1)
     weights = scores.sub_(highest.index_select(0, rows.source).unsqueeze(-1)).exp2_()
     parts = _product(weights.to(cache.dtype).view(batch, -1, BLOCK), values).view(size, heads * head_dim)
@@ -132,22 +153,30 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a.float(), b.float())
 
 
-def attend_segment(queries: torch.Tensor, cache: KVCache, layer: int, part: Segment) -> torch.Tensor:
+def attend_segment(
+    queries: torch.Tensor, cache: KVCache, layer: int, part: Segment, window: int | None = None
+) -> torch.Tensor:
     """Causal attention of one session's new tokens.
 
     Args:
         queries: [n, heads, head_dim], scaled as for `attend_rows`.
+        window: as for `attend_rows`.
 
     Returns:
         [n, heads * head_dim] in the dtype of the queries.
     """
+    mask = part.mask
+    if window is not None and window < part.length:
+        places = torch.arange(part.length, device=queries.device)
+        distance = places[part.length - len(queries) :, None] - places
+        mask = (distance >= 0) & (distance < window)
     own = cache.gather_blocks(layer, part.blocks).transpose(1, 2).flatten(2, 3)[:, None, :, : part.length]
     mixed = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None].to(cache.dtype),
         own[0],
         own[1],
-        attn_mask=part.mask,
-        is_causal=part.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=1.0 / LOG2_E,
         enable_gqa=True,
     )

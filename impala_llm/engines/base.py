@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """A request that the engine refuses, or an engine that cannot go on. The message says which and why."""
 
 
+class ModelRefused(EngineError):
+    """A model that would be computed wrongly; the message has the figure. Another attempt fails the same way."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How an answer is sampled. Top-p and top-k are absent on purpose: with them the engine samples from another

@@ -45,18 +45,22 @@ class PackedBatch:
     """The wanted tokens once more, as queries: the last layer computes nothing but these. None where none is wanted."""
 
 
-def pack(plan: Plan, cache: KVCache, device: torch.device) -> PackedBatch:
-    """A plan with the indices that torch's operators need."""
+def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = False) -> PackedBatch:
+    """A plan with the indices that torch's operators need; `has_windows` as in `query_rows`."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     num_rows, num_tokens = plan.num_rows, len(plan.token_slots)
-    rows = query_rows(cache, plan.slots[:num_rows], plan.lengths[:num_rows], device) if num_rows else None
+    rows = None
+    if num_rows:
+        rows = query_rows(cache, plan.slots[:num_rows], plan.lengths[:num_rows], device, has_windows)
     sample_rows = rows
     if plan.sample_index is not None:
         num_sampled = len(plan.sampled)
-        sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device) if num_sampled else None
+        sample_rows = None
+        if num_sampled:
+            sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device, has_windows)
     places = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
     return PackedBatch(
         tokens=tensor(plan.tokens),
@@ -82,16 +86,21 @@ class Decoder(Protocol):
 
 
 def _attend(
-    queries: torch.Tensor, rows: QueryRows | None, segments: Sequence[Segment], cache: KVCache, layer: int
+    queries: torch.Tensor,
+    rows: QueryRows | None,
+    segments: Sequence[Segment],
+    cache: KVCache,
+    layer: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """queries [N, heads, head_dim], scaled: the rows' first, then the segments' -> [N, heads * head_dim]."""
     if rows is not None and rows.num_rows == queries.shape[0]:
-        return attend_rows(queries, cache, layer, rows)
+        return attend_rows(queries, cache, layer, rows, window)
     mixed = queries.new_zeros(queries.shape[0], queries.shape[1] * queries.shape[2])
     if rows is not None:
-        mixed[: rows.num_rows] = attend_rows(queries[: rows.num_rows], cache, layer, rows)
+        mixed[: rows.num_rows] = attend_rows(queries[: rows.num_rows], cache, layer, rows, window)
     for part in segments:
-        mixed[part.start : part.end] = attend_segment(queries[part.start : part.end], cache, layer, part)
+        mixed[part.start : part.end] = attend_segment(queries[part.start : part.end], cache, layer, part, window)
     return mixed
 
 
@@ -111,16 +120,18 @@ def make_decoder(model: PreTrainedModel, max_length: int) -> Decoder:
 class HuggingFaceDecoder:
     """Any causal LM whose attention goes through transformers' AttentionInterface, run by its own modules.
 
-    Raises EngineError from the first forward on where its attention is not a plain causal one.
+    Raises EngineError from the first forward on where its attention is neither a plain causal one nor one with a
+    sliding window. What else it cannot compute, `TorchEngine.start` finds.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(_ATTENTION_NAME, _cached_attention)
         model.set_attn_implementation(_ATTENTION_NAME)
         self._model = model
+        self._has_windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
 
     def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
-        batch = pack(plan, cache, self._model.device)
+        batch = pack(plan, cache, self._model.device, self._has_windows)
         output = self._model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -150,14 +161,12 @@ def _cached_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     batch, cache = cached_batch
-    if softcap is not None or s_aux is not None or (sliding_window or cache.max_length) < cache.max_length:
-        raise EngineError(
-            "this model's attention has a soft cap, sinks or a sliding window below max_length:"
-            " lower max_length to the window, or use another engine"
-        )
+    if softcap is not None or s_aux is not None:
+        raise EngineError("this model's attention has a soft cap or sinks")
+    window = sliding_window if sliding_window and sliding_window < cache.max_length else None
     cache.write(module.layer_idx, batch.cache_rows, torch.cat([key[0], value[0]]).transpose(0, 1).contiguous())
     queries = query[0].transpose(0, 1) * (LOG2_E * (query.shape[-1] ** -0.5 if scaling is None else scaling))
-    mixed = _attend(queries, batch.rows, batch.segments, cache, module.layer_idx)
+    mixed = _attend(queries, batch.rows, batch.segments, cache, module.layer_idx, window)
     return mixed.view(1, *queries.shape), None
 
 

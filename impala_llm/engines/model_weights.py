@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from impala_llm.engines.base import EngineError, WeightSource
 
@@ -17,11 +18,30 @@ WEIGHTS_FILE = "model.safetensors"
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class ModelWeights:
-    """The tensors of a model under their names in its state dict. Tied tensors have several names; one suffices."""
+def checkpoint_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model's state dict under the names, and in the pieces, that a Hugging Face directory has them.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors = dict(model.state_dict())
+    A model may hold as one tensor what its files hold as many: the experts of a layer. The pieces are views of it.
+    """
+    return revert_weight_conversion(model, dict(state))
+
+
+class ModelWeights:
+    """The tensors of a model under their names in a Hugging Face directory. Tied tensors have several; one suffices.
+
+    Raises EngineError for a model whose files hold something else than pieces of its tensors.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        state = model.state_dict()
+        self._tensors = checkpoint_tensors(model, state)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        copies = [n for n, t in self._tensors.items() if t.untyped_storage().data_ptr() not in storages]
+        if copies:
+            raise EngineError(
+                f"the model's files hold {copies[0]} in another form than the model: its weights cannot be replaced in "
+                "place; use engine=sglang or another model"
+            )
         self._aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             self._aliases.setdefault(tensor.data_ptr(), []).append(name)

@@ -24,9 +24,14 @@ from impala_llm.engines import sampling
 from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams, WeightSource
 from impala_llm.engines.decoder import make_decoder
 from impala_llm.engines.kv_cache import KVCache
+from impala_llm.engines.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
 from impala_llm.engines.model_weights import ModelWeights
 from impala_llm.engines.scheduling import Plan, plan_step
 from impala_llm.engines.sessions import SessionTable, check_request
+
+_PATH = "the embedded engine"
+_CHECKED_ANSWER = 8
+"""Tokens of an answer in the comparison at the start."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +79,10 @@ class TorchEngine:
             if value < 1:
                 raise EngineError(f"{name} is {value}: it must be >= 1")
         config = model.config.get_text_config()
-        if max_length > config.max_position_embeddings:
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and max_length > positions:
             raise EngineError(
-                f"max_length is {max_length}, but the model has {config.max_position_embeddings} positions:"
+                f"max_length is {max_length}, but the model has {positions} positions:"
                 " lower max_length or take another model"
             )
         self.version = version
@@ -85,17 +91,21 @@ class TorchEngine:
         self._seed = seed
         self._prefill_budget = prefill_budget
         self._device = torch.device(device)
+        self._model = model
         model = model.to(self._device).eval()
-        self._decoder = make_decoder(model, max_length)
+        with refusing(f"{describe(model)} cannot be computed by {_PATH}"):
+            self._decoder = make_decoder(model, max_length)
+            heads = config.num_attention_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         # After the decoder, which may move the parameters.
         self._weights = ModelWeights(model)
         # On a CPU, half-precision products are slow for the uneven widths of attention, so the cache is float32 there.
         self._cache = KVCache(
             layers=config.num_hidden_layers,
             slots=max_sessions,
-            kv_heads=config.num_key_value_heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             max_length=max_length,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim,
             dtype=torch.float32 if self._device.type == "cpu" else model.dtype,
             device=self._device,
         )
@@ -122,7 +132,8 @@ class TorchEngine:
         """An engine on a local Hugging Face directory; nothing is downloaded. Arguments and errors as above."""
         if not (Path(path) / "config.json").is_file():
             raise EngineError(f"model path {path}: no config.json there; give a local Hugging Face model directory")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        with refusing(f"the model {path} cannot be loaded"):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         return cls(
             model,
             max_sessions=max_sessions,
@@ -188,7 +199,34 @@ class TorchEngine:
             self._resolve(name, answer)
 
     async def start(self) -> None:
-        """Nothing: the model is in this process."""
+        """Compare sessions of two turns with a plain forward of the model, see `model_check`; before any request.
+
+        Raises:
+            ModelRefused: they differ, or the model's own code cannot run on the engine's path.
+        """
+        for long, short, point in row_pairs(self._model.config.get_text_config(), self.max_length):
+            with refusing(f"{describe(self._model)} cannot be computed by {_PATH}"):
+                answers = await asyncio.gather(self._play("long", long), self._play("short", short))
+                plain = plain_log_probs(self._model, [row for row, _ in answers])
+            judge(self._model, _PATH, [log_probs for _, log_probs in answers], plain, point)
+        self._stats = EngineStats()
+
+    async def _play(self, name: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A session of two turns with `length` tokens: its history, and the log-probabilities of the last answer."""
+        answer = max(1, min(_CHECKED_ANSWER, length // 4))
+        observation = min(answer, length - 2 * answer - 1)
+        tokens = random_rows(self.vocab_size, [length], torch.device("cpu"))[0].tolist()
+        params = SamplingParams(max_new_tokens=answer)
+        if observation > 0:
+            prompt = tokens[: length - 2 * answer - observation]
+            first = await self.generate(name, prompt, params)
+            history = [*prompt, *first.tokens.tolist(), *tokens[len(prompt) : len(prompt) + observation]]
+        else:
+            history = tokens[: length - answer]
+        last = await self.generate(name, history, params)
+        self.release(name)
+        row = torch.tensor([*history, *last.tokens.tolist()], device=self._device)
+        return row, torch.from_numpy(last.logprobs)
 
     @property
     def failure(self) -> EngineError | None:

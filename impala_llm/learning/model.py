@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from impala_llm.engines.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
+from impala_llm.engines.model_weights import checkpoint_tensors
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.pipeline.weight_slots import TensorSource
 
@@ -69,12 +71,15 @@ def _segment_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
     dropout: float = 0.0,
     segments: SegmentPlan | None = None,
+    sliding_window: int | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each row. query [1, heads, M, d]; key, value [1, kv_heads, M, d] → [1, M, heads, d].
+
+    Of `sliding_window` tokens, the query's own included, where the layer has a window.
 
     The padding of a shared call follows its row, so a causal mask hides it, and its outputs are dropped.
     """
@@ -87,10 +92,21 @@ def _segment_attention(
         q, k, v = (
             x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2) for x in padded
         )
+        mask = None
+        if sliding_window and sliding_window < q.shape[2]:
+            places = torch.arange(q.shape[2], device=q.device)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < sliding_window)
         is_short = q.device.type == "cpu" and q.shape[2] <= _SHORT
         with sdpa_kernel(SDPBackend.MATH) if is_short else nullcontext():
             out = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3]))
     return torch.cat(outputs).index_select(0, segments.restore)[None], None
@@ -111,8 +127,11 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: nn.Module, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False) -> None:
         super().__init__()
         self.lm = lm
+        self._config = config = lm.config.get_text_config()
+        # Granite divides its logits, Cohere multiplies them.
+        self._logit_scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1)
         self.value_trunk_gradient = value_trunk_gradient
-        width = lm.config.hidden_size
+        width = config.hidden_size
         value_hidden_size = width if value_hidden_size is None else value_hidden_size
         last = nn.Linear(value_hidden_size or width, 1)
         nn.init.zeros_(last.weight)
@@ -127,12 +146,14 @@ class PolicyModel(nn.Module):
     def from_pretrained(
         cls, directory: Path, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
     ) -> "PolicyModel":
-        """From a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape."""
-        lm = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
-        )
-        if "sliding_attention" in (getattr(lm.config, "layer_types", None) or ()):
-            raise ValueError(f"the policy in {directory} has sliding-window layers, which packed rows do not support")
+        """From a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape.
+
+        Raises ModelRefused for files that are damaged, and for models that are not written for packed rows.
+        """
+        with refusing(f"the model {directory} cannot be loaded"):
+            lm = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
+            )
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
         if saved.is_file():
@@ -143,8 +164,13 @@ class PolicyModel(nn.Module):
         return model
 
     @property
+    def _trunk(self) -> nn.Module:
+        """The LM without its head, by the name that its kind has for it."""
+        return self.lm.model if self.lm.base_model is self.lm else self.lm.base_model
+
+    @property
     def vocab_size(self) -> int:
-        return int(self.lm.config.vocab_size)
+        return int(self._config.vocab_size)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
         """Last hidden states [M, H] of packed rows.
@@ -153,24 +179,53 @@ class PolicyModel(nn.Module):
             tokens: int64[M]. position_ids: int64[M], from 0 in each row. lengths: int64[num_segments], sum M.
         """
         plan = SegmentPlan(lengths.cpu()).to(tokens.device)
-        return self.lm.model(
+        return self._trunk(
             input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
         ).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, vocabulary]."""
-        return self.lm.get_output_embeddings()(hidden)
+        return self.lm.get_output_embeddings()(hidden) * self._logit_scale
 
     def action_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """See `logprobs.token_log_probs`."""
         head = self.lm.get_output_embeddings()
-        return token_log_probs(hidden, head.weight, getattr(head, "bias", None), targets, temperature)
+        bias = getattr(head, "bias", None)
+        return token_log_probs(hidden, head.weight, bias, targets, temperature / self._logit_scale)
 
     def values(self, hidden: Tensor) -> Tensor:
         """[N, H] → float32[N]. The LM gets a gradient through it only with `value_trunk_gradient`."""
         if not self.value_trunk_gradient:
             hidden = hidden.detach()
         return self.value_head(hidden.float()).squeeze(-1)
+
+    @torch.no_grad()
+    def check(self, max_length: int) -> float:
+        """Compare two packed rows of uneven length with a plain forward of each: see `engines.model_check`.
+
+        Args:
+            max_length: tokens of a row at most.
+
+        Returns:
+            The largest mean difference of a row's log-probabilities, in nats.
+
+        Raises:
+            ModelRefused: packed rows of this model would be computed wrongly.
+        """
+        path, worst = "packed rows", 0.0
+        device = self.lm.device
+        for long, short, point in row_pairs(self._config, max_length):
+            lengths = [long, short]
+            rows = random_rows(self.vocab_size, lengths, device)
+            with refusing(f"{describe(self.lm)} cannot be computed by {path}"):
+                # First of all, and the short row first: dynamic frequencies keep what a longer row made of them.
+                plain = plain_log_probs(self.lm, rows[::-1])[::-1]
+                tokens = torch.cat(rows)
+                positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+                hidden = self.hidden(tokens, positions, torch.tensor(lengths)).split(lengths)
+                mine = [self.action_log_probs(h[:-1], r[1:], 1.0)[0] for h, r in zip(hidden, rows, strict=True)]
+            worst = max(worst, judge(self.lm, path, mine, plain, point))
+        return worst
 
     def policy_tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """The policy as (name, (safetensors dtype, shape, source)); see `policy_weights`. Nothing is copied.
@@ -185,13 +240,15 @@ class PolicyModel(nn.Module):
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy as (name, tensor), not copied, without the value head.
 
-        Tied weights come once, under the name that save_pretrained keeps.
+        Names and pieces are those that save_pretrained writes; tied weights come once.
         """
+        state: dict[str, Tensor] = {}
         seen = set()
         for name, tensor in self.lm.state_dict().items():
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                yield name, tensor.detach()
+                state[name] = tensor.detach()
+        yield from checkpoint_tensors(self.lm, state).items()
 
     def save(self, directory: Path, files: dict[str, bytes] | None = None) -> None:
         """Write a Hugging Face directory with the value head beside it.

@@ -40,6 +40,7 @@ class Scorers:
 
     Raises:
         ValueError: another model has another vocabulary than the policy.
+        ModelRefused: packed rows of another model would be computed wrongly.
     """
 
     def __init__(self, config: Config, policy: PolicyModel, device: torch.device) -> None:
@@ -92,6 +93,7 @@ def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch
     directory = resolve_policy(config) if path is None else model_directory(path)
     assert directory is not None  # config.problems has looked
     model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
+    model.check(config.engine.max_length)
     if model.vocab_size != policy.vocab_size:
         raise ValueError(
             f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "

@@ -8,11 +8,15 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from impala_llm.trajectory import Trajectory
@@ -30,6 +34,7 @@ SHAPE = {
     "initializer_range": 0.2,
 }
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def save_lm(directory: Path, architecture: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
@@ -40,6 +45,11 @@ def save_lm(directory: Path, architecture: str = "qwen3", tied: bool = True, see
         lm = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     elif architecture == "llama":
         lm = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    elif architecture == "mixtral":
+        lm = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, tie_word_embeddings=tied))
+    elif architecture == "qwen3_moe":
+        shape = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **shape, tie_word_embeddings=tied))
     else:
         lm = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=tied))
     lm.save_pretrained(directory)

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from impala_llm.engines.base import ModelRefused
 from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
-from tests.learning.builders import ARCHITECTURES, VOCABULARY, save_lm
+from tests.learning.builders import ARCHITECTURES, VOCABULARY, WITH_EXPERTS, save_lm
 
 LENGTHS = [5, 33, 1, 64, 17, 32]
 
@@ -76,7 +77,7 @@ def test_the_value_head_starts_at_zero_and_shapes_the_trunk_only_on_request(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *WITH_EXPERTS])
 def test_policy_tensors_are_what_save_pretrained_writes(tmp_path: Path, architecture: str, tied: bool) -> None:
     model = PolicyModel.from_pretrained(save_lm(tmp_path / "start", architecture, tied))
     model.lm.save_pretrained(tmp_path / "saved")
@@ -124,3 +125,10 @@ def test_saved_and_loaded_policies_agree(tmp_path: Path) -> None:
     assert not any("value" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
     assert "impala" not in (tmp_path / "saved" / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(rows[0][None])
+
+
+def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    weights = save_lm(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelRefused, match=f"the model {tmp_path} cannot be loaded .*Safetensor"):
+        PolicyModel.from_pretrained(tmp_path)

@@ -68,7 +68,7 @@ def test_a_grandchild_that_ignores_signals_is_ended_too(
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("codes", "expected", "said"),
-    [((0, 0), 0, ""), ((0, 3), 1, "actor 1 failed (exit code 3)")],
+    [((0, 0), 0, ""), ((0, 3), 1, "actor 1 failed (exit code 3)"), ((0, 2), 2, "actor 1 failed (exit code 2)")],
 )
 def test_actors_alone_tell_whether_one_failed(
     codes: tuple[int, ...],

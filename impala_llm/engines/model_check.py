@@ -1,0 +1,136 @@
+"""Whether a model is computed right: rows of uneven length on the real path against a plain forward of each row alone.
+
+Not every causal LM can be packed by the learner and cached by the engine: a recurrent layer passes its state on to the
+next row, some frequencies depend on the longest row of a batch, some attention has terms that ours lacks. Such a model
+would run and be wrong. So learner and engine compare themselves with transformers before they begin.
+
+Invariant: a model that is not refused was compared on this machine, with these weights, beyond every length up to
+`engine.max_length` at which its layers change what they compute.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from impala_llm.engines.base import ModelRefused
+
+TOLERANCE = 1e-3
+"""Nats, mean over a row's tokens, in float32. Models that are computed right stay below 1e-5; the smallest error that a
+wrong one has shown was 0.02."""
+COARSE_TOLERANCE = 0.3
+"""The same in bfloat16 or TF32, where two right ways to compute differ by up to 0.06."""
+USUAL_LENGTH = 96
+"""Tokens of the longer row: more than a block of the engine's cache."""
+_BEYOND = 12
+"""Tokens by which a row goes past a length at which something changes."""
+_KEPT = 128
+"""Tokens at a row's end whose logits are compared: all logits of long rows would be gigabytes."""
+
+
+def turning_points(config: Any, max_length: int) -> list[int]:
+    """Lengths below `max_length` beyond which a model's layers compute something else, from its configuration."""
+    points = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:
+        if isinstance(rope, Mapping) and rope.get("rope_type") in ("longrope", "dynamic"):
+            original = getattr(config, "original_max_position_embeddings", None)
+            points.append(rope.get("original_max_position_embeddings") or original or config.max_position_embeddings)
+    return sorted({int(point) for point in points if point and point < max_length})
+
+
+def row_pairs(config: Any, max_length: int) -> list[tuple[int, int, int | None]]:
+    """Pairs of rows to compare: length of the long one, of the short one, and the turning point that is crossed."""
+    points = turning_points(config, max_length)
+    usual = min(max_length, USUAL_LENGTH, *points)
+    pairs: list[tuple[int, int, int | None]] = [(usual, max(2, usual * 2 // 5), None)]
+    return pairs + [(min(max_length, point + _BEYOND), max(2, usual * 2 // 5), point) for point in points]
+
+
+def random_rows(vocab_size: int, lengths: Sequence[int], device: torch.device) -> list[Tensor]:
+    """int64[length] each, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
+
+
+@torch.no_grad()
+def plain_log_probs(lm: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probabilities of each row's tokens after the first, or of the last of them, by transformers alone.
+
+    Args:
+        rows: int64[length] each.
+
+    Returns:
+        float64[at most length - 1] each.
+    """
+    ours = lm.config._attn_implementation
+    lm.set_attn_implementation("eager")
+    try:
+        found = []
+        for row in rows:
+            options = {"logits_to_keep": _KEPT} if len(row) > _KEPT else {}
+            logits = lm(input_ids=row[None], use_cache=False, **options).logits[0].double()
+            targets = row[-len(logits) :][1:, None]
+            found.append(logits[:-1].log_softmax(-1).gather(-1, targets).squeeze(-1))
+        return found
+    finally:
+        lm.set_attn_implementation(ours)
+
+
+def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequence[Tensor], point: int | None) -> float:
+    """The largest of the rows' mean differences in nats.
+
+    Args:
+        path: what gave `mine`, for the message.
+        mine, plain: log-probabilities of each row's last tokens; where they differ in number, the last ones count.
+        point: the turning point that the rows crossed.
+
+    Raises:
+        ModelRefused: it is above the tolerance, or not a number.
+    """
+    worst = 0.0
+    for one, other in zip(mine, plain, strict=True):
+        count = min(len(one), len(other))
+        mean = (one[-count:].double().to(other.device) - other[-count:]).abs().mean().item()
+        worst = mean if not mean <= worst else worst
+    exact = lm.dtype == torch.float32 and not (lm.device.type == "cuda" and _is_tf32())
+    limit = TOLERANCE if exact else COARSE_TOLERANCE
+    if not worst <= limit:
+        fix = "take a model of the table in docs/engines.md"
+        if point is not None:
+            fix = f"set engine.max_length={point}, beyond which this model computes otherwise, or {fix}"
+        raise ModelRefused(
+            f"{describe(lm)}: log-probabilities of {path} differ by {worst:.2g} nats on average from a plain forward "
+            f"of the model, above {limit:g}, and training would be wrong: {fix}"
+        )
+    return worst
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns whatever a model's own code raises on a path that it was not written for into ModelRefused.
+
+    Args:
+        what: "the model ... cannot be ...", for the message.
+    """
+    try:
+        yield
+    except (ModelRefused, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ModelRefused(
+            f"{what} ({type(cause).__name__}: {cause}): take a model of the table in docs/engines.md"
+        ) from error
+
+
+def describe(lm: PreTrainedModel) -> str:
+    """Directory and kind of a model."""
+    return f"the model {lm.config.name_or_path or type(lm).__name__} ({lm.config.model_type})"
+
+
+def _is_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,0 +1,77 @@
+"""What config.json alone says against a model: a look without torch, before any process starts.
+
+It knows what was tried. All other models are compared with transformers when learner and actors start, which is what
+decides (engines/model_check.py); docs/engines.md lists what was run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_STATE = "passes a state on from token to token, and so from one packed row to the next"
+_OWN_ATTENTION = "does not compute its attention through transformers' attention interface"
+REFUSED_KINDS = {
+    "bloom": _OWN_ATTENTION,
+    "deepseek_v3": "has keys and values of different widths, which neither packed rows nor the engine's cache hold",
+    "falcon": _OWN_ATTENTION,
+    "falcon_h1": _STATE,
+    "gpt_oss": "has sinks in its attention, which ours lacks",
+    "lfm2": _STATE,
+    "mamba": _STATE,
+    "minimax": _STATE,
+    "mpt": _OWN_ATTENTION,
+    "nemotron": _OWN_ATTENTION,
+    "qwen3_next": _STATE,
+    "stablelm": "does not tell its attention which rows are packed",
+}
+"""By `model_type`: a random model of the kind was computed wrongly, or not at all."""
+_PLAIN_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_TABLE = "take a model of the table in docs/engines.md"
+
+
+def reasons_against(key: str, path: str, directory: Path, max_length: int) -> list[str]:
+    """Sentences with key, value and fix; empty where nothing speaks against the model, or its config is unreadable.
+
+    Args:
+        key, path: the setting and its value, for the sentences.
+        directory: that of the model.
+        max_length: `engine.max_length`.
+    """
+    try:
+        whole = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return []  # transformers says why when it loads the model
+    text = whole.get("text_config") or whole
+    kind = whole.get("model_type")
+    if (reason := REFUSED_KINDS.get(kind)) is not None:
+        return [f"{key}={path} is a model of kind {kind}, which {reason}: {_TABLE}"]
+    found = []
+    if others := sorted(set(text.get("layer_types") or ()) - _PLAIN_LAYERS):
+        found.append(
+            f"{key}={path} has layers of type {', '.join(others)}, whose state packed rows would share: {_TABLE}"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if text.get(name) is not None:
+            found.append(f"{key}={path} has {name}={text[name]:g}, a cap that is not computed here: {_TABLE}")
+    positions = text.get("max_position_embeddings")
+    original = _original_positions(text)
+    if isinstance(positions, int) and max_length > positions:
+        found.append(
+            f"engine.max_length={max_length} is more than the {positions} positions of {key}={path}: lower it to "
+            f"{min(positions, original or positions)}"
+        )
+    elif original is not None and max_length > original:
+        found.append(
+            f"engine.max_length={max_length} is beyond the {original} tokens from where on the frequencies of {key}="
+            f"{path} depend on the longest row of a batch: lower it to {original}"
+        )
+    return found
+
+
+def _original_positions(text: dict[str, Any]) -> int | None:
+    """Length beyond which LongRoPE changes all frequencies; None without LongRoPE."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    return original if isinstance(original, int) else None
