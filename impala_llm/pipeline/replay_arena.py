@@ -19,6 +19,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -300,17 +301,17 @@ class _FreeSpace:
         self._front = self._back = 0
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        """A heap of (-size, start): of all extents but the one in use, and of some that are no more."""
 
     def take(self, size: int) -> int | None:
         """Start of a piece of this size; None where no extent is large enough."""
         if self._back - self._front < size:
-            if not self._by_start:
+            start = self._largest()
+            if start is None or self._by_start[start] - start < size:
                 return None
-            start = max(self._by_start, key=lambda begin: self._by_start[begin] - begin)
-            end = self._by_start[start]
-            if end - start < size:
-                return None
-            del self._by_start[start], self._by_end[end]
+            end = self._by_start.pop(start)
+            del self._by_end[end]
             front, back = self._front, self._back
             self._front, self._back = start, end
             self.give(front, back)
@@ -337,6 +338,18 @@ class _FreeSpace:
         else:
             self._by_start[start] = end
             self._by_end[end] = start
+            heappush(self._by_size, (start - end, start))
+            if len(self._by_size) > 2 * len(self._by_start) + 64:
+                self._by_size = sorted((start - end, start) for start, end in self._by_start.items())
+
+    def _largest(self) -> int | None:
+        """Start of the largest extent but the one in use."""
+        while self._by_size:
+            negative, start = self._by_size[0]
+            if self._by_start.get(start) == start - negative:
+                return start
+            heappop(self._by_size)
+        return None
 
 
 def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | None:

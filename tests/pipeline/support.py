@@ -1,8 +1,10 @@
 """What the tests of the pipeline build."""
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import numpy as np
 
@@ -80,3 +82,21 @@ def _until(timeout_s: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         yield
+
+
+def steps_of(work: Callable[[], object]) -> int:
+    """Bytecodes that our own code takes for it."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count

@@ -20,7 +20,7 @@ from impala_llm.pipeline.record import FACTS
 from impala_llm.pipeline.replay_arena import ReplayArena
 from impala_llm.trajectory import Trajectory, unroll_id
 from tests.pipeline.keeping import commit, commit_laid, lay_down, make, words_of
-from tests.pipeline.support import contents
+from tests.pipeline.support import contents, steps_of
 
 CAPACITY = 1 << 14
 ROWS = 64
@@ -205,6 +205,19 @@ def test_a_full_arena_has_room_for_fewer_and_what_is_cancelled_comes_back(path: 
     assert arena.reserve(sizes(40)).tolist() in ([40], [88])
     arena.cancel(0, 40)
     arena.cancel(80, 8)
+
+
+def test_a_full_and_fragmented_arena_is_found_full_at_once(path: Path) -> None:
+    def steps(num_records: int) -> int:
+        arena = ReplayArena(path, 2 * 64 * num_records, max_records=2 * num_records)
+        starts = arena.reserve(np.full(2 * num_records, 8))
+        for start in starts[::2].tolist():
+            arena.cancel(start, 8)
+        path.unlink()
+        arena.reserve(np.array([16]))  # what has changed is sorted in
+        return steps_of(lambda: arena.reserve(np.array([16, 16, 16])))
+
+    assert steps(2000) <= 1.5 * steps(20)
 
 
 def test_no_more_records_are_kept_than_there_are_rows(path: Path) -> None:

@@ -1,9 +1,6 @@
 import json
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
 from impala_llm.trajectory import unroll_id
+from tests.pipeline.support import steps_of
 
 
 def make_ledger(
@@ -572,24 +570,6 @@ def test_a_saved_ledger_knows_the_unrolls() -> None:
 
 
 # --- many actors
-
-
-def steps_of(work: Callable[[], object]) -> int:
-    """Bytecodes that our own code takes for it."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> object:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 @pytest.mark.parametrize("max_open", [64, 100_000])
