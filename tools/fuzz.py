@@ -2,6 +2,7 @@
 """Feeds every decoder of the pipeline that reads from a socket or from shared memory with bytes that are wrong.
 
     python tools/fuzz.py --inputs 1000000 --seed 1 [--decoder NAME] [--json]
+    python tools/fuzz.py --decoder receiver --inputs 100000     # sequences of valid messages against a live receiver
 
 A decoder must accept an input or refuse it with its own error; anything else is a violation, and so are a crash of the
 process, a hang and memory that grows. Each decoder runs in a process of its own. Inputs are random bytes, valid inputs

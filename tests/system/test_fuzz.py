@@ -1,10 +1,12 @@
 """The fuzzer finds nothing in the decoders, and does find what is put there for it."""
 
+import contextlib
 import importlib.util
 import json
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,7 @@ import pytest
 
 from tests.system.fuzz.decoders import DECODERS
 from tests.system.fuzz.inputs import Decoder
+from tests.system.fuzz.sequences import Refusal, World
 
 ROOT = Path(__file__).parents[2]
 NUM_INPUTS = 20_000
@@ -96,3 +99,17 @@ def test_a_process_that_is_silent_over_one_input_is_ended(
     notes.write_bytes(struct.pack("<Q", 4) + b"slow" + bytes(100))
     report = fuzzer.supervise("some", [sys.executable, "-c", "import time; time.sleep(600)"], notes)
     assert report.violations == 1 and "hung" in report.examples[0]
+
+
+def test_an_error_that_only_ends_a_session_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(ticket_id: int, actor_id: str) -> None:
+        raise ZeroDivisionError("a defect")
+
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: socket paths must be short
+        world = World(Path(folder))
+        monkeypatch.setattr(world.ledger, "failed", broken)
+        with pytest.raises(AssertionError, match="a defect"):
+            for seed in range(100):
+                with contextlib.suppress(Refusal):
+                    world.play(seed.to_bytes(8, "little"))
+        world.close()

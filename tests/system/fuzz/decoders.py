@@ -22,6 +22,7 @@ from tests.system.fuzz.memory import (
     record_decoder,
     replay_decoder,
 )
+from tests.system.fuzz.sequences import sequence_decoder
 
 
 def wire_decoder(source: Source, folder: Path) -> Decoder:
@@ -183,5 +184,6 @@ DECODERS: dict[str, tuple[Callable[[Source, Path], Decoder], int]] = {
     "weight_board": (board_decoder, 5),
     "relay_request": (relay_request_decoder, 5),
     "relay_reply": (relay_reply_decoder, 5),
+    "receiver": (sequence_decoder, 10),
 }
-"""By name, with its share of the inputs, in percent."""
+"""By name, with its share of the inputs."""
