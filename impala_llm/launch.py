@@ -29,7 +29,7 @@ from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.remote import relay_weights
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR
+from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR, signal_name
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
@@ -138,10 +138,7 @@ class Child:
 def exit_reason(code: int) -> str:
     """What a return code of subprocess means, for people."""
     if code < 0:
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:  # a real-time signal: only the first and the last have names
-            return f"killed by signal {-code}"
+        return f"killed by {signal_name(-code)}"
     return f"exit code {code}"
 
 

@@ -37,3 +37,11 @@ def report_progress() -> None:
     if descriptor is not None:
         with suppress(OSError):  # the supervisor is gone, or has been told often enough
             os.write(int(descriptor), b".")
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM of 15; of real-time signals only the first and the last have names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

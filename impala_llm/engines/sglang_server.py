@@ -27,6 +27,7 @@ from impala_llm.engines.sglang_settings import (
     command,
     environment,
 )
+from impala_llm.supervised import signal_name
 
 GUARD = Path(__file__).with_name("sglang_guard.py")
 POLL_S = 0.1
@@ -279,7 +280,7 @@ def _runs(process: psutil.Process) -> bool:
 def _reason(code: int | None) -> str:
     """Of an exit code of the guard, which is the server's own or, after a signal, 128 plus its number."""
     if code is not None and code < 0:
-        return f"its guard was killed by {signal.Signals(-code).name}"
-    if code is not None and code - 128 in set(signal.Signals):
-        return f"killed by {signal.Signals(code - 128).name}"
+        return f"its guard was killed by {signal_name(-code)}"
+    if code is not None and 0 < code - 128 < signal.NSIG:
+        return f"killed by {signal_name(code - 128)}"
     return f"exit code {code}"

@@ -106,6 +106,7 @@ class RunDirectory:
             run_id = _read_run_id(root) if take_over else None
             if run_id is None:
                 _empty(root)
+                os.fchmod(lock, 0o700)  # of whatever made it
                 run_id = 1 + secrets.randbelow(2**63 - 1)
             run = cls(root, run_id, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)

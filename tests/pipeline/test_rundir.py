@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError, remove_run_dir
+from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 
 OWNER = """
 import sys
@@ -109,6 +111,20 @@ def test_a_run_keeps_its_number_when_it_is_gone_on_with(tmp_path: Path) -> None:
         assert third.run_id != first.run_id
         assert first.has_ended() and not third.has_ended()
         assert not first.path.exists()  # what an earlier run's process writes by path goes nowhere
+
+
+def test_a_publisher_of_an_earlier_run_reaches_no_board_of_a_later_one(tmp_path: Path) -> None:
+    owner = start_owner(tmp_path)
+    old = WeightPublisher(RunDirectory.attach("run", tmp_path).weights_path)
+    owner.kill()
+    owner.wait()
+    tensors = {"w": ("F32", (1,), np.zeros(4, np.uint8))}
+    with RunDirectory.create("run", tmp_path) as run:
+        new = WeightPublisher(run.weights_path)
+        with pytest.raises(FileNotFoundError):
+            old.publish(tensors, version=57)
+        new.publish(tensors, version=0)
+        assert WeightReader(run.weights_path).latest() == 0
 
 
 def test_a_directory_that_is_being_made_or_removed_is_not_attached_to(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def test_a_server_that_ends_while_starting_is_told_with_its_last_words(
             await SGLangServer(settings).start()
 
     asyncio.run(scenario(stand_in('sys.exit("the model is too large")'), "exit code 1.*\n.*the model is too large"))
-    asyncio.run(
-        scenario(stand_in("print('almost', flush=True); os.kill(os.getpid(), 9)"), "killed by SIGKILL.*\n.*almost")
-    )
+    for number, reason in ((9, "SIGKILL"), (35, "signal 35")):
+        code = f"print('almost', flush=True); os.kill(os.getpid(), {number})"
+        asyncio.run(scenario(stand_in(code), f"killed by {reason}.*\n.*almost"))
     assert descendants() == []
 
 
