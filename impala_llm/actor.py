@@ -72,6 +72,7 @@ class Actor:
         )
         run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
         self.weights = WeightReader(run_dir.weights_path)
+        self.server_key = run_dir.server_key
         self.engine = self.make_engine()
         self.is_up = False
         """Whether the engine has been started."""
@@ -136,7 +137,7 @@ class Actor:
             self.channel.close()
 
     def make_engine(self) -> Engine:
-        return make_engine(self.config, self.policy, version=-1, index=self.index, weights=self.newest_weights)
+        return make_engine(self.config, self.policy, -1, self.index, self.newest_weights, self.server_key)
 
     @property
     def fed_engine(self) -> SGLangEngine | None:

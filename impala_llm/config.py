@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -28,10 +27,10 @@ from impala_llm.hosts import (
     LEARNER_PUBLIC,
     LEARNER_SECRET,
     SECRET_SUFFIX,
-    TcpEndpoint,
     actor_secrets,
     check_bind,
     check_connect,
+    is_loopback_url,
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
@@ -349,6 +348,10 @@ def _algorithm_problems(config: Config) -> list[str]:
     return found
 
 
+_OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--config")
+"""Arguments of SGLang's servers that would keep the run from its own, and secrets from being such."""
+
+
 def _engine_problems(config: Config) -> list[str]:
     """What SGLang servers cannot do, or what only they can."""
     engine, found = config.engine, []
@@ -372,13 +375,21 @@ def _engine_problems(config: Config) -> list[str]:
             "every answer has ended; set engine.in_flight=recompute_kv or keep_kv, or engine.transfer=disk"
         )
     is_apart = engine.transfer == "distributed" and config.pipeline.connect is not None
-    if is_apart and (engine.urls is None or any(_is_loopback(url) for url in engine.urls)):
+    if is_apart and (engine.urls is None or any(is_loopback_url(url) for url in engine.urls)):
         found.append(
             "engine.transfer=distributed needs servers that the learner can reach, and with pipeline.connect="
             f"{config.pipeline.connect} it is on another host: an actor's own server listens on this one alone; "
             "start servers at an address of this host and set engine.urls=[http://ADDRESS:PORT], or "
             "engine.transfer=disk"
         )
+    for word in engine.server_args:
+        flag = word.partition("=")[0]
+        # SGLang takes abbreviations too.
+        if len(flag) > len("--a") and flag != "--ssl-keyfile" and any(each.startswith(flag) for each in _OF_THE_RUN):
+            found.append(
+                f"engine.server_args has {flag}: each run makes a key for the servers that it starts, and hands it on "
+                "in a file; what stands here would be seen by every user of the host. Leave it out"
+            )
     if engine.urls is not None and len(engine.urls) < config.actor.num_actors:
         found.append(
             f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
@@ -393,13 +404,6 @@ def _engine_problems(config: Config) -> list[str]:
             "tools/install_sglang_cpu.sh"
         )
     return found
-
-
-def _is_loopback(url: str) -> bool:
-    try:
-        return TcpEndpoint(urlsplit(url).hostname or "", None).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_problems(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ import ipaddress
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 LEARNER_SECRET = "learner.secret.json"
 LEARNER_PUBLIC = "learner.public.json"
@@ -85,6 +86,14 @@ def rank_endpoint(endpoint: str, offset: int) -> str:
     if first.port is None:
         raise ValueError(f"{endpoint!r} leaves the port open: give a number, so that others can find it")
     return str(replace(first, port=_check_port(endpoint, first.port, offset)))
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether an http URL means this host alone."""
+    try:
+        return TcpEndpoint(urlsplit(url).hostname or "", None).is_loopback
+    except ValueError:
+        return False
 
 
 def check_bind(endpoint: str, has_keys: bool) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -89,7 +90,10 @@ def learn(config: Config, ranks: Ranks) -> None:
         stack.callback(receiver.close)
         stack.push(partial(dismiss_actors, receiver))
         if ranks.is_main and config.engine.transfer == "distributed":
-            sender = stack.enter_context(WeightSender(config.engine.in_flight))  # type: ignore[arg-type]  # config.py
+            urls = config.engine.urls
+            key = run_dir.server_key if urls is None else None
+            in_flight: Any = config.engine.in_flight  # one that config.py has checked
+            sender = stack.enter_context(WeightSender(in_flight, urls=urls, key=key))
         feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
         writer = view = None
         if ranks.is_main:

@@ -103,7 +103,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     """sglang: share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
     server_args: list[str] = field(default_factory=list)
-    """sglang: further arguments of sglang.launch_server, word by word."""
+    """sglang: further arguments of sglang.launch_server, word by word; everybody on the host can read them."""
     start_timeout_s: float = 600.0
     """sglang: how long a server may take to come up."""
     request_timeout_s: float = 300.0

@@ -117,6 +117,7 @@ def test_overrides_and_groups_take_effect():
         ),
         (["engine=sglang", "engine.urls=[host:1]"], ["'host:1'", "write it as http://host:port"]),
         (["engine=sglang", "engine.urls=['http://a:1']", "actor.num_actors=2"], ["engine.urls", "actor.num_actors=2"]),
+        (["engine=sglang", "engine.server_args=[--config,mine.yaml]"], ["engine.server_args has --config", "Leave"]),
         (["engine=sglang", "engine.python=nowhere"], ["engine.python=nowhere", "tools/install_sglang_cpu.sh"]),
         (["env.name=chess"], ["env.name=chess", "webshop"]),
         (["run.name=a/b"], ["run.name='a/b'", "rename"]),
@@ -139,6 +140,17 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["[--api-key,opensesame]", "['--api-key=opensesame']", "[--admin-api,opensesame]", "[--ssl-keyfile-p,opensesame]"],
+)
+def test_secrets_among_the_arguments_of_servers_are_refused_and_not_repeated(words):
+    with pytest.raises(ConfigError, match="engine.server_args has --[a-z-]+: each run makes a key") as caught:
+        load(["model=scratch", "engine=sglang", f"engine.server_args={words}"])
+    assert "opensesame" not in str(caught.value)
+    load(["model=scratch", "engine=sglang", "engine.server_args=['--max-total-tokens=9',--ssl-keyfile,--tp,-v]"])
 
 
 BIND, CONNECT = "pipeline.bind=tcp://0.0.0.0:7400", "pipeline.connect=tcp://learner:7400"

@@ -9,13 +9,16 @@ from impala_llm.engines.base import Engine
 from impala_llm.settings import Config
 
 
-def make_engine(config: Config, policy: Path, version: int, index: int = 0, weights: Any = None) -> Engine:
+def make_engine(
+    config: Config, policy: Path, version: int, index: int = 0, weights: Any = None, server_key: str | None = None
+) -> Engine:
     """The engine that `engine.name` means, with the weights of a Hugging Face directory. `await engine.start()` next.
 
     Args:
         version: policy version of those weights.
         index: of the actor on this host: the log and, of given servers, its share.
         weights: where a server that was started anew gets the newest weights from: `sglang_engine.WeightsSource`.
+        server_key: API key of a server that is started; None: one that nobody else has.
     """
     import torch
 
@@ -23,7 +26,7 @@ def make_engine(config: Config, policy: Path, version: int, index: int = 0, weig
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.engine.name == "sglang":
-        return _sglang_engine(config, policy, version, index, weights, device)
+        return _sglang_engine(config, policy, version, index, weights, server_key, device)
     from impala_llm.engines.torch_engine import TorchEngine
 
     return TorchEngine.from_pretrained(
@@ -36,7 +39,9 @@ def make_engine(config: Config, policy: Path, version: int, index: int = 0, weig
     )
 
 
-def _sglang_engine(config: Config, policy: Path, version: int, index: int, weights: Any, device: str) -> Engine:
+def _sglang_engine(
+    config: Config, policy: Path, version: int, index: int, weights: Any, server_key: str | None, device: str
+) -> Engine:
     from impala_llm.engines.sglang_engine import SGLangEngine
     from impala_llm.engines.sglang_remote import find_servers
     from impala_llm.engines.sglang_server import SGLangServer
@@ -61,6 +66,7 @@ def _sglang_engine(config: Config, policy: Path, version: int, index: int, weigh
             radix_cache=engine.prefix_cache,
             extra_arguments=tuple(engine.server_args),
             start_timeout_s=engine.start_timeout_s,
+            **({} if server_key is None else {"key": server_key}),
         )
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         servers = [SGLangServer(settings)]

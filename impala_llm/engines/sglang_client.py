@@ -56,11 +56,13 @@ def open_http() -> aiohttp.ClientSession:
 
 
 class SGLangClient:
-    """One server's API. The HTTP session is shared with other clients and belongs to the caller."""
+    """One server's API. The HTTP session is shared with other clients and belongs to the caller. key: the server's API
+    key; None where it has none."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._http = http
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def healthy(self) -> bool:
         """Whether the server answers. Asks for no token: a server that is paused or busy is healthy too."""
@@ -181,7 +183,9 @@ class SGLangClient:
         """The pieces of one streamed answer, up to and with the last. No deadline of its own: the caller sets one."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with self._http.post(f"{self.url}/generate", json=request, timeout=timeout) as response:
+            async with self._http.post(
+                f"{self.url}/generate", json=request, headers=self._headers, timeout=timeout
+            ) as response:
                 if response.status >= 500:
                     raise ServerLost(f"{self.url} failed: {response.status}: {_words(await response.text())}")
                 if response.status != 200:
@@ -215,7 +219,9 @@ class SGLangClient:
     ) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with self._http.request(method, f"{self.url}{path}", json=payload, timeout=timeout) as response:
+            async with self._http.request(
+                method, f"{self.url}{path}", json=payload, headers=self._headers, timeout=timeout
+            ) as response:
                 text = await response.text()
                 status = response.status
         except TimeoutError as error:

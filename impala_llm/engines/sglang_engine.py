@@ -384,7 +384,7 @@ class SGLangEngine:
     async def _handshake(self, replica: Replica) -> None:
         """Give a server that has just come up the newest weights, then traffic."""
         assert self._http is not None
-        client = SGLangClient(self._http, replica.server.url)
+        client = SGLangClient(self._http, replica.server.url, replica.server.key)
         info = await client.info()
         check_fit(client.url, info, self.max_length, self.in_flight)
         if self._layout is None and info.model_path.is_dir():

@@ -10,10 +10,14 @@ SIGKILL.
 A death signal on the server alone would not do: SGLang's children ask for theirs only after seconds of imports, and a
 server that is killed unlinks nothing. The owner asks by SIGUSR1, once the server is up, to note which files those are;
 a line on standard output says that it is done. All else that is printed goes to standard error.
+
+The server's API key comes in a variable, and is handed on in a file of the temporary folder, which only this user can
+read: not on a command line, where everybody could.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +31,7 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = Path("/dev/shm")
+KEY_VARIABLE = "IMPALA_LLM_SERVER_KEY"
 TRACKER_GRACE_S = 2.0
 """Time for Python's resource trackers, which unlink semaphores once all others are dead, and then end by themselves."""
 WAKE_UPS = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1})
@@ -44,7 +49,7 @@ def main(owner: int, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="impala-sglang-", ignore_cleanup_errors=True) as folder:
         try:
             server = subprocess.Popen(
-                command,
+                [*command, *_key_words(folder)],
                 env=_environment(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
@@ -73,6 +78,16 @@ def _watch(owner: int, server: subprocess.Popen[bytes], files: dict[Path, int], 
         elif number == signal.SIGTERM or os.getppid() != owner:
             # SIGHUP also comes when only the thread ended that started us: then the owner is still our parent.
             return 0
+
+
+def _key_words(folder: str) -> list[str]:
+    """What to add to SGLang's command line for its API key, if there is one; the variable is gone then."""
+    key = os.environ.pop(KEY_VARIABLE, None)
+    if key is None:
+        return []
+    settings = Path(folder) / "server.yaml"
+    settings.write_text(json.dumps({"api-key": key}))  # which is YAML too
+    return ["--config", str(settings)]
 
 
 def _environment(folder: str) -> dict[str, str]:

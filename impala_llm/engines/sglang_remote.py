@@ -28,6 +28,11 @@ class Server(Protocol):
         """Where it listens, once it was started."""
         ...
 
+    @property
+    def key(self) -> str | None:
+        """Its API key."""
+        ...
+
     async def start(self) -> None:
         """Bring it up. Raises EngineError with its last words where it does not come up, ServerUnfit where no further
         attempt should be made."""
@@ -78,15 +83,22 @@ async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["R
 class RemoteServer:
     """A server by its URL. It is never started or ended from here, only waited for."""
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 600.0, key: str | None = None) -> None:
         """
         Args:
             timeout_s: how long to wait for it, at first and whenever it went away.
+            key: its API key.
         """
         if not url.startswith(("http://", "https://")):
             raise EngineError(f"engine.urls has {url!r}: http://HOST:PORT is expected")
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._key = key
+
+    @property
+    def key(self) -> str | None:
+        """As given."""
+        return self._key
 
     @property
     def url(self) -> str:
@@ -96,7 +108,7 @@ class RemoteServer:
     async def start(self) -> None:
         """Wait until it answers. Raises ServerUnfit after the timeout."""
         async with _patience(self._url, self._timeout_s), aiohttp.ClientSession() as http:
-            client = SGLangClient(http, self._url)
+            client = SGLangClient(http, self._url, self._key)
             while not await client.healthy():
                 await asyncio.sleep(_POLL_S)
 

@@ -35,8 +35,8 @@ CLOSE_S = 8.0
 """Most time for the guard to end everything; after it the guard is killed too."""
 PORT_ATTEMPTS = 4
 PORT_TAKEN = "address already in use"
-IDLE_TALK = ("Decode batch", "Prefill batch", "resource_tracker")
-"""What marks lines of the log that never tell why a server died."""
+IDLE_TALK = ("Decode batch", "Prefill batch", "resource_tracker", "server_args=")
+"""What marks lines of the log that never tell why a server died; the last ones hold its key."""
 
 
 class SGLangServer:
@@ -56,6 +56,11 @@ class SGLangServer:
     def url(self) -> str:
         """http://127.0.0.1:PORT of the newest start; empty before the first."""
         return self._url
+
+    @property
+    def key(self) -> str:
+        """API key, without which it answers nobody on this host."""
+        return self.settings.key
 
     async def start(self) -> None:
         """Returns when the server answers.
@@ -106,7 +111,9 @@ class SGLangServer:
         """The guard of a server that is up. None, unless this is the final attempt, if its port was taken from it."""
         settings = self.settings
         settings.log.parent.mkdir(parents=True, exist_ok=True)
-        with settings.log.open("ab") as log:
+        # SGLang prints its settings, keys among them.
+        with open(settings.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            os.fchmod(log.fileno(), 0o600)
             self._log_start = log.tell()
             guard = self._guard = await asyncio.create_subprocess_exec(
                 *(sys.executable, str(GUARD), str(os.getpid()), *command(settings, port)),

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from impala_llm.engines.base import EngineError
+from impala_llm.engines.sglang_guard import KEY_VARIABLE
 from impala_llm.engines.sglang_remote import ServerUnfit
 from impala_llm.settings import PACKAGE
 
@@ -67,6 +69,8 @@ class ServerSettings:
     """More words for SGLang's command line; they come last, so they win."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of the owner's and of our own, CUDA_VISIBLE_DEVICES for example."""
+    key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    """API key: who has it may use the server, and nobody else on this host."""
     start_timeout_s: float = 300.0
 
 
@@ -118,7 +122,8 @@ def command(settings: ServerSettings, port: int) -> list[str]:
 
 def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[str, str]:
     """The server's variables: the inherited ones, ours over them, those of the settings over both."""
-    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # The key not among the words: everybody on this host can read those.
+    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", KEY_VARIABLE: settings.key}
     if settings.device == "cpu":
         # One thread: with two, each token of a small model costs ten times as long on two cores.
         ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

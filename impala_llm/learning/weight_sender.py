@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang_client import ServerLost, ServerRefused, SGLangClient, open_http
+from impala_llm.engines.sglang_settings import HOST
 from impala_llm.engines.sglang_turns import TRANSFER_TIMEOUT_S, pause_mode
 from impala_llm.engines.sglang_weights import InFlight
 from impala_llm.pipeline.rendezvous import address_towards, listen_at
@@ -42,6 +44,7 @@ MAX_FAILURES = 3
 """In a row, at one URL: then no further attempt is made there."""
 _CLEANUP_S = 5.0
 _POLL_S = 0.001
+_OWN_SERVER = re.compile(rf"http://{re.escape(HOST)}:\d+")
 _T = TypeVar("_T")
 
 
@@ -73,17 +76,29 @@ class WeightSender:
     """Use as a context, from one thread. Its HTTP calls run on a thread of its own."""
 
     def __init__(
-        self, in_flight: InFlight, timeout_s: float = TRANSFER_TIMEOUT_S, bucket_bytes: int = BUCKET_BYTES
+        self,
+        in_flight: InFlight,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
+        bucket_bytes: int = BUCKET_BYTES,
+        urls: Sequence[str] | None = None,
+        key: str | None = None,
     ) -> None:
         """
         Args:
             in_flight: what becomes of answers under way; not "drain".
             timeout_s: of one version to one server, meeting it included.
             bucket_bytes: sent in one call.
+            urls: `engine.urls`, the servers, or routers in front of them, that are sent weights; None: those that
+                actors start on this host.
+            key: API key of all servers.
         """
         self._in_flight = in_flight
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
+        self._configured = None if urls is None else [url.rstrip("/") for url in urls]
+        self._known = set(self._configured or ())
+        self._strange: set[str] = set()
+        self._key = key
         self._links: dict[int, _Link] = {}
         self._given_up: set[int] = set()
         self._failures: Counter[str] = Counter()
@@ -108,7 +123,8 @@ class WeightSender:
         """Give all servers a version, at once; what cannot take it in time is given up.
 
         Args:
-            servers: opening -> URL, see `pipeline.wire.Engines`. Those not among them any more are forgotten.
+            servers: opening -> URL, see `pipeline.wire.Engines`. Those not among them any more are forgotten. Nothing
+                is sent to a URL that was not configured, whoever offers it.
             tensors: name -> tensor, all on one device; they must stay as they are until this returns.
         """
         return asyncio.run_coroutine_threadsafe(self._send(dict(servers), tensors, version), self._loop).result()
@@ -116,6 +132,9 @@ class WeightSender:
     async def _send(self, servers: dict[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
         await self._forget([opening for opening in self._links if opening not in servers])
         self._given_up &= servers.keys()
+        async with open_http() as http:
+            strange = await self._find_strange(http, set(servers.values()))
+        servers = {opening: url for opening, url in servers.items() if url not in strange}
         wanted = {
             opening: url
             for opening, url in servers.items()
@@ -139,6 +158,20 @@ class WeightSender:
             max((transfer_s for _, transfer_s in done), default=0.0),
         )
 
+    async def _find_strange(self, http: aiohttp.ClientSession, urls: set[str]) -> set[str]:
+        """Those that nobody has configured."""
+        if self._configured is None:
+            strange = {url for url in urls if not _OWN_SERVER.fullmatch(url)}
+        else:
+            if urls - self._known - self._strange:  # workers of a router, perhaps
+                workers = await asyncio.gather(*(SGLangClient(http, url).workers() for url in self._configured))
+                self._known.update(*workers)
+            strange = urls - self._known
+        for url in strange - self._strange:
+            _log.warning("an actor offers %r as a server: it is not among engine.urls, so nothing is sent there", url)
+        self._strange = strange
+        return strange
+
     async def _send_one(
         self,
         http: aiohttp.ClientSession,
@@ -149,7 +182,7 @@ class WeightSender:
         version: int,
     ) -> tuple[float, float] | None:
         """Seconds of pause and transfer; None where the server was given up."""
-        client = SGLangClient(http, url)
+        client = SGLangClient(http, url, self._key)
         turn = _Turn(time.monotonic() + self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -253,7 +286,7 @@ class WeightSender:
             async def leave(link: _Link) -> None:
                 with contextlib.suppress(ServerLost, EngineError, TimeoutError):
                     async with asyncio.timeout(_CLEANUP_S):
-                        await SGLangClient(http, link.url).leave_group(link.name)
+                        await SGLangClient(http, link.url, self._key).leave_group(link.name)
                 self._let_go(link)
 
             await asyncio.gather(*(leave(link) for link in links))

@@ -19,10 +19,12 @@ class Complaints:
         self._num_silent: Counter[str] = Counter()
 
     def log(self, kind: str, text: str) -> None:
-        """kind: what is counted together. text: this case of it."""
+        """kind: what is counted together. text: this case of it; a peer may have chosen it, so that what is not
+        printable is escaped: it could forge lines of the log, or steer the terminal that shows it."""
         now = time.monotonic()
         if now - self._last.get(kind, -math.inf) < self._interval_s:
             self._num_silent[kind] += 1
             return
         self._last[kind] = now
-        _log.warning("%s: %s (%d more like it not shown)", kind, text, self._num_silent.pop(kind, 0))
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        _log.warning("%s: %s (%d more like it not shown)", kind, shown, self._num_silent.pop(kind, 0))

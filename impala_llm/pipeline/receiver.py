@@ -24,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from impala_llm.hosts import is_loopback_url
 from impala_llm.pipeline import sockets
 from impala_llm.pipeline.arena import ArenaError, ArenaReader
 from impala_llm.pipeline.clock import ActiveClock
@@ -413,6 +414,8 @@ class Receiver:
                 case Goodbye():
                     self._drop(session)
                 case Engines(urls, openings):
+                    if address[0] > 0 and any(map(is_loopback_url, urls)):
+                        raise WireError(f"{session.actor_id} on another host offers servers of this one: {urls}")
                     with self._lock:
                         self._engines[session.actor_id] = dict(zip(openings, urls, strict=True))
                 case _:

@@ -9,7 +9,7 @@ files of the run lie in a folder of that name: a process of an earlier run of th
 
 Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
 
-    run.json                run id, and the owner's process id for error messages
+    run.json                run id, API key of the run's SGLang servers, and the owner's process id for error messages
     <run id>/learner-<rank>.sock    the socket of a learner rank
     <run id>/learner-<rank>.replay  the replay arena of a learner rank
     <run id>/learner-<rank>.journal what became of its tickets
@@ -104,6 +104,7 @@ class RunDirectory:
             continue
         try:
             run_id = _read_run_id(root) if take_over else None
+            server_key = secrets.token_hex(16) if run_id is None else _read(root).get("server_key")
             if run_id is None:
                 _empty(root)
                 os.fchmod(lock, 0o700)  # of whatever made it
@@ -111,7 +112,7 @@ class RunDirectory:
             run = cls(root, run_id, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
             new = root / (_RUN_FILE + ".new")
-            new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid()}))
+            new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid(), "server_key": server_key}))
             os.replace(new, root / _RUN_FILE)  # last: who finds it finds the rest
             return run
         except BaseException:
@@ -173,6 +174,11 @@ class RunDirectory:
     def weights_path(self) -> Path:
         """Directory of the weight board."""
         return self.path / "weights"
+
+    @property
+    def server_key(self) -> str:
+        """API key of the SGLang servers that the run starts: who may read the run's folder may use them."""
+        return str(_read(self._root)["server_key"])
 
     def remove(self) -> None:
         """Delete the directory and everything in it. Only the owner may; a second call does nothing."""

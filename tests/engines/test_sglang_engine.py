@@ -509,6 +509,30 @@ def test_a_second_request_of_a_session_and_a_closed_engine_are_refused():
     run(test)
 
 
+def test_a_server_with_a_key_is_shown_it():
+    @web.middleware
+    async def check_key(request: web.Request, handler) -> web.StreamResponse:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def test():
+        fake = FakeServer()
+        fake.server.app.middlewares.append(check_key)
+        await fake.server.start_server(shutdown_timeout=0.1)
+        servers = [RemoteServer(fake.url, 5, "secret")]
+        engine = SGLangEngine(servers, vocab_size=VOCAB, max_length=100)
+        await engine.start()
+        answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
+        check_tokens([1, 2, 3], answer)
+        await engine.close()
+        with pytest.raises(EngineError, match="did not answer"):
+            await RemoteServer(fake.url, timeout_s=0.1).start()
+        await fake.server.close()
+
+    run(test)
+
+
 def test_a_router_is_asked_for_its_workers():
     async def test():
         async def tell_workers(_request: web.Request) -> web.Response:

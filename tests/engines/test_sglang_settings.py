@@ -85,6 +85,12 @@ def test_variables(settings: ServerSettings) -> None:
     assert (on_gpu["CUDA_VISIBLE_DEVICES"], on_gpu["OMP_NUM_THREADS"]) == ("1", "16")
 
 
+def test_the_key_is_no_word_that_others_can_read(settings: ServerSettings) -> None:
+    assert len(settings.key) == 32 and replace(settings).key == settings.key
+    assert settings.key in environment(settings, {}).values()
+    assert settings.key not in " ".join(command(settings, 1)) and settings.key not in repr(settings)
+
+
 def test_a_wrong_model_directory_is_named_before_anything_starts(settings: ServerSettings, tmp_path: Path) -> None:
     check_model(settings)
     missing = replace(settings, model=tmp_path / "missing")

@@ -31,8 +31,12 @@ PATHS = {
 class FakeServer:
     """Joins groups and receives. refuse, hang: what is asked -> at which time of asking it refuses or does nothing."""
 
-    def __init__(self, refuse: dict[str, int] | None = None, hang: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, refuse: dict[str, int] | None = None, hang: dict[str, int] | None = None, key: str | None = None
+    ) -> None:
         self.refuse, self.hang = refuse or {}, hang or {}
+        self.key = key
+        self.workers: list[str] = []
         self.calls: list[str] = []
         self.bodies: list[dict] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -42,6 +46,10 @@ class FakeServer:
         self.url = ""
 
     async def answer(self, request: web.Request) -> web.Response:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path == "/workers":
+            return web.json_response({"workers": [{"url": url} for url in self.workers]})
         if request.method == "GET":
             return web.json_response(
                 {
@@ -231,6 +239,34 @@ def test_an_address_where_nothing_ever_works_is_given_up_for_good(tensors, caplo
         assert "from now on" in caplog.text
         assert sender.send({99: gone}, tensors, 99) == Sent()
         assert sender.send({}, tensors, 99) == Sent()
+
+
+def test_a_server_with_a_key_is_shown_it(tensors) -> None:
+    with running(FakeServer(key="secret")) as [server]:
+        with WeightSender("recompute_kv", key="secret") as sender:
+            assert sender.send({1: server.url}, tensors, 1).num_received == 1
+        assert server.calls[-1] == "leave"
+        with WeightSender("recompute_kv") as sender:
+            assert sender.send({1: server.url}, tensors, 1).num_dropped == 1
+
+
+def test_nothing_is_sent_to_an_address_that_was_not_configured(tensors, caplog) -> None:
+    with running(FakeServer(), FakeServer()) as [own, other]:
+        elsewhere = other.url.replace("127.0.0.1", "localhost")
+        with WeightSender("recompute_kv") as sender:  # those of this host's actors
+            assert sender.send({1: own.url, 2: elsewhere, 3: f"{own.url}/path"}, tensors, 1).num_received == 1
+            assert sender.send({1: own.url, 2: elsewhere}, tensors, 2).num_received == 1
+        assert caplog.text.count(elsewhere) == 1
+        with WeightSender("recompute_kv", urls=[f"{elsewhere}/"]) as sender:
+            assert sender.send({1: own.url, 2: elsewhere}, tensors, 3).num_received == 1
+        assert own.calls.count(BEGIN) == 2 and other.calls.count(BEGIN) == 1
+
+
+def test_workers_of_a_configured_router_are_sent_weights(tensors) -> None:
+    with running(FakeServer(), FakeServer()) as [router, worker]:
+        router.workers = [f"{worker.url}/"]
+        with WeightSender("recompute_kv", urls=[router.url]) as sender:
+            assert sender.send({1: worker.url}, tensors, 1).num_received == 1
 
 
 def test_a_server_that_is_not_offered_any_more_is_left(tensors) -> None:

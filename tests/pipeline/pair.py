@@ -38,6 +38,7 @@ class Pair:
         endpoint: str | None = None,
         version: int = 0,
         max_tokens: int = MAX_TOKENS,
+        bind: str | None = None,
     ) -> Receiver:
         """A later one goes on from what an earlier one left."""
         self.ledger = TicketLedger(
@@ -59,6 +60,7 @@ class Pair:
             grant_resend_s,
             ticket_timeout_s,
             max_tokens=max_tokens,
+            bind=bind,
         )
         receiver.start()
         self.receivers.append(receiver)

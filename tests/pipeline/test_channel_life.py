@@ -363,6 +363,15 @@ def test_servers_of_actors_reach_the_learner_and_go_with_them(pair: Pair) -> Non
     turns_until(lambda: second.engines() == {8: "http://a:1"}, actor)
 
 
+def test_an_actor_of_another_host_cannot_offer_what_listens_on_the_learners(pair: Pair) -> None:
+    receiver = pair.receiver(bind="tcp://127.0.0.1:*")
+    actor = pair.actor(endpoint=receiver.endpoints[1], is_shared=False)
+    actor.offer_engines(wire.Engines(("http://127.0.0.1:22",), (1,)))
+    turns_until(counter(receiver, "messages_malformed"), actor)
+    actor.offer_engines(wire.Engines(("http://elsewhere:1",), (2,)))
+    turns_until(lambda: receiver.engines() == {2: "http://elsewhere:1"}, actor)
+
+
 def test_what_a_lost_connection_may_have_swallowed_is_offered_again_at_once(pair: Pair) -> None:
     context = zmq.Context()
     silent = sockets.router(context, "tcp://127.0.0.1:*", wire.MAX_MESSAGE_BYTES)

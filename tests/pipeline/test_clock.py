@@ -16,6 +16,13 @@ def test_long_gaps_count_as_short_ones() -> None:
     assert clock.now == 3.5
 
 
+def test_what_a_peer_says_forges_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    Complaints().log("an episode failed", "größer\n12:00 ERROR all is lost\r\x1b[2J\u202e\ud800")
+    [record] = caplog.records
+    shown = "größer\\n12:00 ERROR all is lost\\r\\x1b[2J\\u202e\\ud800"
+    assert record.message == f"an episode failed: {shown} (0 more like it not shown)"
+
+
 def test_repeated_complaints_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     complaints = Complaints(interval_s=3600.0)
     with caplog.at_level(logging.WARNING):

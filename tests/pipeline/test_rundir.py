@@ -96,6 +96,16 @@ def test_an_owner_in_another_pid_namespace_keeps_its_directory(tmp_path: Path) -
         pass
 
 
+def test_a_run_has_a_key_for_its_servers_which_it_keeps_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    owner = start_owner(tmp_path)
+    key = RunDirectory.attach("run", tmp_path).server_key
+    owner.kill()
+    owner.wait()
+    with RunDirectory.create("run", tmp_path, take_over=True) as again, RunDirectory.create("other", tmp_path) as other:
+        assert again.server_key == key != other.server_key
+        assert len(key) == 32
+
+
 def test_a_run_keeps_its_number_when_it_is_gone_on_with(tmp_path: Path) -> None:
     owner = start_owner(tmp_path)
     first = RunDirectory.attach("run", tmp_path)

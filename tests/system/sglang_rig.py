@@ -113,7 +113,7 @@ class Rig:
     @contextlib.asynccontextmanager
     async def second_engine(self, in_flight: str):
         """On the same server, as one that others own."""
-        engine = self.make([RemoteServer(self.server.url, timeout_s=10)], self.engine.version, in_flight)
+        engine = self.make([RemoteServer(self.server.url, 10, self.server.key)], self.engine.version, in_flight)
         await engine.start()
         try:
             yield engine

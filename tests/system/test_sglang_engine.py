@@ -274,7 +274,8 @@ def test_aborted_and_cancelled_answers(rig):
 
 
 async def running_requests(rig: Rig) -> int:
-    async with rig.engine._http.get(f"{rig.server.url}/v1/loads?include=core") as response:
+    headers = {"Authorization": f"Bearer {rig.server.key}"}
+    async with rig.engine._http.get(f"{rig.server.url}/v1/loads?include=core", headers=headers) as response:
         return sum(load["num_running_reqs"] for load in (await response.json())["loads"])
 
 

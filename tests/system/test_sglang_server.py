@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -288,9 +289,10 @@ def test_a_server_does_not_outlive_its_owner(stand_in: Callable[[str], ServerSet
     assert_no_files(tmp_path)
 
 
-def generate(url: str, prompt: list[int], max_new_tokens: int) -> list[int]:
+def generate(url: str, key: str, prompt: list[int], max_new_tokens: int) -> list[int]:
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as reply:
         tokens: list[int] = json.load(reply)["output_ids"]
     return tokens
@@ -314,9 +316,14 @@ def test_the_real_server_answers_and_its_deaths_are_noticed(tmp_path: Path) -> N
         ]:
             await server.start()
             # The longest histories that the settings promise.
-            assert len(await asyncio.to_thread(generate, server.url, [5] * 63, 1)) == 1
-            assert len(await asyncio.to_thread(generate, server.url, [5] * 10, 54)) == 54
+            assert len(await asyncio.to_thread(generate, server.url, server.key, [5] * 63, 1)) == 1
+            assert len(await asyncio.to_thread(generate, server.url, server.key, [5] * 10, 54)) == 54
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                await asyncio.to_thread(generate, server.url, "another", [5] * 10, 1)
             tree = descendants()
+            # What other users of the host can read.
+            assert not any(server.key in word for each in tree for word in each.cmdline())
+            assert settings.log.stat().st_mode & 0o077 == 0
             mapped = {Path(region.path).name for each in tree for region in each.memory_maps()} & sglang_files()
             find(without_guard(tree), word).kill()
             # SGLang itself needs 6 s to notice the death of its scheduler.

@@ -46,7 +46,10 @@ def weight_version(server: psutil.Process) -> int:
     try:
         words = server.cmdline()
         port = words[words.index("--port") + 1]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info", timeout=5) as reply:
+        key = json.loads(Path(words[words.index("--config") + 1]).read_text())["api-key"]
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/model_info", headers=headers)
+        with urllib.request.urlopen(request, timeout=5) as reply:
             return int(json.load(reply)["weight_version"])
     except (OSError, psutil.Error, ValueError):
         return -1

@@ -105,7 +105,7 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
     async def test() -> None:
         prompts = rig.prompts(EPISODES)
         rig.engine.in_flight = in_flight
-        with WeightSender(in_flight, bucket_bytes=SMALL) as sender:
+        with WeightSender(in_flight, key=rig.server.key, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             answers = start_answers(rig.engine, prompts, LONG)
             for version in (first + 1, first + 2):
@@ -130,7 +130,7 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
 
 def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig, mute: str, caplog) -> None:
     async def test() -> None:
-        with WeightSender("recompute_kv", timeout_s=20) as sender:
+        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20) as sender:
             version = rig.engine.version
             for dropped in (1, 0):
                 version += 1
@@ -157,7 +157,7 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
 
     async def test() -> None:
         prompts = rig.prompts(EPISODES)
-        with WeightSender("recompute_kv", timeout_s=20, bucket_bytes=SMALL) as sender:
+        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             before = rig.engine.fed
             answers = start_answers(rig.engine, prompts, LONG)
@@ -192,7 +192,7 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
         await has_decoded(rig.engine, 20)
         await client.pause("retract")
         await client.begin_update()
-        with WeightSender("recompute_kv", timeout_s=20) as sender:
+        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20) as sender:
             assert (await rig.send(sender, version)).num_dropped == 1
             assert await client.weight_version() == version - 1
 
@@ -223,7 +223,7 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
 
     async def test() -> None:
         prompts = rig.prompts(EPISODES)
-        with WeightSender("recompute_kv", timeout_s=15, bucket_bytes=SMALL) as sender:
+        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=15, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             answers = start_answers(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
