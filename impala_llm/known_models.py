@@ -53,7 +53,7 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if text.get(name) is not None:
             found.append(f"{key}={path} has {name}={text[name]:g}, a cap that is not computed here: {_TABLE}")
-    positions = text.get("max_position_embeddings")
+    positions = text.get("max_position_embeddings", text.get("n_positions"))  # n_positions: GPT-2
     original = _original_positions(text)
     if isinstance(positions, int) and max_length > positions:
         found.append(

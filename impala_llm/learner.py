@@ -223,7 +223,7 @@ def check_ranks(config: Config) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 at the end of training, 2 for bad settings, 143 after SIGTERM."""
+    """Returns the exit code: 0 at the end of training, 2 for bad settings or a refused model, 143 after SIGTERM."""
     end_with_supervisor()
     try:
         config = load(argv)

@@ -62,6 +62,14 @@ def test_these_kinds_are_refused_by_what_they_compute(name: str, tmp_path: Path)
         asyncio.run(TorchEngine(build_family(name), max_sessions=2, max_length=MAX_LENGTH).start())
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT"])
+def test_more_tokens_than_a_model_has_positions_are_refused_by_its_configuration(name: str, tmp_path: Path) -> None:
+    build_family(name).config.save_pretrained(tmp_path)
+    assert reasons_against("model.path", "here", tmp_path, 256) == []
+    (reason,) = reasons_against("model.path", "here", tmp_path, 257)
+    assert "engine.max_length=257" in reason and "lower it to 256" in reason
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_these_kinds_are_refused_by_their_configuration_alone(name: str, tmp_path: Path) -> None:
     build_family(name).config.save_pretrained(tmp_path)
