@@ -316,9 +316,9 @@ class PipelineConfig:
     weight_slots: int = 3
     """Versions of the weights that lie on the board at once."""
     heartbeat_s: float = 1.0
-    """Time between two signs of life of an actor."""
+    """Time between two signs of life of an actor; longer where a learner rank has more than 100 actors."""
     actor_timeout_s: float = 20.0
-    """Silence after which an actor counts as dead and its tickets are granted again."""
+    """Silence after which an actor counts as dead and its tickets are granted again; at least three heartbeats."""
     ticket_timeout_s: float = 600.0
     """An episode that has brought nothing for so long is taken from its actor and played again."""
     learner_timeout_s: float | None = None
