@@ -206,9 +206,11 @@ class ReplayBuffer:
             ValueError: an empty item, one larger than the whole buffer, tokens newer than `version`, a version that
                 decreases. Then nothing was inserted.
         """
+        if signatures is not None and len(signatures) != len(items):
+            raise ValueError(f"signatures has {len(signatures)} elements, items has {len(items)}: one each")
         if signatures is None:
             signatures = [trajectories[0].signature if trajectories else "" for trajectories in items]
-        new = [self._checked(members, signature, version) for members, signature in zip(items, signatures, strict=True)]
+        new = self._checked(items, signatures, version) if items else []
         evicted = list(self.evict_stale(version))
         ids: list[int] = []
         fitting: list[_Item] = []
@@ -395,21 +397,27 @@ class ReplayBuffer:
                 f"for {self._capacity_trajectories} of {self._capacity_bytes} bytes: raise the capacity to resume"
             )
 
-    def _checked(self, trajectories: Sequence[Trajectory], signature: str, version: int) -> _Item:
-        if not trajectories:
+    def _checked(self, items: Sequence[Sequence[Trajectory]], signatures: Sequence[str], version: int) -> list[_Item]:
+        if not all(items):
             raise ValueError("trajectories is empty: an item holds at least one")
-        num_bytes = sum([t.nbytes for t in trajectories])
-        if len(trajectories) > self._capacity_trajectories or num_bytes > self._capacity_bytes:
-            raise ValueError(
-                f"trajectories holds {len(trajectories)} of {num_bytes} bytes: the whole buffer has room for "
-                f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
-            )
-        newest = max([t.newest_version for t in trajectories])
+        sizes = [sum([t.nbytes for t in members]) for members in items]
+        for members, num_bytes in zip(items, sizes, strict=True):
+            if len(members) > self._capacity_trajectories or num_bytes > self._capacity_bytes:
+                raise ValueError(
+                    f"trajectories holds {len(members)} of {num_bytes} bytes: the whole buffer has room for "
+                    f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
+                )
+        # As `Trajectory.oldest_version` and `newest_version`, of all at once.
+        versions = np.concatenate([t.versions for members in items for t in members])
+        ends = np.cumsum([sum([len(t.versions) for t in members]) for members in items])
+        starts = np.concatenate([[0], ends[:-1]])
+        newest = int(versions.max())
         if newest > version:
             raise ValueError(
                 f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
             )
-        return _Item(min([t.oldest_version for t in trajectories]), num_bytes, signature, tuple(trajectories))
+        oldest = np.minimum.reduceat(versions.view(np.uint32), starts).tolist()
+        return list(map(_Item, oldest, sizes, signatures, map(tuple, items)))
 
     def _take_in(self, ids: list[int], items: list[_Item]) -> list[EvictedItem]:
         """Items that fit into an empty buffer, all together. Returns what had to go."""
