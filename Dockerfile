@@ -2,9 +2,9 @@
 #   docker build --target cpu -t impala_llm:cpu .     learner and actors on the embedded engine, no GPU needed
 #   docker build --target gpu -t impala_llm:gpu .     the same with SGLang and CUDA
 # Processes of one host meet in /dev/shm, which Docker keeps at 64 MB: run with --shm-size=8g (or --ipc=host).
-# A short training run ends each build: it tries the image out, and compiles the loops, whose code is kept beside the
-# package for hosts with the same kind of CPU as the one that built the image. Elsewhere a start takes some seconds more.
-# A user who may not write into the package sets NUMBA_CACHE_DIR to a folder that nobody else can write to.
+# A short training run ends each build: it tries the image out, and compiles the loops. Their code is kept beside the
+# package, and is good for hosts with the same kind of CPU as the one that built the image. On others each start compiles
+# again, unless the user may write into the package or sets NUMBA_CACHE_DIR, to a folder that nobody else can write to.
 
 # SGLang's own image carries the CUDA toolkit that its kernels are compiled with at run time.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.21

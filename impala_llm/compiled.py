@@ -3,24 +3,40 @@
 Invariant: what is kept only saves time. A disk that is full or cannot be written, and a file that is damaged, cost the
 compilation and one warning, and are never an error of the call.
 
-Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder.
+Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder; a user
+who has none reads what lies beside the source.
 NUMBA_CACHE_DIR names another one: its files are unpickled, so that nobody else may write there.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+class _Installed(InTreeCacheLocator):
+    """Beside the source, to be read only: an installation that was compiled by whoever made it."""
+
+    def ensure_cache_path(self) -> None:
+        if not any(Path(self.get_cache_path()).glob("*.nbi")):
+            raise FileNotFoundError(f"{self.get_cache_path()} holds no compiled code")
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    _locator_classes = [*CompileResultCacheImpl._locator_classes, _Installed]
+
+
 class _Cache(FunctionCache):
-    """numba's own, but for what happens when its files fail."""
+    """numba's own, but for what happens when its files fail or cannot be written."""
+
+    _impl_class = _CacheFiles
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:

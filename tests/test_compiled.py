@@ -1,8 +1,10 @@
 """Compiled code is kept for the next process where that is possible, and is no obstacle where it is not."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,13 @@ print(double(21), sum(double.stats.cache_hits.values()))
 """
 
 
-def run(folder: Path, *arguments: str) -> tuple[str, str]:
-    """What the module prints and says with its cache in `folder`."""
+def run(folder: Path, *arguments: str, inside: Sequence[str] = (), cache: str = "cache") -> tuple[str, str]:
+    """What the module prints and says with its cache in `folder`. inside: command before its own."""
     script = folder / "module.py"
-    script.write_text(MODULE)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, str(script), *arguments]
+    if not script.exists():
+        script.write_text(MODULE)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": cache and str(folder / cache), "XDG_CACHE_HOME": "/proc/nowhere"}
+    command = [*inside, sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.strip(), done.stderr
 
@@ -59,3 +62,19 @@ def test_a_damaged_cache_is_compiled_again(tmp_path: Path) -> None:
     printed, said = run(tmp_path)
     assert indices and printed == "42 0" and "compiled again" in said
     assert run(tmp_path) == ("42 1", "")
+
+
+READ_ONLY = ("unshare", "--mount", "sh", "-c", 'mount --bind -o ro "$0" "$0" && exec "$@"')
+"""Followed by a folder and a command, for which the folder cannot be written."""
+
+
+@pytest.mark.system
+def test_a_user_without_a_place_of_his_own_reads_what_the_installation_brings(tmp_path: Path) -> None:
+    inside = (*READ_ONLY, str(tmp_path))
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no right to mount here")
+    assert run(tmp_path, cache="") == ("42 0", "")  # who installs it compiles it
+    assert run(tmp_path, cache="", inside=inside) == ("42 1", "")
+    for path in (tmp_path / "__pycache__").glob("*.nb*"):
+        path.unlink()
+    assert run(tmp_path, cache="", inside=inside) == ("42 0", "")  # without either it is compiled each time
