@@ -132,6 +132,7 @@ class TicketLedger:
         self._max_open = max_open
         self._max_attempts = max_attempts
         self._slots = Admission(batch_size, group_size, max_staleness, version)
+        self._kept = version
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
@@ -385,12 +386,18 @@ class TicketLedger:
             self._end([entry for entry in in_parts if entry.step], State.TRAINED)
             self._write_notes()
 
-    def advance(self, version: int) -> None:
-        """The learner has made this version. ValueError where it is not above the current one."""
+    def advance(self, version: int, kept: bool = True) -> None:
+        """The learner has made this version. ValueError where it is not above the current one.
+
+        kept: a later process would go on from it. Otherwise its step, and those since the last one that was kept, may
+        yet be lost, and what they have trained on is remembered.
+        """
         with self._lock:
             if version <= self._slots.version:
                 raise ValueError(f"version {version} does not follow {self._slots.version}: versions only grow")
             self._slots.advance(version)
+            if kept:
+                self._kept = version
             self._note_made(version)
 
     def interrupted(self) -> None:
@@ -489,7 +496,7 @@ class TicketLedger:
         """Go on from the journal of a process that is gone. Once, before anything else.
 
         received: (ticket_id, episode_id, unroll_index) of what its replay arena holds. A step counts if its version was
-        published, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
+        kept, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
         is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again; episodes of
         which an unroll had come are cut. What a second step had trained on when its learner died is evicted, and
         `quarantined`.
@@ -573,7 +580,7 @@ class TicketLedger:
     def _account(self) -> list[ticket_notes.Row]:
         """All that a later process must know."""
         ended = self._ended.values()
-        wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._slots.version}
+        wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._kept}
         kept = [entry for entry in ended if entry.ticket.group_id in wanted]
         return ticket_notes.account(self._order, [*self._entries.values(), *kept], self._slots.version)
 
@@ -824,5 +831,5 @@ class TicketLedger:
         self._totals[end.value] += len(ended)
         if self._journal is not None:
             self._notes += map(ticket_notes.note, ended)
-        while len(remembered) > self._num_remembered:
+        while len(remembered) > self._num_remembered and next(iter(remembered.values())).step <= self._kept:
             remembered.popitem(last=False)

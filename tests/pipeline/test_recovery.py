@@ -38,11 +38,14 @@ class Run:
         self.group_size, self.max_staleness, self.rank, self.world_size = group_size, max_staleness, rank, world_size
         self.batch_size = 2 * group_size
         self.version = 0
+        """The newest that is kept: where the next process begins."""
+        self.under_way = False
+        """Whether a step has been trained on and its version is yet to be made."""
         self.stored: list[Key] = []
         self.ended: set[int] = set()
         self.refused: set[int] = set()
         self.in_step: list[int] = []
-        """Trained on by the step under way, by `unroll_id`."""
+        """Trained on by the step under way, and by those before it whose versions were not kept, by `unroll_id`."""
         self.settled: dict[int, set[int]] = {}
         """Unrolls that were evicted, or trained on by a step that counts, by ticket."""
         self.known: dict[int, Ticket] = {}
@@ -51,6 +54,9 @@ class Run:
         """Actors that were lost with a ticket."""
         self.crashes: Counter[int] = Counter()
         """Deaths in steps that trained on an unroll, by `unroll_id`."""
+        self.newest = 0
+        self.num_over = 0
+        """How many of `in_step` steps before the one under way have trained on."""
         self.ledger = self._new_ledger()
 
     def _new_ledger(self) -> TicketLedger:
@@ -68,7 +74,7 @@ class Run:
             for ticket in tickets:
                 assert ticket.ticket_id not in self.ended
                 assert self.known.setdefault(ticket.ticket_id, ticket) == ticket
-                assert ticket.min_version <= self.version
+                assert ticket.min_version <= self.newest
                 assert ticket.ticket_id not in self.open_at
                 self.open_at[ticket.ticket_id] = actor
                 count += 1
@@ -142,9 +148,11 @@ class Run:
 
     def train(self) -> None:
         ids = self.received_ids()[: self.rng.randint(1, self.batch_size)]
-        if not self.in_step:  # one step at a time
+        if ids and not self.under_way:  # one step at a time
             self.ledger.trained(ids)
+            self.num_over = len(self.in_step)
             self.in_step += ids
+            self.under_way = True
 
     def evict(self) -> None:
         if ids := self.received_ids():
@@ -153,15 +161,24 @@ class Run:
             self.settle([number])
 
     def publish(self) -> None:
-        """The step's version is on the board: whatever happens now, it counts."""
-        self.version += 1
+        """The step's version is on the board: whatever happens now, it counts, as do those before it."""
+        self.version = self.ledger.version + 1
+        self.newest = max(self.newest, self.version)
         self.settle(self.in_step)
         self.in_step = []
 
     def step(self) -> None:
-        if self.in_step:
+        if self.under_way:
             self.publish()
             self.ledger.advance(self.version)
+            self.under_way = False
+
+    def step_without_keeping(self) -> None:
+        is_free = self.max_staleness is None or self.ledger.version - self.version < self.max_staleness
+        if self.under_way and is_free:
+            self.ledger.advance(self.ledger.version + 1, kept=False)
+            self.newest = max(self.newest, self.ledger.version)
+            self.under_way = False
 
     def lose_actor(self) -> None:
         actor = self.rng.choice(ACTORS)
@@ -180,12 +197,13 @@ class Run:
         """Now, or after the publication of a version and before its announcement."""
         before = self.ledger.state_dict()
         leftover = [key for key in self.stored if unroll_id(key[0], key[2]) in self.in_step]
-        if self.in_step and self.rng.random() < 0.5:
+        if self.under_way and self.rng.random() < 0.5:
             self.publish()
         else:
             leftover = []
-            self.crashes.update(self.in_step)
+            self.crashes.update(self.in_step[self.num_over :] if self.under_way else [])
             self.in_step = []
+        self.under_way = False
         # Records of tickets that have ended, where the process died before it said so to the replay arena.
         found = self.stored + self.rng.sample(leftover, self.rng.randint(0, len(leftover)))
         held = self.open_at
@@ -260,11 +278,12 @@ class Run:
             self.grant()
             while self.open_at:
                 self.receive()
-            assert self.stored or self.in_step
-            if not self.in_step:
+            assert self.stored or self.under_way
+            if not self.under_way:
                 ids = self.received_ids()[: self.batch_size]
                 self.ledger.trained(ids)
                 self.in_step += ids
+                self.under_way = True
             self.step()
 
 
@@ -290,6 +309,7 @@ def test_no_ticket_is_lost_or_comes_back_whenever_the_ledger_dies(
         actions = {
             **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_unroll: 4, run.receive_late_unroll: 1},
             **{run.fail: 2, run.refuse: 1, run.train: 2, run.evict: 1, run.step: 2, run.lose_actor: 1, run.kill: 1},
+            run.step_without_keeping: 1,
         }
         for action in rng.choices(list(actions), list(actions.values()), k=150):
             action()
@@ -318,6 +338,31 @@ def test_a_step_that_was_not_published_is_undone(tmp_path: Path) -> None:
     assert run.ledger.recover(run.stored) == [True, True]
     run.ledger.trained(ids)  # KeyError if they were not received
     run.ledger.advance(1)
+
+
+@pytest.mark.parametrize("min_rows", [4, 1 << 10])
+def test_steps_whose_versions_were_made_and_not_kept_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_rows: int
+) -> None:
+    """Also where the journal has been written anew in between."""
+    monkeypatch.setattr(journal_module, "_MIN_ROWS", min_rows)
+    run = Run(tmp_path / "a.journal", random.Random(1), max_staleness=None)
+    run.ledger.recover([])
+    for version in range(1, 6):
+        run.ledger.request("a", 2)
+        run.grant()
+        while run.open_at:
+            run.receive()
+        run.train()
+        run.ledger.advance(version, kept=False)
+        run.under_way = False
+    trained = len(run.in_step)
+    assert trained >= 5
+    run.in_step = []
+    run.ledger = run._new_ledger()
+    assert run.ledger.recover(run.stored) == [True] * len(run.stored)
+    assert run.ledger.version == 0
+    run.ledger.trained(run.received_ids())  # KeyError if they were not received
 
 
 def test_a_step_that_was_published_counts_although_nobody_was_told(tmp_path: Path) -> None:
