@@ -6,9 +6,11 @@ Actors play on all the while: the receiver takes their trajectories and deals ti
 rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
 version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
 
-A learner that was killed and started again on its host goes on from the last version that it published, with every
-trajectory that it had acknowledged and not yet trained on; its optimizer and value head begin anew (checkpoints are a
-later stage). What a step trained on counts once the step's version is on the board: that rename is the commit.
+A learner that was killed and started again on its host goes on from the last version that it published or kept, with
+every trajectory that it had acknowledged and not yet trained on; its optimizer begins anew (checkpoints are a later
+stage), and its warm-ups with it. What a step trained on counts once the step's version, or one after it, is on a board:
+that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone, before
+the trajectories that wait for it fill the replay arena.
 
 Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
 """
@@ -50,7 +52,7 @@ from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
-from impala_llm.settings import Config
+from impala_llm.settings import Config, LearnerConfig
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress
 from impala_llm.trainer import Trainer
 
@@ -80,8 +82,9 @@ def learn(config: Config, ranks: Ranks) -> None:
         board = sender = None
         if ranks.is_main:
             slots = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
-            board = VersionBoard(slots, model, config.learner.sync_interval, config.algorithm.max_staleness)
-            board.begin(version, is_there=WeightReader(run_dir.weights_path).latest() == version)
+            aside = WeightPublisher(run_dir.kept_path, 2, files)
+            board = VersionBoard(slots, aside, model, config.learner.sync_interval, config.algorithm.max_staleness)
+            board.begin(version, WeightReader(run_dir.weights_path).latest())
         ranks.barrier()
         if ranks.is_main and config.pipeline.bind is not None:
             served_at = rank_endpoint(config.pipeline.bind, ranks.world_size)
@@ -104,8 +107,14 @@ def learn(config: Config, ranks: Ranks) -> None:
         meters = Meters(receiver, ranks)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
         timer = trainer.timer
-        started = time.monotonic()
-        progress = version / config.learner.total_updates
+        began_at = run_dir.began_at() if ranks.is_main else 0.0
+
+        def progress_at(version: int) -> float:
+            """By rank 0's clock: ranks must end together."""
+            share = share_done(config.learner, version, time.monotonic() - began_at) if ranks.is_main else 0.0
+            return ranks.sum([share])[0]
+
+        progress = progress_at(version)
         while progress < 1.0:
             with timer.stage("idle"):
                 batch = feed.next_batch(version)
@@ -124,14 +133,16 @@ def learn(config: Config, ranks: Ranks) -> None:
                     sent = sender.send(receiver.engines(), dict(model.policy_weights()), version)
                     meters.log.update(sent.metrics())
                 # All ranks wait here: announced by a rank, it must lie on the board.
-                receiver.announce(version, published=ranks.sum([float(bool(published))])[0] > 0)
+                is_out, is_due = (n > 0 for n in ranks.sum([float(bool(published)), float(receiver.must_keep())]))
+                if is_due and not is_out:
+                    if board is not None:
+                        board.keep(version)
+                        report_progress()
+                    ranks.barrier()
+                receiver.announce(version, published=is_out, kept=is_due)
                 meters.log.add("weights/publish_s", time.perf_counter() - before)
             with timer.stage("log"):
-                elapsed_minutes = (time.monotonic() - started) / 60
-                progress = version / config.learner.total_updates
-                if config.learner.max_minutes is not None:
-                    progress = max(progress, elapsed_minutes / config.learner.max_minutes)
-                progress = min(1.0, ranks.sum([progress])[0] / ranks.world_size)  # ranks must end together
+                progress = progress_at(version)
                 meters.observe(feed, batch, version)
                 if config.learner.save_every and version % config.learner.save_every == 0 and ranks.is_main:
                     model.save(Path(config.run.dir) / f"policy-{version}", files)
@@ -143,6 +154,14 @@ def learn(config: Config, ranks: Ranks) -> None:
                 view.update(version, summary, progress)
         if ranks.is_main:
             model.save(Path(config.run.dir) / "policy", files)
+
+
+def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
+    """Of a run, in [0, 1], by updates or by time, whichever is further. elapsed_s: since its first learner began."""
+    share = version / config.total_updates
+    if config.max_minutes is not None:
+        share = max(share, elapsed_s / 60 / config.max_minutes)
+    return min(1.0, share)
 
 
 def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: object) -> None:
@@ -158,14 +177,18 @@ def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: obj
 
 
 def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int]:
-    """The policy to go on from, and its version: what a killed learner published last, else the configured start."""
-    board = WeightReader(run_dir.weights_path)
+    """The policy to go on from, and its version: what a killed learner published or kept last, else the configured
+    start."""
+    boards = [WeightReader(run_dir.weights_path), WeightReader(run_dir.kept_path)]
+    board = max(boards, key=lambda board: -1 if (version := board.latest()) is None else version)
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
-    if (version := board.latest()) is None:
+    if board.latest() is None:
         return PolicyModel.from_pretrained(resolve_policy(config), *sizes), 0
-    print(f"learner: going on from version {version}; optimizer and value head begin anew", flush=True)
     with board.lease() as lease:
-        return PolicyModel.from_pretrained(lease.path, *sizes), lease.version
+        model = PolicyModel.from_pretrained(lease.path, *sizes)
+        anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
+        print(f"learner: going on from version {lease.version}; {anew} anew", flush=True)
+        return model, lease.version
 
 
 def start_receiver(
@@ -196,6 +219,7 @@ def start_receiver(
         bind=None if pipeline.bind is None else rank_endpoint(pipeline.bind, ranks.rank),
         keys=learner_keys(config),
         max_tokens=config.learner.token_budget,
+        published=WeightReader(run_dir.weights_path).latest(),
     )
     receiver.start()
     return receiver

@@ -253,7 +253,8 @@ class LearnerConfig:
     sync_interval: int | None = 1
     """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
     max_minutes: float | None = None
-    """End after this much wall-clock time; the learning rate decays towards whichever end comes first."""
+    """End after this much wall-clock time since the run first began to train, restarts included; the learning rate
+    decays towards whichever end comes first."""
     token_budget: int = 8192
     """Tokens of a micro-batch."""
     learning_rate: float = 3e-4

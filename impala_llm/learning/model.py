@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -157,11 +157,21 @@ class PolicyModel(nn.Module):
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
         if saved.is_file():
-            state = load_file(saved)
-            shapes = {name: tensor.shape for name, tensor in model.value_head.state_dict().items()}
-            if {name: tensor.shape for name, tensor in state.items()} == shapes:
-                model.value_head.load_state_dict(state)
+            model.load_value_head(saved.read_bytes())
         return model
+
+    def value_head_bytes(self) -> bytes:
+        """The value head as a safetensors file."""
+        return save(self.value_head.state_dict())
+
+    def load_value_head(self, content: bytes) -> bool:
+        """Take over what `value_head_bytes` gave. False, and nothing is taken, where its shape is another."""
+        state = load(content)
+        shapes = {name: tensor.shape for name, tensor in self.value_head.state_dict().items()}
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            return False
+        self.value_head.load_state_dict(state)
+        return True
 
     @property
     def _trunk(self) -> nn.Module:
@@ -260,7 +270,7 @@ class PolicyModel(nn.Module):
         for name, content in (files or {}).items():
             (directory / name).write_bytes(content)
         self.lm.save_pretrained(directory)
-        save_file(self.value_head.state_dict(), directory / VALUE_HEAD_FILE)
+        (directory / VALUE_HEAD_FILE).write_bytes(self.value_head_bytes())
 
 
 def _write(tensor: Tensor, target: np.ndarray) -> None:

@@ -5,6 +5,9 @@ where tickets can do without it; otherwise the learner waits until a reader lets
 
 When that is: a ticket that the step from version v takes demands v - η at most (pipeline/admission.py). So a learner
 at v whose newest published version is not older than v - η always gets its next batch.
+
+What a learner that is started again goes on from is the newest version on either of two boards: the one of the actors,
+and one that learners alone read, for versions that are not published but kept. Each has the value head of that version.
 """
 
 from impala_llm.learning.model import PolicyModel
@@ -16,11 +19,12 @@ PATIENCE_S = 1.0
 
 
 class VersionBoard:
-    """Rank 0's versions on the weight board."""
+    """Rank 0's versions on the weight boards."""
 
     def __init__(
         self,
         board: WeightPublisher,
+        aside: WeightPublisher,
         model: PolicyModel,
         interval: int | None,
         max_staleness: int | None,
@@ -28,24 +32,28 @@ class VersionBoard:
     ) -> None:
         """
         Args:
+            board: of the actors. aside: of learners alone.
             interval: updates between two versions that are published; None: none after the first.
             max_staleness: η; None: free running.
         """
         self.published: int | None = None
-        """The newest version on the board, of those that were offered here."""
+        """The newest version on the board of the actors."""
         self._board = board
+        self._aside = aside
         self._model = model
         self._interval = interval
         self._max_staleness = max_staleness
         self._patience_s = patience_s
         self._complaints = Complaints()
 
-    def begin(self, version: int, is_there: bool) -> None:
-        """Publish the version that training starts from. is_there: an earlier learner has published it already."""
-        tensors = dict(self._model.policy_tensors())
-        self._board.reserve(tensors)
-        self._write(version, may_skip=is_there)
-        self.published = version
+    def begin(self, version: int, found: int | None) -> None:
+        """Publish the version that training starts from, unless an earlier learner has, and actors are to stay with
+        what that has published. found: the newest on their board."""
+        self._board.reserve(dict(self._model.policy_tensors()))
+        self.published = found
+        if found is None or self._interval is not None:
+            self._write(version, may_skip=found == version)
+            self.published = version
 
     def offer(self, version: int) -> bool | None:
         """Publish a version if one is due. False where it was skipped for the sake of readers, None where none is due.
@@ -61,10 +69,15 @@ class VersionBoard:
         self.published = version
         return True
 
+    def keep(self, version: int) -> None:
+        """For a learner that is started again, without publishing it."""
+        self._aside.publish(dict(self._model.policy_tensors()), version, extra=self._model.value_head_bytes())
+
     def _write(self, version: int, may_skip: bool) -> bool:
         while True:
             try:
-                self._board.publish(dict(self._model.policy_tensors()), version, self._patience_s)
+                tensors, extra = dict(self._model.policy_tensors()), self._model.value_head_bytes()
+                self._board.publish(tensors, version, self._patience_s, extra)
                 return True
             except SlotsInUse as error:
                 fate = "is skipped" if may_skip else "waits"

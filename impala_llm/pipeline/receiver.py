@@ -81,6 +81,8 @@ _MAX_FRAMES_A_TURN = 1000
 _MAX_REASON = 1000
 _TAKE_OVER_S = 3.0
 """Silence of an actor after which another process may take its name; one that is seen to be dead needs none."""
+_MAX_STEPS_SHARE = 0.1
+"""Of the replay arena, which has a fifth more than the buffer may take up."""
 _MAX_REMEMBERED = 1 << 14
 """Most refusals, and most sequences out of order, that are remembered of an actor."""
 
@@ -123,6 +125,7 @@ class Receiver:
     that its actor does not list as held after so long is sent again. ticket_timeout_s: a ticket that has brought
     nothing after so long at an actor that lives is taken from it: that counts as a failure. bind, keys: a tcp endpoint
     for actors on other hosts, which come with keys; see sockets.router. max_tokens: of a trajectory that is taken.
+    published: the version that actors find on the board, where that is not the ledger's.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Receiver:
         bind: str | None = None,
         keys: LearnerKeys | None = None,
         max_tokens: int = MAX_TOKENS,
+        published: int | None = None,
     ) -> None:
         self.endpoints = [endpoint, *([] if bind is None else [bind])]
         self._keys = keys
@@ -155,7 +159,8 @@ class Receiver:
         self._totals: Counter[str] = Counter()
         self._actor_stats: dict[str, dict[str, float]] = {}
         self._engines: dict[str, dict[int, str]] = {}
-        self._step: list[int] = []
+        self._steps: dict[int, None] = {}
+        """What steps have trained on of which a later process would know nothing, by `unroll_id`."""
         # For whoever serves.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
         self._intake = Intake(arena, ledger, self._inbox, vocab_size, max_tokens)
@@ -163,7 +168,7 @@ class Receiver:
         self._acks: defaultdict[_Address, list[int]] = defaultdict(list)
         self._key_of: dict[str, str | None] = {}
         """Name of the key that an actor's name first came with; None: from this host, which needs none."""
-        self._announced = self._published = ledger.version
+        self._announced = self._published = ledger.version if published is None else published
         self._next_check = 0.0
         self._actors: dict[str, _Session] = {}
         """The same as the sessions, by actor id."""
@@ -225,12 +230,12 @@ class Receiver:
     def trained(self, unroll_ids: Iterable[int]) -> None:
         """These trajectories go into the step that makes the next version: before the first weight changes.
 
-        unroll_ids: `Trajectory.unroll_id`, of a whole episode its ticket's id. They are kept until that version is
-        announced: a learner that dies before it was published finds them again. See `TicketLedger.trained`.
+        unroll_ids: `Trajectory.unroll_id`, of a whole episode its ticket's id. They stay until that version, or a later
+        one, is announced as kept: a learner that dies before finds them again. See `TicketLedger.trained`.
         """
         step = list(unroll_ids)
         self._ledger.trained(step)
-        self._step += step
+        self._steps |= dict.fromkeys(step)
         self._shifts.nudge()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
@@ -240,18 +245,24 @@ class Receiver:
         self._arena.end(dropped)
         self._shifts.nudge()
 
-    def announce(self, version: int, published: bool = True) -> None:
+    def announce(self, version: int, published: bool = True, kept: bool = False) -> None:
         """The learner has made this version; tell all actors, if its weights are published.
 
-        Trajectories of steps that were never published are kept for a learner that is started again. ValueError where
-        the version is not a new one.
+        kept: a learner that is started again goes on from it, as from one that is published. Until then the
+        trajectories of its step stay for that learner, see `must_keep`. ValueError where the version is not a new one.
         """
-        self._ledger.advance(version)
+        self._ledger.advance(version, kept=published or kept)
         if published:
             self._published = version
-            self._arena.end(self._step)
-            self._step.clear()
+        if published or kept:
+            self._arena.end(self._steps)
+            self._steps.clear()
         self._shifts.nudge(urgent=True)
+
+    def must_keep(self) -> bool:
+        """Whether what was trained on since a version was kept takes up so much of the replay arena that the version
+        under way should be."""
+        return self._arena.share_of(self._steps) > _MAX_STEPS_SHARE
 
     def interrupted(self) -> None:
         """See `TicketLedger.interrupted`."""

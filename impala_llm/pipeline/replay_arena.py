@@ -219,6 +219,13 @@ class ReplayArena:
             found = [self._by_unroll.pop(number, None) for number in unroll_ids]
         self._index[[stored.row for stored in found if stored is not None], _STATE] = _ENDED
 
+    def share_of(self, unroll_ids: Iterable[int]) -> float:
+        """What these take up of the records or of the bytes that there is room for, whichever is more."""
+        with self._lock:
+            found = [self._by_unroll.get(number) for number in unroll_ids]
+        rows = [stored.row for stored in found if stored is not None]
+        return max(len(rows) / len(self._index), int(_rounded(self._index[rows, _SIZE]).sum()) / self._num_words)
+
     def view(self, start: int, size: int) -> _KeptWords:
         """uint64[size] at `start`."""
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)

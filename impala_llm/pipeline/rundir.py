@@ -15,6 +15,8 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/learner-<rank>.journal what became of its tickets
     <run id>/<actor id>.arena       the arena of an actor
     <run id>/weights/               the weight board
+    <run id>/kept/                  the same for learners alone: versions that actors were not given
+    <run id>/began                  when the run began to train
 """
 
 from __future__ import annotations
@@ -169,6 +171,22 @@ class RunDirectory:
     def journal_path(self, rank: int = 0) -> Path:
         """File of a learner rank's ticket journal."""
         return self.path / f"learner-{rank}.journal"
+
+    def began_at(self) -> float:
+        """When the first learner asked, in seconds of `time.monotonic`, which all processes of this host share."""
+        path = self.path / "began"
+        with contextlib.suppress(FileNotFoundError):
+            return float(path.read_text())
+        now = time.monotonic()
+        new = path.with_name("began.new")
+        new.write_text(repr(now))
+        os.replace(new, path)
+        return now
+
+    @property
+    def kept_path(self) -> Path:
+        """Directory of the weight board that learners alone read: versions that were not published to actors."""
+        return self.path / "kept"
 
     @property
     def weights_path(self) -> Path:

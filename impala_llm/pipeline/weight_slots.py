@@ -6,6 +6,7 @@ are shorter than it says, give a WeightsError that names the file.
     latest         JSON: the slot that holds the newest version; replaced by an atomic rename
     slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
     slot-<k>.json  the manifest of the slot, JSON; absent while the slot is written
+    slot-<k>.extra what the publisher keeps with a version and readers of weights do not need
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
     its holder
     publisher.lock flock: exclusive while a publisher writes
@@ -132,6 +133,7 @@ class Slot:
         self.weights = self.directory / WEIGHTS_FILE
         self.manifest = board / f"slot-{index}.json"
         self.lock = board / f"slot-{index}.lock"
+        self.extra = board / f"slot-{index}.extra"
         self._writable: np.ndarray | None = None
         self._writable_file: tuple[int, int, int] | None = None
         self._mapped: MappedWeights | None = None

@@ -100,13 +100,16 @@ class WeightPublisher:
                         slot.writable(layout.num_bytes)
         return time.monotonic() - begin
 
-    def publish(self, tensors: Mapping[str, TensorSource], version: int, timeout_s: float = 60.0) -> float:
+    def publish(
+        self, tensors: Mapping[str, TensorSource], version: int, timeout_s: float = 60.0, extra: bytes = b""
+    ) -> float:
         """Write a version and make it the latest.
 
         tensors: name -> (dtype, shape, uint8[bytes], contiguous, or what writes them). timeout_s: how long to wait
-        while readers hold all other slots. Returns the seconds taken. Raises SlotsInUse where no slot becomes free in
-        time; WeightsError where the version is below the latest, where another publisher is at work, or where memory is
-        short; ValueError where an array does not have its tensor's size.
+        while readers hold all other slots. extra: kept with the version, see `WeightLease.extra`. Returns the seconds
+        taken. Raises SlotsInUse where no slot becomes free in time; WeightsError where the version is below the latest,
+        where another publisher is at work, or where memory is short; ValueError where an array does not have its
+        tensor's size.
         """
         begin = time.monotonic()
         layout = self._plan(tensors)
@@ -129,6 +132,7 @@ class WeightPublisher:
                 )
             with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
                 slot.manifest.unlink(missing_ok=True)
+                write_atomically(slot.extra, extra)
                 manifest = write_version(layout, slot.writable(layout.num_bytes), tensors, version)
                 write_atomically(slot.manifest, manifest.to_json())
             write_latest(self.directory, slot.index, version)
@@ -198,6 +202,10 @@ class WeightLease:
         reads every byte once. Raises WeightsError where size, header or a checksum disagree.
         """
         return self._slot.mapped(self.manifest).tensors(self.manifest, str(self._slot.weights), verify)
+
+    def extra(self) -> bytes:
+        """What `publish` was given beside the weights. Valid until the lease ends."""
+        return self._slot.extra.read_bytes()
 
     def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
         """Copy all tensors, comparing their checksums in the same pass.

@@ -39,6 +39,7 @@ class Pair:
         version: int = 0,
         max_tokens: int = MAX_TOKENS,
         bind: str | None = None,
+        published: int | None = None,
     ) -> Receiver:
         """A later one goes on from what an earlier one left."""
         self.ledger = TicketLedger(
@@ -61,6 +62,7 @@ class Pair:
             ticket_timeout_s,
             max_tokens=max_tokens,
             bind=bind,
+            published=published,
         )
         receiver.start()
         self.receivers.append(receiver)

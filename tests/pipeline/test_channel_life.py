@@ -249,6 +249,32 @@ def test_what_was_learned_from_before_the_learner_died_stays_away_and_the_rest_i
     assert (counters["trained"], counters["in_buffer"]) == (1, 0)
 
 
+def test_a_learner_that_publishes_nothing_never_runs_out_of_room_and_loses_nothing(pair: Pair) -> None:
+    """It trains on three times what its arena has room for, and dies between two versions that it keeps."""
+    first = pair.receiver(max_staleness=None)
+    actor = pair.actor(want=4)
+    kept, since = 0, []
+    for version in range(1, 52):
+        for ticket in pair.tickets(actor, 4)[:4]:
+            actor.send(make_trajectory(ticket))
+        ids = [t.unroll_id for t in drain(first, 4, actor)[:4]]
+        turns_until(lambda: actor.num_unacknowledged == 0, actor)
+        first.trained(ids)
+        since += ids
+        is_due = first.must_keep()
+        first.announce(version, published=False, kept=is_due)
+        if is_due:
+            kept, since = version, []
+    assert 0 < kept < 51 and since, "the last step was not kept"
+    assert first.counters()["arena_fill"] < 0.5
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver(max_staleness=None, version=kept, published=0)
+    assert sorted(t.unroll_id for t in second.drain(0.0)) == sorted(since)
+    announced = [e for e in turns_until(counter(second, "actors"), actor) if isinstance(e, wire.WeightsAnnounced)]
+    assert {e.version for e in announced} <= {0}, "actors stay with what was published"
+
+
 def test_an_actor_is_told_to_end_the_episode_of_a_refused_unroll(pair: Pair) -> None:
     receiver = pair.receiver()
     actor = pair.actor(want=1)

@@ -98,6 +98,30 @@ def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on
         run.assert_gone()
 
 
+@pytest.mark.system
+def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after_a_kill(tmp_path: Path) -> None:
+    """Four times as many trajectories as the replay arena has places for, all from the first weights."""
+    offline = ("learner.sync_interval=null", "algorithm.max_staleness=null")
+    small = ("learner.batch_size=32", "replay.capacity=32", "learner.stall_timeout_s=30")
+    with Run(tmp_path, "experiment=toy", *offline, *small, ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(4 * 128 // 32)
+        [learner] = [
+            p for p in run.processes(str(ROOT / "impala_llm/learner.py")) if "torch.distributed.run" not in p.cmdline()
+        ]
+        learner.kill()
+        run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
+        run.wait_for_updates(4)
+        versions = column(run.rows(), "step")
+        goes_on_with = int(run.log.read_text().split("going on from version ")[1].split(";")[0]) + 1
+        assert 8 < goes_on_with and versions.count(goes_on_with) >= 1 and versions.count(1) == 1
+        ages = {row["step"]: row["staleness/mean"] for row in run.rows()}
+        assert ages == {step: step - 1 for step in ages}, "all of it was sampled by version 0"
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()
+
+
 def refuse_one_trajectory(run_name: str) -> None:
     """Play an actor whose only trajectory holds a token outside of the vocabulary."""
     run_dir = RunDirectory.attach(run_name)
