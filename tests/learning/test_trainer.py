@@ -92,7 +92,8 @@ def test_a_return_is_discounted_as_that_of_the_value_head_is(tmp_path: Path) -> 
 
 def test_pairs_are_ordered_by_their_returns(tmp_path: Path) -> None:
     policy = save_lm(tmp_path / "policy")
-    trainer = trainer_with(tmp_path / "lm", "algorithm=dpo", f"algorithm.reference={policy}")
+    overrides = ["algorithm=dpo", f"algorithm.reference={policy}", "engine.max_length=256"]
+    trainer = trainer_with(tmp_path / "lm", *overrides)
     advantages = trainer.episode_advantages(with_returns((10.0, 0.0), (0.0, 0.0)))
     assert advantages is not None and advantages[0] > 0 > advantages[1]
 
