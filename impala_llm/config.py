@@ -159,6 +159,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
+"""Of a trajectory (record.py), roughly: few turns, short texts."""
+
+
 def problems(config: Config) -> list[str]:
     """All reasons why a configuration cannot work; empty when it can. Pure: looks at no process and starts none."""
     values = dict(leaves(config))
@@ -201,6 +205,18 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"learner.batch_size={learner.batch_size} ({share} a rank) is larger than the buffer, "
             f"replay.capacity={replay.capacity}: raise replay.capacity to at least {share}"
+        )
+    # All groups that may be under way, each without its last member, or else a batch.
+    most = share * (1 + (algorithm.max_staleness or 0) * (algorithm.group_size > 1))
+    needed = most * (BYTES_PER_TOKEN * engine.max_length + METADATA_BYTES)
+    if needed > replay.capacity_mb << 20:
+        what = "in groups whose other members are still to come" if algorithm.group_size > 1 else "in a batch"
+        found.append(
+            f"replay.capacity_mb={replay.capacity_mb} cannot hold the {most} episodes of a rank {what}: they take "
+            f"{needed / (1 << 20):.0f} MiB at engine.max_length={engine.max_length}: raise it to at least "
+            f"{-(-needed // (1 << 20))}, or lower learner.batch_size"
+            + (", algorithm.max_staleness" if algorithm.group_size > 1 and algorithm.max_staleness else "")
+            + " or engine.max_length"
         )
     compares = f"algorithm.advantage={algorithm.advantage}" if algorithm.advantage in AGAINST_GROUP else None
     compares = "algorithm.loss=dpo" if algorithm.loss == "dpo" else compares

@@ -147,6 +147,7 @@ def learn(config: Config, ranks: Ranks) -> None:
                 if config.learner.save_every and version % config.learner.save_every == 0 and ranks.is_main:
                     model.save(Path(config.run.dir) / f"policy-{version}", files)
             meters.finish_step(timer.end_step(), batch.num_tokens)
+            del batch  # its space is wanted while the next one is waited for
             summary = meters.gather()
             if writer is not None:
                 writer.write(version, summary)

@@ -93,8 +93,10 @@ class Trajectory:
         return dataclasses.replace(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Trajectory":
+        """A plain one, with arrays of its own."""
+        metadata = {name: getattr(self, name) for name in METADATA_FIELDS}
         arrays = {name: getattr(self, name).copy() for name in ARRAY_FIELDS}
-        return dataclasses.replace(self, **arrays, stats=dict(self.stats))
+        return Trajectory(**arrays, **metadata | {"stats": dict(self.stats)})
 
     def __post_init__(self) -> None:
         for name, dtype in ARRAY_FIELDS.items():

@@ -55,6 +55,10 @@ def test_overrides_and_groups_take_effect():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            ["engine.max_length=8192", "learner.batch_size=2048", "algorithm.group_size=8", "replay.capacity_mb=512"],
+            ["replay.capacity_mb=512", "6144 episodes", "822 MiB", "at least 822", "algorithm.max_staleness"],
+        ),
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
         (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),

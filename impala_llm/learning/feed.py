@@ -4,6 +4,8 @@ Invariant: every trajectory that comes out of the receiver is reported back once
 here for a group member that can never come. An unroll of an episode is a trajectory of its own.
 """
 
+import copy
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from impala_llm.replay import (
     SamplesPerInsert,
 )
 from impala_llm.settings import Config
-from impala_llm.trajectory import Trajectory
+from impala_llm.trajectory import DeferredTrajectory, Trajectory
+
+_log = logging.getLogger(__name__)
 
 
 class Stalled(RuntimeError):
@@ -96,6 +100,8 @@ class Feed:
         self.received: list[Trajectory] = []
         """Arrived since the caller last cleared it."""
         self.evicted: list[Trajectory] = []
+        self.num_yielded = 0
+        """Groups that had to go on without members that were still to come, since the start."""
 
     def next_batch(self, version: int) -> Batch:
         """Wait until a batch can be drawn.
@@ -116,7 +122,10 @@ class Feed:
                     f"{len(self._groups)} in open groups, {counters['failed']:.0f} attempts failed so far; "
                     "look at the actors' logs"
                 )
+            num_received = len(self.received)
             self.collect(version, timeout_s=0.2)
+            if self._receiver.is_full and len(self.received) == num_received:
+                self._yield_oldest(version)
         return batch
 
     def collect(self, version: int, timeout_s: float) -> None:
@@ -140,6 +149,27 @@ class Feed:
             self._rate.record_inserts(len(complete) * self._group_size)
             self._evict(self.buffer.insert_all(complete, version))
         self._drop(late)
+
+    def _yield_oldest(self, version: int) -> None:
+        """Nothing more can come in, as the replay arena is full, and there is no batch: the group that has waited
+        longest for its other members is used without them, or dropped where it has but one."""
+        if open_groups := self._groups.open_groups():
+            group_id = min(open_groups)
+            _log.warning(
+                "the replay arena is full of groups that miss members: group %d goes on with %d of %d; raise "
+                "replay.capacity_mb",
+                *(group_id, open_groups[group_id], self._group_size),
+            )
+            self.num_yielded += 1
+            group, dropped = self._groups.close_short(group_id)
+            if group is not None:
+                self._rate.record_inserts(self._group_size)
+                self._evict(self.buffer.insert_all([group.trajectories], version))
+            self._drop(list(dropped))
+        # What was dropped is only measured from here on: its space is wanted.
+        copies = {id(t): copy.deepcopy(t) for t in self.evicted if isinstance(t, DeferredTrajectory)}
+        self.evicted = [copies.get(id(t), t) for t in self.evicted]
+        self.received = [copies.get(id(t), t) for t in self.received]
 
     def arrivals(self, version: int) -> list[Trajectory]:
         """What has arrived since the caller last cleared `received`, up to now."""

@@ -66,6 +66,7 @@ class Meters:
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
         self._complaints = Complaints()
+        self._num_yielded = 0
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
@@ -78,6 +79,8 @@ class Meters:
             log.add("buffer/evicted", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
             log.add("buffer/evicted_reward", float(t.rewards.sum()))
+        log.add("buffer/yielded_groups", feed.num_yielded - self._num_yielded)
+        self._num_yielded = feed.num_yielded
         feed.received.clear()
         feed.evicted.clear()
         stats = feed.buffer.stats()

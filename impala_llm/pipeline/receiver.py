@@ -264,6 +264,11 @@ class Receiver:
         under way should be."""
         return self._arena.share_of(self._steps) > _MAX_STEPS_SHARE
 
+    @property
+    def is_full(self) -> bool:
+        """Something that actors offer waits for room in the replay arena."""
+        return any(session.offers.queue for session in list(self._waiting.values()))
+
     def interrupted(self) -> None:
         """See `TicketLedger.interrupted`."""
         self._ledger.interrupted()

@@ -2,16 +2,40 @@
 
 import dataclasses
 import random
+import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch, Feed, Stalled
+from impala_llm.pipeline.channel import ActorChannel
+from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.replay_arena import ReplayArena
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.task_order import TaskOrder
+from impala_llm.pipeline.tickets import Ticket, TicketLedger
 from impala_llm.trajectory import Trajectory
+from tests.pipeline.keeping import words_of
+from tests.pipeline.support import VOCAB_SIZE, turns_until
+from tests.pipeline.support import make_trajectory as make_played
 from tests.replay.builders import make_trajectory
 
 GROUP, BATCH = 4, 8
+
+
+def make_record(ticket: Ticket | None = None) -> Trajectory:
+    """Of the same size for all tickets."""
+    name = f"episode {0 if ticket is None else ticket.ticket_id:3}"
+    return make_played(ticket, num_tokens=100, episode_id=name)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:  # a short path
+        yield run
 
 
 class PlayedReceiver:
@@ -20,6 +44,7 @@ class PlayedReceiver:
     def __init__(self) -> None:
         self.arriving: list[Trajectory] = []
         self.lost: dict[int, int] = defaultdict(int)
+        self.is_full = False
         self.evicted_tickets: list[int] = []
 
     def drain(self, timeout_s: float) -> list[Trajectory]:
@@ -213,3 +238,49 @@ def test_each_unroll_of_an_episode_is_an_item_of_its_own() -> None:
     young = [t.unroll_id for t in unrolls if t.unroll_index >= 2]
     assert [t.unroll_id for t in batch.trajectories] == young, "by ticket, then by unroll"
     assert sorted([*receiver.evicted_tickets, *young]) == sorted(t.unroll_id for t in unrolls), "the others are too old"
+
+
+def test_the_oldest_incomplete_group_yields_when_nothing_more_can_come_in(caplog: pytest.LogCaptureFixture) -> None:
+    feed, receiver = make_feed("learner.stall_timeout_s=20")
+    receiver.is_full = True
+    receiver.arriving = [*members(2, missing=1), *members(0, missing=3), *members(1, missing=2)]
+    batch = feed.next_batch(version=0)
+    assert tickets(batch) == [4, 5, 8, 9, 10]  # groups 1 and 2
+    assert receiver.evicted_tickets == [0]  # nobody to compare it with
+    assert feed.num_yielded == 3
+    assert "group 0 goes on with 1 of 4" in caplog.text and "replay.capacity_mb" in caplog.text
+    receiver.arriving = members(0)[1:] + members(1)[2:]  # too late
+    feed.collect(version=0, timeout_s=0.0)
+    assert receiver.evicted_tickets == [0, 1, 2, 3, 6, 7]
+
+
+def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirectory) -> None:
+    """Of each group three members come, then the arena is full and the last ones wait outside."""
+    order = TaskOrder(range(50), GROUP, seed=1)
+    ledger = TicketLedger(order, BATCH, max_staleness=2)
+    size = -(-8 * len(words_of(make_record())) // 64) * 64
+    arena = ReplayArena(run_dir.replay_path(), 17 * size, max_records=64)
+    receiver = Receiver(run_dir.endpoint(0), ledger, VOCAB_SIZE, run_dir, arena, heartbeat_timeout_s=600.0)
+    receiver.start()
+    actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, heartbeat_s=0.05)
+    settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}"]
+    feed = Feed(load([*settings, "algorithm.max_staleness=2", "learner.stall_timeout_s=60"]), receiver, BATCH, 0)
+    try:
+        actor.hello()
+        actor.request(24)
+        turns_until(lambda: len(actor.held) == 24, actor)
+        actor.request(0)
+        last = [ticket for ticket in actor.held if ticket.ticket_id % GROUP == GROUP - 1]
+        first = [ticket for ticket in actor.held if ticket not in last]
+        for ticket in (*first, *last):
+            actor.send(make_record(ticket))
+        turns_until(lambda: receiver.is_full, actor)
+        batch = feed.next_batch(version=0)
+        assert len(batch.trajectories) >= 2 and feed.num_yielded > 0
+        receiver.trained([t.unroll_id for t in batch.trajectories])
+        receiver.announce(1)
+        batch = feed.next_batch(version=1)
+        assert len(batch.trajectories) >= 2
+    finally:
+        actor.close()
+        receiver.close()

@@ -60,7 +60,7 @@ def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog
             return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
 
     meters = Meters(Told(), None)  # type: ignore[arg-type]
-    feed = SimpleNamespace(received=[], evicted=[], buffer=ReplayBuffer(OldestFirst(), 1, 1))
+    feed = SimpleNamespace(received=[], evicted=[], num_yielded=0, buffer=ReplayBuffer(OldestFirst(), 1, 1))
     meters.observe(feed, Batch((), (), (), 1.0), 3)  # type: ignore[arg-type]
     found = meters.log.flush()
     assert found["actor/idle_share"] == 0.25
