@@ -653,7 +653,9 @@ class TicketLedger:
         again: deque[str] = deque()
         blocked: list[str] = []
         while self._may_grant() and (actor := self._next_below() or (again.popleft() if again else None)):
-            for _ in range(min(self._wants[actor] - len(self._open_at[actor]), self._order.group_size)):
+            num_missing = self._wants[actor] - len(self._open_at[actor])
+            is_last = not (again or self._below)  # nobody else has a turn
+            for _ in range(num_missing if is_last else min(num_missing, self._order.group_size)):
                 ticket_id = self._take_ready(actor)
                 if ticket_id is None and self._may_start_group():
                     self._start_group()
