@@ -77,7 +77,7 @@ def learn(config: Config, ranks: Ranks) -> None:
         model.check(config.engine.max_length)
         if ranks.is_main:
             for caution in cautions(config, model):
-                print(f"learner: {caution}", file=sys.stderr)
+                print(f"learner: {caution}", flush=True)  # stdout: a supervisor sends stderr to the learner's log
         files = policy_files(resolve_policy(config))
         board = sender = None
         if ranks.is_main:
