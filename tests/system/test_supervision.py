@@ -157,7 +157,12 @@ if len(starts.read_text().splitlines()) == 1:
 @pytest.mark.system
 def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     learner = Child(
-        "learner", [sys.executable, "-c", RANK, str(tmp_path)], None, {**os.environ, FAMILY: "test-ranks"}, 2, tmp_path
+        "learner",
+        [sys.executable, "-c", RANK, str(tmp_path)],
+        None,
+        {**os.environ, FAMILY: "test-ranks"},
+        num_ranks=2,
+        meeting_place=tmp_path,
     )
     learner.start()
     deadline = time.monotonic() + 60
