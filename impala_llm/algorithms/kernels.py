@@ -29,9 +29,10 @@ def padded_targets(
     ratio, discounts, rewards, values: float[T, B]; bootstrap_value: float[B].
     """
     vs, advantages = _empty_pair(values)
+    targets = vs.numpy()
     _padded(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value),
-        _constants(vs, rho_bar, c_bar, lam), vs.numpy(), advantages.numpy(),
+        _constants(targets, rho_bar, c_bar, lam), targets, advantages.numpy(),
     )  # fmt: skip
     return vs, advantages
 
@@ -53,9 +54,10 @@ def packed_targets(
     values must have been checked: the loop does not.
     """
     vs, advantages = _empty_pair(values)
+    targets = vs.numpy()
     _packed(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value), _array(segment_ids),
-        _constants(vs, rho_bar, c_bar, lam), vs.numpy(), advantages.numpy(),
+        _constants(targets, rho_bar, c_bar, lam), targets, advantages.numpy(),
     )  # fmt: skip
     return vs, advantages
 
@@ -76,9 +78,9 @@ def _array(x: Tensor) -> np.ndarray[Any, Any]:
     return x.detach().contiguous().numpy()
 
 
-def _constants(like: Tensor, rho_bar: float, c_bar: float, lam: float) -> np.ndarray[Any, Any]:
+def _constants(like: np.ndarray[Any, Any], rho_bar: float, c_bar: float, lam: float) -> np.ndarray[Any, Any]:
     """rho_bar, c_bar, lam and 0 in the dtype of the data: a Python float would draw all arithmetic to float64."""
-    return torch.tensor([rho_bar, c_bar, lam, 0.0], dtype=like.dtype).numpy()
+    return np.array([rho_bar, c_bar, lam, 0.0], like.dtype)
 
 
 # contract: a product and a sum may be one instruction, which shortens the chain from step to step
