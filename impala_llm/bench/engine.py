@@ -3,7 +3,7 @@
 The embedded part: random models (5m: a Qwen3 of 4 layers, hidden size 256 and vocabulary 4,096; 135m: the shape of
 SmolLM2-135M) answer requests without stop tokens, so that all contenders give the same number of tokens, sampled at
 temperature 1, with log-probabilities returned, in float32. Every contender has a process with one thread, is warmed by
-one round, and all take turns in every round of one run, in an order that rotates. Three workloads:
+short answers, and all take turns in every round of one run, in an order that rotates. Three workloads:
 
     uneven              48 requests as they come: answers of 9 to 384 tokens, mean 105
     sorted              the same by length of their answers, which nobody knows before they are there
@@ -44,7 +44,7 @@ from impala_llm.bench.frame import BenchError
 from impala_llm.engines.sglang_settings import find_python
 
 OPTIONS = {
-    "rounds": "measured rounds; default 5, and 3 of the larger model",
+    "rounds": "measured rounds; default 5, and 2 of the larger model",
     "models": "5m, 135m; default both, with a comma between",
     "workloads": "uneven, sorted, equal; default all",
     "slots": "sequences at a time; default 16",
@@ -53,7 +53,8 @@ OPTIONS = {
     "sglang_python": "Python that has SGLang; default $IMPALA_LLM_SGLANG_PYTHON, this one, or that of .venv-sglang",
 }
 _PARTS = ("embedded", "sglang")
-_ROUNDS = {"5m": 5, "135m": 3}
+_ROUNDS = {"5m": 5, "135m": 2}
+_WARM_TOKENS = 32
 
 
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -115,12 +116,12 @@ def measure_embedded(
         rounds: dict[str, dict[str, list[Any]]] = {w: {name: [] for name in workers} for w in workloads}
         names = list(workers)
         for workload, requests in workloads.items():
-            for index in range(-1, num_rounds):
+            for name in names:
+                workers[name].play([(prompt, min(length, _WARM_TOKENS)) for prompt, length in requests[:slots]])
+            for index in range(num_rounds):
                 start = index % len(names)
                 for name in names[start:] + names[:start]:
-                    played = workers[name].play(requests)
-                    if index >= 0:
-                        rounds[workload][name].append(played)
+                    rounds[workload][name].append(workers[name].play(requests))
         return rounds, {name: worker.version for name, worker in workers.items()}
 
 
