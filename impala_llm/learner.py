@@ -15,11 +15,13 @@ the trajectories that wait for it fill the replay arena.
 Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
 """
 
+import math
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -106,18 +108,21 @@ def learn(config: Config, ranks: Ranks) -> None:
 
         meters = Meters(receiver, ranks)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
+        if ranks.is_main:
+            stack.push(partial(save_what_was_learned, trainer, Path(config.run.dir) / "policy", files))
         timer = trainer.timer
-        began_at = run_dir.began_at() if ranks.is_main else 0.0
-
-        def progress_at(version: int) -> float:
-            """By rank 0's clock: ranks must end together."""
-            share = share_done(config.learner, version, time.monotonic() - began_at) if ranks.is_main else 0.0
-            return ranks.sum([share])[0]
-
-        progress = progress_at(version)
+        # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
+        began_at = math.inf
+        progress = version / config.learner.total_updates
         while progress < 1.0:
             with timer.stage("idle"):
-                batch = feed.next_batch(version)
+                batch = feed.next_batch(version, end_of_time(config.learner, began_at), view and view.wait)
+            # Ranks end together: where one has waited in vain for the rest of the time, all do.
+            if config.learner.max_minutes is not None and ranks.sum([float(batch is None)])[0] > 0:
+                break
+            assert batch is not None
+            if math.isinf(began_at):
+                began_at = ranks.sum([run_dir.began_at() if ranks.is_main else 0.0])[0]
             # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
             receiver.trained([t.unroll_id for t in batch.trajectories])
             trainer.update(batch, version, progress, partial(feed.arrivals, version))
@@ -142,7 +147,8 @@ def learn(config: Config, ranks: Ranks) -> None:
                 receiver.announce(version, published=is_out, kept=is_due)
                 meters.log.add("weights/publish_s", time.perf_counter() - before)
             with timer.stage("log"):
-                progress = progress_at(version)
+                share = share_done(config.learner, version, time.monotonic() - began_at) if ranks.is_main else 0.0
+                progress = ranks.sum([share])[0]  # by rank 0's clock
                 meters.observe(feed, batch, version)
                 if config.learner.save_every and version % config.learner.save_every == 0 and ranks.is_main:
                     model.save(Path(config.run.dir) / f"policy-{version}", files)
@@ -153,12 +159,30 @@ def learn(config: Config, ranks: Ranks) -> None:
                 writer.write(version, summary)
             if view is not None:
                 view.update(version, summary, progress)
-        if ranks.is_main:
-            model.save(Path(config.run.dir) / "policy", files)
+
+
+def save_what_was_learned(
+    trainer: Trainer, target: Path, files: Mapping[str, bytes], kind: type[BaseException] | None, *_: object
+) -> None:
+    """Save the policy at the end of training, or when this process is told to stop. Nobody sees half of it.
+
+    Not after an error, which another learner goes on from, nor where the signal has come amid a change of the weights.
+    """
+    if kind is not None and (trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
+        return
+    aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+    trainer.model.save(aside, files)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+
+
+def end_of_time(config: LearnerConfig, began_at: float) -> float:
+    """When `max_minutes` are over, in seconds of `time.monotonic`. began_at: infinite before the first batch."""
+    return math.inf if config.max_minutes is None else began_at + 60 * config.max_minutes
 
 
 def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
-    """Of a run, in [0, 1], by updates or by time, whichever is further. elapsed_s: since its first learner began."""
+    """Of a run, in [0, 1], by updates or by time, whichever is further. elapsed_s: since its first batch."""
     share = version / config.total_updates
     if config.max_minutes is not None:
         share = max(share, elapsed_s / 60 / config.max_minutes)

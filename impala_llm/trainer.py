@@ -55,6 +55,8 @@ class Trainer:
         self.complaints = Complaints(_COMPLAINT_INTERVAL_S)
         self.num_updates = 0
         """Since this process began: what warms up does so again after a restart."""
+        self.is_stepping = False
+        """Amid a change of the weights, also where an exception has ended it there."""
 
     def update(
         self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
@@ -131,7 +133,9 @@ class Trainer:
             ranks.sum_gradients(self.model)
             num_culprits = ranks.sum([len(culprits)])[0]
         with timer.stage("optimize"):
+            self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
+            self.is_stepping = False
         self.num_updates += 1
         if culprits:
             self.name(culprits, version)

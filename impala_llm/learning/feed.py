@@ -8,6 +8,7 @@ import copy
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from impala_llm.pipeline.receiver import Receiver
@@ -103,30 +104,42 @@ class Feed:
         self.num_yielded = 0
         """Groups that had to go on without members that were still to come, since the start."""
 
-    def next_batch(self, version: int) -> Batch:
-        """Wait until a batch can be drawn.
+    def next_batch(
+        self, version: int, until: float = math.inf, on_wait: Callable[[str], object] | None = None
+    ) -> Batch | None:
+        """Wait until a batch can be drawn. None where there was none `until` then, in seconds of `time.monotonic`.
+
+        on_wait: called a few times a second with what is waited for.
 
         Raises:
             Stalled: after `learner.stall_timeout_s`.
             ReceiverError: the receiver has died.
         """
-        deadline = time.monotonic() + self._stall_timeout_s
+        started = time.monotonic()
         self.collect(version, timeout_s=0.0)
         while (batch := self._draw(version)) is None:
-            if time.monotonic() > deadline:
-                counters = self._receiver.counters()
+            now = time.monotonic()
+            if now >= until:
+                return None
+            if now - started > self._stall_timeout_s:
                 raise Stalled(
-                    f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): "
-                    f"{counters['actors']:.0f} actors, "
-                    f"{counters['open']:.0f} episodes under way, {len(self.buffer)} groups buffered, "
-                    f"{len(self._groups)} in open groups, {counters['failed']:.0f} attempts failed so far; "
-                    "look at the actors' logs"
+                    f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {self._missing()}, "
+                    f"{self._receiver.counters()['failed']:.0f} attempts failed so far; look at the actors' logs"
                 )
+            if on_wait is not None:
+                on_wait(self._missing())
             num_received = len(self.received)
             self.collect(version, timeout_s=0.2)
             if self._receiver.is_full and len(self.received) == num_received:
                 self._yield_oldest(version)
         return batch
+
+    def _missing(self) -> str:
+        counters = self._receiver.counters()
+        return (
+            f"{counters['actors']:.0f} actors, {counters['open']:.0f} episodes under way, {len(self.buffer)} of "
+            f"{self._num_items} groups buffered, {len(self._groups)} in open groups"
+        )
 
     def collect(self, version: int, timeout_s: float) -> None:
         """Take in what has arrived, waiting up to `timeout_s` for the first."""

@@ -52,6 +52,18 @@ class TerminalView:
         if self._live is not None:
             self._live.stop()
 
+    def wait(self, what: str) -> None:
+        """Shows what the first step waits for; later steps leave the lines of the last one."""
+        now = self._clock()
+        if self._seen:
+            return
+        text = f"waiting {_clock_text(now - self._started)} for the first batch: {what}"
+        if self._live is not None:
+            self._live.update(Text(text), refresh=True)
+        elif self._last_line is None or now - self._last_line >= PLAIN_INTERVAL_S:
+            print(text, file=self._stream, flush=True)
+            self._last_line = now
+
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ def members(group_id: int, version: int = 0, missing: int = 0) -> list[Trajector
     return [make_trajectory(version=version, ticket_id=ticket, group_id=group_id) for ticket in tickets]
 
 
-def tickets(batch: Batch) -> list[int]:
+def tickets(batch: Batch | None) -> list[int]:
+    assert batch is not None
     return [t.ticket_id for t in batch.trajectories]
 
 
@@ -178,7 +180,7 @@ def test_no_batch_for_too_long_says_what_there_was() -> None:
     feed, receiver = make_feed("learner.stall_timeout_s=1")
     feed._stall_timeout_s = 0.0
     receiver.arriving = members(0) + members(1, missing=1)
-    with pytest.raises(Stalled, match=r"stall_timeout_s.* 2 actors, 3 episodes under way, 1 groups buffered, 3"):
+    with pytest.raises(Stalled, match=r"stall_timeout_s.* 2 actors, 3 episodes under way, 1 of 2 groups buffered, 3"):
         feed.next_batch(version=0)
 
 
@@ -284,3 +286,10 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
     finally:
         actor.close()
         receiver.close()
+
+
+def test_a_wait_says_what_is_missing_and_ends_with_the_time_of_the_run() -> None:
+    feed, _ = make_feed()
+    said: list[str] = []
+    assert feed.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
+    assert said and "0 of 2 groups buffered" in said[0]

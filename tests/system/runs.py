@@ -29,12 +29,14 @@ class Run:
         self.directory = directory
         self.settings = [f"run.name={self.name}", f"run.dir={directory}", "run.terminal=false", *settings]
         self.started: list[subprocess.Popen[bytes]] = []
+        self.python_path = [str(ROOT)]
+        """PYTHONPATH of what is started."""
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
         """Start a command with the run's settings behind it; what it prints goes to `log`."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
         with self.log.open("ab") as out:
             process = subprocess.Popen(
                 [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL

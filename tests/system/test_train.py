@@ -71,6 +71,7 @@ def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
+        assert (tmp_path / "policy" / "model.safetensors").is_file()
 
 
 @pytest.mark.system
@@ -96,6 +97,11 @@ def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
         run.assert_gone()
+        # What was learned is there, and the last line says where.
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            f.name for f in (tmp_path / "policy").iterdir()
+        }
+        assert f"policy, logs, tensorboard are in {tmp_path}" in run.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.system

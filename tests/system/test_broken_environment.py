@@ -1,0 +1,55 @@
+"""Environments that break: the run ends with the reason, or with its time, and never in a loop."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import Run, column
+
+PATCH = """
+from impala_llm.envs import toy
+
+whole = toy.ParrotSession.step
+count = 0
+
+def broken(self, action):
+    global count
+    count += 1
+    if count > {sound}:
+        {fault}
+    return whole(self, action)
+
+toy.ParrotSession.step = broken
+"""
+
+
+def break_environment(folder: Path, sound: int, fault: str) -> str:
+    """A folder for PYTHONPATH in which each process's environment breaks after so many steps."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PATCH.format(sound=sound, fault=fault))
+    return str(folder)
+
+
+@pytest.mark.system
+def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", "learner.total_updates=100000") as run:
+        run.python_path.insert(0, break_environment(tmp_path / "patch", 200, 'raise KeyError("no such room")'))
+        assert run.train().wait(200) == 2, run.printed()
+        run.assert_gone()
+        printed = run.log.read_text()
+        assert "episodes failed one after the other" in printed and "no such room" in printed
+        assert "Traceback" not in printed
+        actor_log = (tmp_path / "run" / "logs" / "actor-0.log").read_text()
+        assert actor_log.count("KeyError: 'no such room'") >= 1 and actor_log.count("Traceback") <= 3
+        assert sum(column(run.rows(), "actor/failed_episodes")) < 2000
+
+
+@pytest.mark.system
+def test_the_time_of_a_run_ends_it_while_it_waits(tmp_path: Path) -> None:
+    """The environment stands still after some updates; its episodes have more time than the run."""
+    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", "learner.max_minutes=0.2")
+    with Run(tmp_path / "run", *settings) as run:
+        run.python_path.insert(0, break_environment(tmp_path / "patch", 300, "__import__('time').sleep(1000)"))
+        assert run.train().wait(120) == 0, run.printed()
+        run.assert_gone()
+        assert run.rows() and (tmp_path / "run" / "policy" / "model.safetensors").is_file()
