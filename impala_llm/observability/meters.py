@@ -17,6 +17,14 @@ WINDOW = 500
 """Episodes that a windowed score covers at least, once there are so many."""
 
 
+def _length_class(num_tokens: int) -> str:
+    """As the metrics of what was dropped call it."""
+    for limit, name in ((256, "below_256"), (1024, "below_1k"), (4096, "below_4k"), (16384, "below_16k")):
+        if num_tokens < limit:
+            return name
+    return "from_16k"
+
+
 class EpisodeWindow:
     """Score and success rate over the last `size` finished episodes, or somewhat more: whole steps are kept."""
 
@@ -77,6 +85,7 @@ class Meters:
             self._observe_arrival(t)
         for t in feed.evicted:
             log.add("buffer/evicted", 1)
+            log.add(f"buffer/evicted_{_length_class(t.num_tokens)}", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
             log.add("buffer/evicted_reward", float(t.rewards.sum()))
         log.add("buffer/yielded_groups", feed.num_yielded - self._num_yielded)

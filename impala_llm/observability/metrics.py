@@ -131,7 +131,7 @@ _DECLARED = (
     ("staleness/newest", _MIN, "of the newest action token in the batch"),
     ("staleness/mean", _MEAN, "mean over the batch's action tokens"),
     ("staleness/span", _MEAN, "newest minus oldest version inside a trajectory, per trajectory of the batch"),
-    ("staleness/in_buffer", _MEAN, "of the oldest token of each trajectory in the buffer, per trajectory"),
+    ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by its token of middle age"),
     ("staleness/in_flight", _MEAN, "learner version minus the version at the grant, per outstanding ticket"),
     # Speed of both sides, per wall-clock second. Levels of kind `sum` are over ranks: each adds its own once a step.
     ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
@@ -174,6 +174,16 @@ _DECLARED = (
     ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
     ("buffer/evicted", _SUM, "trajectories dropped for age or space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
+    *(
+        (f"buffer/evicted_{name}", _SUM, f"the same of {tokens} tokens, so that it is seen whether long ones are lost")
+        for name, tokens in (
+            ("below_256", "fewer than 256"),
+            ("below_1k", "256 to 1,023"),
+            ("below_4k", "1,024 to 4,095"),
+            ("below_16k", "4,096 to 16,383"),
+            ("from_16k", "16,384 or more"),
+        )
+    ),
     ("buffer/evicted_reward", _MEAN, "reward of a dropped trajectory, per dropped trajectory"),
     (
         "buffer/ess",

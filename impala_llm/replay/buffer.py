@@ -24,7 +24,7 @@ import numpy as np
 from impala_llm.replay.columns import Column, RowOfItem, SignatureCounts, moves
 from impala_llm.replay.priorities import Sampler
 from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
-from impala_llm.trajectory import Trajectory
+from impala_llm.trajectory import NO_VERSION, Trajectory
 
 STATE_FORMAT = 2
 
@@ -92,7 +92,7 @@ class BufferStats:
     fill: float
     """The larger share of the two capacities, in [0, 1]."""
     oldest_version: int | None
-    """Of the items' oldest tokens; None when the buffer is empty."""
+    """The smallest of the items; None when the buffer is empty."""
     newest_version: int | None
 
 
@@ -103,7 +103,7 @@ _ITEM = np.dtype([("item_id", np.int64), ("num_replays", np.int64)])
 class _Item(NamedTuple):
     """What the rows of an item hold, but its number and its replays."""
 
-    oldest_version: int
+    version: int
     num_bytes: int
     signature: str
     trajectories: tuple[Trajectory, ...]
@@ -115,7 +115,9 @@ class ReplayBuffer:
     Args:
         sampler: decides what is drawn and what a full buffer gives up.
         capacity_trajectories, capacity_bytes: both hold; bytes count the arrays.
-        max_staleness: η >= 0 in policy versions, of an item's oldest token; infinity never evicts by age.
+        max_staleness: η >= 0 in policy versions; an item of which more than half of the action tokens are older is
+            evicted. A long episode that is mostly fresh teaches, although it began long ago; the ratios correct for
+            its older tokens. Infinity never evicts by age.
         max_replays: times that an item may be sampled, >= 1.
         seed: >= 0, of all draws.
         separate_replayed: what was sampled before is a class of its own, and `sample` takes `max_replayed`.
@@ -218,7 +220,7 @@ class ReplayBuffer:
         for item in new:
             item_id = self._next_id
             self._next_id += 1
-            if version - item.oldest_version > self._max_staleness:
+            if version - item.version > self._max_staleness:
                 evicted.append(EvictedItem(item_id, "stale", 0, item.trajectories))
                 continue
             num_trajectories += len(item.trajectories)
@@ -380,8 +382,8 @@ class ReplayBuffer:
         items = []
         for signature, saved in zip(state["signatures"], state["trajectories"], strict=True):
             members = tuple(map(trajectory_from_state, saved))
-            oldest, num_bytes = min(t.oldest_version for t in members), sum(t.nbytes for t in members)
-            items.append(_Item(oldest, num_bytes, signature, members))
+            middle = _middle_version(np.concatenate([t.versions for t in members]))
+            items.append(_Item(middle, sum(t.nbytes for t in members), signature, members))
         if items:
             self._append(state["item_ids"], state["num_replays"], items)
         self._order.load_state_dict(
@@ -407,7 +409,7 @@ class ReplayBuffer:
                     f"trajectories holds {len(members)} of {num_bytes} bytes: the whole buffer has room for "
                     f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
                 )
-        # As `Trajectory.oldest_version` and `newest_version`, of all at once.
+        # As `Trajectory.oldest_version` and `newest_version`, of all at once. Most items are of one version.
         versions = np.concatenate([t.versions for members in items for t in members])
         ends = np.cumsum([sum([len(t.versions) for t in members]) for members in items])
         starts = np.concatenate([[0], ends[:-1]])
@@ -416,8 +418,10 @@ class ReplayBuffer:
             raise ValueError(
                 f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
             )
-        oldest = np.minimum.reduceat(versions.view(np.uint32), starts).tolist()
-        return list(map(_Item, oldest, sizes, signatures, map(tuple, items)))
+        middle = np.minimum.reduceat(versions.view(np.uint32), starts)
+        for place in np.flatnonzero(np.maximum.reduceat(versions, starts) != middle).tolist():
+            middle[place] = _middle_version(versions[starts[place] : ends[place]])
+        return list(map(_Item, middle.tolist(), sizes, signatures, map(tuple, items)))
 
     def _take_in(self, ids: list[int], items: list[_Item]) -> list[EvictedItem]:
         """Items that fit into an empty buffer, all together. Returns what had to go."""
@@ -450,12 +454,12 @@ class ReplayBuffer:
     def _append(self, item_ids: np.ndarray, num_replays: np.ndarray, items: list[_Item]) -> None:
         """All of new rows, int64[k], but their order and the counts of their signatures."""
         num = len(items)
-        oldest_versions, sizes, signatures, trajectories = zip(*items, strict=True)
+        versions, sizes, signatures, trajectories = zip(*items, strict=True)
         self._row_of.put(item_ids, np.arange(len(self), len(self) + num))
         # As an array of tuples, which numpy would otherwise take apart.
         self._trajectories.extend(num)[:] = np.fromiter(trajectories, np.object_, num)
         self._signature_of.extend(num)[:] = signatures
-        self._versions.extend(num)[:] = oldest_versions
+        self._versions.extend(num)[:] = versions
         self._sizes.extend(num)[:] = sizes
         rows = self._items.extend(num)
         rows["item_id"], rows["num_replays"] = item_ids, num_replays
@@ -467,7 +471,7 @@ class ReplayBuffer:
         if self._separate_replayed:
             self._num_replayed += int(np.count_nonzero(num_replays))
         if self._max_staleness < math.inf:
-            for entry in zip(oldest_versions, item_ids.tolist(), strict=True):
+            for entry in zip(versions, item_ids.tolist(), strict=True):
                 heapq.heappush(self._by_age, entry)
 
     def _remove(self, rows: np.ndarray) -> list[tuple[Trajectory, ...]]:
@@ -486,3 +490,13 @@ class ReplayBuffer:
             column.move(sources, targets, num_left)
         self._row_of.put(self._items.view["item_id"][targets], targets)
         return trajectories
+
+
+def _middle_version(versions: np.ndarray) -> int:
+    """The version that ages an item: more than half of its action tokens are older than η as soon as this one is.
+
+    versions: int32[n], NO_VERSION where there is no action.
+    """
+    actions = versions[versions != NO_VERSION]
+    half = len(actions) // 2
+    return int(np.partition(actions, half)[half])

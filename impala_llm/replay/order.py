@@ -30,7 +30,7 @@ class Order(Protocol):
 
         Args:
             item_ids: int64[k], ascending, larger than all before.
-            versions: int64[k], policy version of the oldest token.
+            versions: int64[k], policy version of the token in the middle, by age.
             slots: int64[k], stand for the signatures.
         """
         ...

@@ -1,5 +1,6 @@
 """What the buffer keeps, gives up, hands out and remembers."""
 
+import dataclasses
 import math
 
 import msgpack
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from impala_llm.replay import OldestFirst, PrioritySampler, ReplayBuffer, Sampler
+from impala_llm.trajectory import Trajectory
 from tests.replay.builders import make_trajectory
 
 BIG = 1 << 30
@@ -75,19 +77,26 @@ def test_a_group_stays_together() -> None:
     assert sorted([t.ticket_id for t in item.trajectories] for item in items) == [[0, 1, 2, 3], [9]]
 
 
-def test_stale_items_are_evicted_by_their_oldest_token() -> None:
+def test_an_item_is_stale_when_more_than_half_of_its_action_tokens_are_too_old() -> None:
+    def spread(ticket_id: int, *versions: int) -> Trajectory:
+        made = make_trajectory(ticket_id=ticket_id, length=len(versions) + 1)
+        return dataclasses.replace(made, versions=np.array([-1, *versions], np.int32))
+
+    for versions, last_good in (((0, 3), 5), ((0, 0, 3), 2), ((0, 3, 3), 5), ((0, 1, 2, 3), 4), ((3, 0, 0, 3), 5)):
+        buffer = make_buffer(max_staleness=2)
+        buffer.insert([spread(7, *versions)], version=3)
+        for version in range(3, 8):
+            evicted = buffer.evict_stale(version) if version > 3 else ()
+            assert (len(buffer) == 1) == (version <= last_good), (versions, version)
+            assert tickets(evicted) == ([7] if version == last_good + 1 and version > 3 else [])
+    # Of a group all tokens together: one member that took long does not make the others old, nor they it.
     buffer = make_buffer(max_staleness=2)
-    buffer.insert([make_trajectory(version=0, newest_version=3, ticket_id=0)], version=0 + 3)
-    assert buffer.stats().num_items == 0  # born stale: token of version 0 at version 3
-    buffer = make_buffer(max_staleness=2)
-    buffer.insert([make_trajectory(version=0, newest_version=1, ticket_id=0, score=0.5, length=6)], version=1)
-    buffer.insert([make_trajectory(version=1, ticket_id=1)], version=1)
-    assert buffer.sample(1, version=2).evicted == ()
-    sample = buffer.sample(1, version=3)
-    assert tickets(sample.items) == [1]
-    (evicted,) = sample.evicted
-    assert (evicted.reason, evicted.num_replays in (0, 1), tickets([evicted])) == ("stale", True, [0])
-    assert (evicted.trajectories[0].num_tokens, evicted.trajectories[0].score) == (6, 0.5)
+    buffer.insert([spread(0, 0), spread(1, 0, 3, 3, 3)], version=5)
+    assert len(buffer) == 1
+    state = buffer.state_dict()
+    again = make_buffer(max_staleness=2)
+    again.load_state_dict(state)
+    assert again.evict_stale(5) == () and tickets(again.evict_stale(6)) == [0, 1]
 
 
 def test_born_stale_is_returned_as_evicted() -> None:
@@ -225,7 +234,7 @@ def test_stats() -> None:
     buffer.insert([make_trajectory(version=4)], version=5)
     stats = buffer.stats()
     assert (stats.num_trajectories, stats.num_items, stats.num_signatures) == (3, 2, 1)
-    assert (stats.oldest_version, stats.newest_version, stats.fill) == (3, 4, 3 / 8)
+    assert (stats.oldest_version, stats.newest_version, stats.fill) == (4, 5, 3 / 8)
 
 
 def busy_buffer(seed: int) -> tuple[ReplayBuffer, np.random.Generator]:

@@ -79,6 +79,14 @@ class Talker:
         assert self.socket is not None
         self.socket.send_multipart([wire.encode(message), *frames])
 
+    def beat(self, heartbeat: wire.Heartbeat) -> None:
+        """Say it, and wait for the answer. As an actor, over a new connection where none comes."""
+        self.say(heartbeat)
+        if not self.listen(PATIENCE_S / 4):
+            self.connect(self.incarnation)
+            self.say(heartbeat)
+            assert self.listen(PATIENCE_S), "a heartbeat was not answered"
+
     def listen(self, timeout_s: float = 0.0) -> bool:
         """Read what has come. Returns whether there was anything."""
         assert self.socket is not None
@@ -163,8 +171,7 @@ class World:
             STEPS[rng.choices(range(len(STEPS)), WEIGHTS)[0]](rng, talker)
             talker.listen()
         for talker in used:
-            talker.say(wire.Heartbeat(tuple({t.ticket_id for t in talker.granted}), {}, 4, 0))
-            assert talker.listen(PATIENCE_S), "a heartbeat was not answered"
+            talker.beat(wire.Heartbeat(tuple({t.ticket_id for t in talker.granted}), {}, 4, 0))
         self.learn(rng)
         self.num_sequences += 1
         if self.num_sequences % CANARY_EVERY == 0:
@@ -199,8 +206,7 @@ class World:
             for incarnation in INCARNATIONS:
                 talker.connect(incarnation)
                 talker.say(wire.Goodbye())
-                talker.say(wire.Heartbeat((), {}))
-                assert talker.listen(PATIENCE_S), "a heartbeat was not answered"
+                talker.beat(wire.Heartbeat((), {}))
             talker.granted = []
         actor = ActorChannel(self.receiver.endpoint, "sound", self.run_dir, ARENA_BYTES, heartbeat_s=0.05)
         actor.hello()
