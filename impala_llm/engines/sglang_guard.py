@@ -15,6 +15,8 @@ The server's API key comes in a variable, and is handed on in a file of the temp
 read: not on a command line, where everybody could.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import json
