@@ -28,6 +28,8 @@ _RECONNECT_MAX_MS = 2_000
 # A peer that neither sends nor answers for so long is cut off, and connects again when it can. Any message that
 # arrives counts, so the largest one must come through in this time.
 _HEARTBEAT_MS = 3_000
+# A learner has many peers, and hears what each of them sends by itself.
+_ROUTER_HEARTBEAT_MS = 15_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
 # What encryption adds to a message (RFC 26: 8 bytes of command name, 8 of nonce, 16 of authenticator, 1 of flags).
 _CURVE_OVERHEAD = 33
@@ -69,7 +71,7 @@ def router(
         if endpoint.startswith("tcp://"):
             target = _numeric_localhost(TcpEndpoint.parse(endpoint))
             socket.setsockopt(zmq.IPV6, int(target.is_ipv6))
-            _set_tcp(socket)
+            _set_tcp(socket, _ROUTER_HEARTBEAT_MS)
             endpoint = str(target)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -113,7 +115,7 @@ def dealer(
             target = _numeric_localhost(TcpEndpoint.parse(endpoint))
             socket.setsockopt(zmq.IPV6, int(_has_ipv6_only(target)))
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-            _set_tcp(socket)
+            _set_tcp(socket, _HEARTBEAT_MS)
             endpoint = str(target)
         socket.connect(endpoint)
     except BaseException:
@@ -130,9 +132,9 @@ def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, encrypted: bo
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def _set_tcp(socket: zmq.Socket[bytes]) -> None:
+def _set_tcp(socket: zmq.Socket[bytes], heartbeat_ms: int) -> None:
     # A cable that is pulled closes no socket. ZeroMQ's heartbeats find it; the kernel's find a peer whose ZeroMQ hangs.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
