@@ -106,6 +106,7 @@ class Trainer:
                     self.monitor.recomputed(micro, rows),
                     self.scorers.scores(micro),
                     self.entropy.coef,
+                    0 if algorithm.max_staleness is None else version - algorithm.max_staleness,
                 )
             with timer.stage("backward"):
                 outcome.loss.backward()

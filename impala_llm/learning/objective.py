@@ -66,6 +66,7 @@ def objective(
     recomputed: Recomputed | None = None,
     scores: TokenScores = NO_SCORES,
     entropy_coef: float = 0.0,
+    oldest_version: int = 0,
 ) -> Outcome:
     """Loss of one packed micro-batch.
 
@@ -76,6 +77,7 @@ def objective(
         train_policy: False while only the value head warms up.
         recomputed: what enters the ratios for log μ; None: what the engine reported.
         scores: of the reference policy and the teacher.
+        oldest_version: older action tokens do not teach, though others of their trajectory may.
     """
     algorithm = config.algorithm
     hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
@@ -100,7 +102,7 @@ def objective(
     value_loss = 0.5 * value_errors.sum() / num_steps
 
     output = _policy_loss(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
-    keep = _kept(algorithm, log_probs.detach(), behaviour_logprobs, log_ratio, advantages, batch.segment_ids)
+    keep = _kept(algorithm, log_probs.detach(), behaviour_logprobs, log_ratio, advantages, batch, oldest_version)
     per_token = output.per_token
     if scores.reference is not None and algorithm.kl_coef > 0:
         # From samples of μ: weighted as the policy gradient is, so that it is the divergence under π.
@@ -120,7 +122,8 @@ def objective(
 
     with torch.no_grad():
         clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
-        figures += _figures(batch, log_ratio, advantages, entropy, clipped, version)
+        figures += _figures(batch, log_ratio, advantages, entropy, clipped)
+        figures += _ages((version - batch.versions)[keep].float())
         figures.append(("ratio/rejected_share", 1.0 - float(keep.float().mean()), float(len(log_ratio))))
         # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
         share, tokens = denominators.tokens / len(log_ratio), float(len(log_ratio))
@@ -224,13 +227,14 @@ def _kept(
     behaviour: Tensor,
     log_ratio: Tensor,
     advantages: Tensor,
-    segment_ids: Tensor,
+    batch: PackedBatch,
+    oldest_version: int,
 ) -> Tensor:
     """bool[N]: the action tokens that teach."""
-    keep = torch.ones_like(segment_ids, dtype=torch.bool)
+    keep = batch.versions >= oldest_version
     if algorithm.reject != "none":
-        keep = importance.rejection_mask(
-            log_ratio, segment_ids, algorithm.reject, algorithm.reject_low, algorithm.reject_high
+        keep = keep & importance.rejection_mask(
+            log_ratio, batch.segment_ids, algorithm.reject, algorithm.reject_low, algorithm.reject_high
         )
     if algorithm.probability_limit is not None:
         keep = keep & importance.probability_difference_mask(
@@ -240,12 +244,11 @@ def _kept(
 
 
 def _figures(
-    batch: PackedBatch, log_ratio: Tensor, advantages: Tensor, entropy: Tensor, clipped: float, version: int
+    batch: PackedBatch, log_ratio: Tensor, advantages: Tensor, entropy: Tensor, clipped: float
 ) -> list[tuple[str, float, float]]:
     """What is measured on the action tokens alone; observations never enter."""
     ratio = importance.ratios(log_ratio)
     kl = importance.kl_estimates(log_ratio)
-    age = (version - batch.versions).float()
     span = batch.versions.new_zeros(len(batch.lengths))
     span = span.scatter_reduce(0, batch.segment_ids, batch.versions, "amax", include_self=False) - span.scatter_reduce(
         0, batch.segment_ids, batch.versions, "amin", include_self=False
@@ -260,13 +263,18 @@ def _figures(
         "ratio/ess": importance.effective_sample_size(ratio),
         "ratio/k1": kl.k1,
         "ratio/k3": kl.k3,
-        "staleness/mean": age.mean(),
-        "staleness/oldest": age.max(),
-        "staleness/newest": age.min(),
     }
     figures = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
     figures.append(("staleness/span", float(span.float().mean()), float(len(span))))
     return figures
+
+
+def _ages(ages: Tensor) -> list[tuple[str, float, float]]:
+    """Staleness of the tokens that teach, in versions; nothing where there are none."""
+    if not len(ages):
+        return []
+    values = {"staleness/mean": ages.mean(), "staleness/oldest": ages.max(), "staleness/newest": ages.min()}
+    return [(name, float(value), float(len(ages))) for name, value in values.items()]
 
 
 def _value_figures(

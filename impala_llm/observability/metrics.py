@@ -99,7 +99,7 @@ _DECLARED = (
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),
     ("ratio/rho_clip_share", _MEAN, "share of ratios above rho_bar, which the value targets truncate"),
     ("ratio/c_clip_share", _MEAN, "share of ratios above c_bar, which the trace truncates"),
-    ("ratio/rejected_share", _MEAN, "share of action tokens left out by algorithm.reject and probability_limit"),
+    ("ratio/rejected_share", _MEAN, "share of action tokens left out by max_staleness, reject and probability_limit"),
     ("ratio/pg_clip_share", _MEAN, "share of action tokens whose weight in the policy loss is truncated or masked"),
     (
         "ratio/ess",
@@ -127,9 +127,9 @@ _DECLARED = (
         )
     ),
     # Staleness: learner version minus the version that sampled the token, in versions.
-    ("staleness/oldest", _MAX, "of the oldest action token in the batch"),
-    ("staleness/newest", _MIN, "of the newest action token in the batch"),
-    ("staleness/mean", _MEAN, "mean over the batch's action tokens"),
+    ("staleness/oldest", _MAX, "of the oldest action token that the policy loss uses"),
+    ("staleness/newest", _MIN, "of the newest action token that the policy loss uses"),
+    ("staleness/mean", _MEAN, "mean over the action tokens that the policy loss uses"),
     ("staleness/span", _MEAN, "newest minus oldest version inside a trajectory, per trajectory of the batch"),
     ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by its token of middle age"),
     ("staleness/in_flight", _MEAN, "learner version minus the version at the grant, per outstanding ticket"),

@@ -1,5 +1,6 @@
 """Every correction that a configuration can name reaches the gradient as its definition says."""
 
+import dataclasses
 import math
 
 import pytest
@@ -251,3 +252,20 @@ def test_the_teacher_takes_the_place_of_the_advantage(model: PolicyModel, batch:
     ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
     weights = -ratio * (teacher - outcome.log_probs)
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-3, rtol=1e-3)
+
+
+def test_tokens_that_are_too_old_do_not_teach_and_the_others_of_their_row_do(
+    model: PolicyModel, batch: PackedBatch
+) -> None:
+    versions = torch.full_like(batch.versions, VERSION - 1)
+    versions[::2] = VERSION - 3
+    mixed = dataclasses.replace(batch, versions=versions)
+    advantages = ADVANTAGES[: len(batch.lengths)]
+    config = settings(advantage="group_relative", loss="reinforce")
+    outcome = run(config, model, mixed, advantages, oldest_version=VERSION - 2)
+    found = gradient(model)
+    per_token = torch.where(versions >= VERSION - 2, -advantages[batch.segment_ids], 0.0)
+    torch.testing.assert_close(found, expected(model, batch, per_token))
+    figures = {name: value for name, value, _ in outcome.figures}
+    assert (figures["staleness/oldest"], figures["staleness/newest"], figures["staleness/mean"]) == (1.0, 1.0, 1.0)
+    assert figures["ratio/rejected_share"] == pytest.approx(float((versions < VERSION - 2).float().mean()))
