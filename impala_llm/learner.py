@@ -35,7 +35,7 @@ from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cautions import cautions
-from impala_llm.learning.feed import Feed
+from impala_llm.learning.feed import Feed, Stalled
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
@@ -43,14 +43,15 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionBoard
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
-from impala_llm.observability.tensorboard import MetricWriter
+from impala_llm.observability.tensorboard import METRICS_FILE, MetricWriter
 from impala_llm.observability.terminal import TerminalView
+from impala_llm.pipeline.arena import ArenaError
 from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.keys import LearnerKeys, load_learner_keys
+from impala_llm.pipeline.keys import KeyFileError, LearnerKeys, load_learner_keys
 from impala_llm.pipeline.receiver import Receiver
 from impala_llm.pipeline.remote import serve_weights
 from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError, find_run
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
@@ -271,13 +272,33 @@ def check_ranks(config: Config) -> None:
         )
 
 
+def check_folder(config: Config) -> None:
+    """ConfigError where a learner that was started by hand would mix two runs; of what it removes it says so."""
+    if SUPERVISED in os.environ or config.run.resume:
+        return
+    curve = Path(config.run.dir) / "tensorboard" / METRICS_FILE
+    if curve.is_file() and curve.stat().st_size:
+        raise ConfigError(
+            f"run.dir={config.run.dir} holds a run already, and two would be mixed: set another run.name, or "
+            "run.resume=true to go on with what a killed learner left"
+        )
+    if os.environ.get("RANK", "0") == "0" and find_run(config.run.name) is not None:
+        print(
+            f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
+            "actors are sent home: run.resume=true would have gone on with it",
+            flush=True,
+        )
+
+
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 at the end of training, 2 for bad settings or a refused model, 143 after SIGTERM."""
+    """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
+    too long, 143 after SIGTERM."""
     end_with_supervisor()
     try:
         config = load(argv)
         check_ranks(config)
-    except ConfigError as error:
+        check_folder(config)
+    except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     # As an exception it undoes everything on its way out: sockets, shared memory, files.
@@ -288,9 +309,15 @@ def main(argv: Sequence[str]) -> int:
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     try:
         learn(config, ranks)
+    except Stalled as error:
+        print(f"learner: {error}", file=sys.stderr)
+        return 1
     except ModelRefused as error:
         if ranks.is_main:
             print(f"learner: {error}", file=sys.stderr)
+        return 2
+    except (ArenaError, KeyFileError, RunDirectoryError) as error:
+        print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:
         ranks.close()

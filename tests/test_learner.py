@@ -1,13 +1,17 @@
 """What a learner that is started again knows of its run."""
 
+import subprocess
+import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
-from impala_llm.learner import share_done, start_model
+from impala_llm.config import load
+from impala_llm.learner import check_folder, main, share_done, start_model
 from impala_llm.learning.publishing import VersionBoard
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.rundir import RunDirectory, remove_run_dir
 from impala_llm.pipeline.weights import WeightPublisher
 from impala_llm.settings import Config, LearnerConfig
 from tests.learning.builders import save_lm
@@ -48,3 +52,27 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path:
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {
         n: p.tolist() for n, p in model.named_parameters()
     }
+
+
+def test_a_learner_by_hand_takes_no_folder_that_holds_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert f"run.dir={tmp_path} holds a run" in said and "run.resume=true" in said
+
+
+def test_what_a_killed_learner_left_is_not_removed_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    make = f"from impala_llm.pipeline.rundir import RunDirectory as R; import os; R.create({name!r}); os._exit(0)"
+    subprocess.run([sys.executable, "-c", make], check=True)
+    try:
+        settings = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}"]
+        check_folder(load([*settings, "run.resume=true"]))
+        assert capsys.readouterr().out == ""
+        check_folder(load(settings))
+        assert "run.resume=true would have gone on with it" in capsys.readouterr().out
+    finally:
+        remove_run_dir(name)
