@@ -103,6 +103,7 @@ class Meters:
         for key, name in self.TOTALS.items():
             log.add(name, totals[key] - self._totals[key])
         self._totals = totals
+        log.add("actor/connected", totals["actors"])
         log.add("pipeline/outstanding_tickets", totals["open"])
         log.add("pipeline/replay_arena_fill", totals["arena_fill"])
         log.add("staleness/in_flight", totals["staleness_in_flight"])

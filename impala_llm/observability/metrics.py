@@ -137,6 +137,7 @@ _DECLARED = (
     ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
     ("actor/prefill_tokens_per_s", _SUM, "prompt and observation tokens computed per second, all actors together"),
     ("actor/idle_share", _MEAN, "share of wall-clock time in which the engine had nothing to compute, per actor"),
+    ("actor/connected", _MAX, "actors that are connected to a rank, this host's and others'"),
     ("actor/engine_up", _MEAN, "share of actors whose engine can answer"),
     (
         "actor/engine_restarts",

@@ -97,7 +97,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         return "-" if value is None else format(value, form)
 
     return [
-        f"step      {progress}",
+        f"step      {progress}  actors {show('actor/connected', '.0f')}",
         f"episodes  score {show('rollout/window_score', '.3f')}  success {show('rollout/window_success_rate', '.1%')}"
         f" (last {show('rollout/window_episodes', ',.0f')})  turns {show('rollout/turns', '.1f')}"
         f"  tokens {show('rollout/length_tokens', '.0f')}",
