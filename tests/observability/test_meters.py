@@ -54,7 +54,7 @@ def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes
 def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     class Told(NoReceiver):
         def counters(self) -> dict[str, float]:
-            return {**dict.fromkeys([*Meters.TOTALS, "open", "arena_fill", "staleness_in_flight"], 0.0)}
+            return {**dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)}
 
         def actor_stats(self) -> dict[str, dict[str, float]]:
             return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
