@@ -41,8 +41,8 @@ class _Cache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except (OSError, EOFError) as error:
-            _log.warning("compiled code of %s cannot be read and is compiled again: %s", self.cache_path, error)
+        except Exception as error:  # of pickled bytes that were changed anything may come
+            _log.warning("compiled code of %s cannot be read and is compiled again: %r", self.cache_path, error)
             with contextlib.suppress(OSError):
                 self.flush()  # otherwise the next one could not be kept
             return None

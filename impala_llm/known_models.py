@@ -41,6 +41,8 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
         whole = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return []  # transformers says why when it loads the model
+    if not isinstance(whole, dict):
+        return []
     text = whole.get("text_config") or whole
     kind = whole.get("model_type")
     if (reason := REFUSED_KINDS.get(kind)) is not None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -19,7 +20,7 @@ from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.rendezvous import can_listen
-from impala_llm.pipeline.rundir import RunDirectoryError, find_run, shared_memory
+from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, shared_memory
 from impala_llm.settings import Config, model_directory
 
 MEGABYTE = 1 << 20
@@ -97,11 +98,14 @@ def _model(config: Config) -> list[str]:
         return []  # made from scratch
     where = f"model.path={config.model.path}"
     try:
-        facts = json.loads((directory / "config.json").read_bytes())
-        tokenizer = directory / "tokenizer_config.json"
-        template = json.loads(tokenizer.read_bytes()).get("chat_template") if tokenizer.is_file() else None
-    except ValueError as error:
-        return [f"{where}: a configuration file there is not JSON ({error}): copy the model again"]
+        facts = _json_object(directory / "config.json")
+        tokenizer, index = directory / "tokenizer_config.json", directory / "model.safetensors.index.json"
+        template = _json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
+        files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
+        if not isinstance(files, dict):
+            raise ValueError(f"{index.name} has no weight_map")
+    except (OSError, ValueError) as error:
+        return [f"{where}: a configuration file there cannot be read ({error}): copy the model again"]
     found = []
     if not template and not any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         found.append(
@@ -114,15 +118,20 @@ def _model(config: Config) -> list[str]:
             f"engine.max_length={config.engine.max_length} is more than the {positions} positions of {where}: set it "
             f"to at most {positions}"
         )
-    index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    for name in sorted(names):
+    for name in sorted(map(str, set(files.values()))):
         try:
             with safe_open(directory / name, "np"):
                 pass
         except (OSError, SafetensorError) as error:
             found.append(f"{where}: {name} is missing or damaged ({error}): copy the model again")
     return found
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    values = json.loads(path.read_bytes())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return values
 
 
 def _device(config: Config) -> list[str]:
@@ -178,14 +187,17 @@ def _ports(config: Config) -> list[str]:
 def _memory(config: Config) -> list[str]:
     """All of it is reserved as the processes start: what does not fit is an error then, again and again."""
     num_ranks, num_actors = config.learner.num_ranks, config.actor.num_actors
+    # A version that is not published may be kept, on a board of two slots.
+    num_slots = config.pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
     directory = model_directory(config.model.path)
     weights = 0 if directory is None else sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     parts = {
         "replay.capacity_mb": num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
-        "pipeline.arena_mb": num_ranks * num_actors * config.pipeline.arena_mb * MEGABYTE,
-        "pipeline.weight_slots": config.pipeline.weight_slots * weights,
+        "pipeline.arena_mb": num_actors * config.pipeline.arena_mb * MEGABYTE,
+        "pipeline.weight_slots": num_slots * weights,
     }
-    needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free
+    # What a dead owner has left of this run is used again, or goes first.
+    needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free + left_bytes(config.run.name)
     if needed <= free:
         return []
     shares = ", ".join(f"{size / MEGABYTE:,.0f} MB for {key}" for key, size in parts.items())

@@ -54,14 +54,16 @@ def test_a_full_disk_costs_the_compilation_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_damaged_cache_is_compiled_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])  # the index, and the code
+def test_a_damaged_cache_is_compiled_again(tmp_path: Path, kind: str) -> None:
     run(tmp_path)
-    indices = list((tmp_path / "cache").rglob("*.nbi"))
-    for path in indices:
-        path.write_bytes(b"")  # as after a crash of the machine
-    printed, said = run(tmp_path)
-    assert indices and printed == "42 0" and "compiled again" in said
-    assert run(tmp_path) == ("42 1", "")
+    files = list((tmp_path / "cache").rglob(f"*.{kind}"))
+    for content in (b"", b"\0" * 1000, b"garbage"):  # as after a crash of the machine
+        for path in files:
+            path.write_bytes(content)
+        printed, said = run(tmp_path)
+        assert files and printed == "42 0" and "compiled again" in said
+        assert run(tmp_path) == ("42 1", "")
 
 
 READ_ONLY = ("unshare", "--mount", "sh", "-c", 'mount --bind -o ro "$0" "$0" && exec "$@"')

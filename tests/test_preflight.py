@@ -1,16 +1,20 @@
 """What is refused before any process exists: through the command line, with exit code 2 and a sentence or two."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from impala_llm import cli, preflight
+from impala_llm import cli, launch, preflight
+from impala_llm.config import load
+from impala_llm.pipeline import rundir
 from impala_llm.pipeline.keys import make_keys
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.settings import ASSETS
@@ -19,6 +23,7 @@ from impala_llm.settings import ASSETS
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(launch.Child, "start", None)
 
 
 @pytest.fixture
@@ -128,6 +133,53 @@ def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str])
     said = refused("replay.capacity_mb=1000000")
     # 5/4 of it, and 64 MiB beside
     assert "1,250,064 MB for replay.capacity_mb" in said and "--shm-size" in said
+
+
+def test_an_actors_arenas_share_its_memory_however_many_ranks_there_are(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    said = refused("learner.num_ranks=2", "actor.num_actors=3", "pipeline.arena_mb=100")
+    assert "(300 MB for pipeline.arena_mb" in said or " 300 MB for pipeline.arena_mb" in said
+
+
+def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    run_dir = RunDirectory.create(name, base=tmp_path)
+    with run_dir.replay_path().open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 64 << 20)
+    assert run_dir._lock is not None
+    os.close(run_dir._lock)  # as the kernel does when its owner is killed
+    monkeypatch.setattr(rundir, "shared_memory", lambda: tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    config = load(["experiment=quickstart", f"run.name={name}", "run.resume=true"])
+    free = 0
+    [said] = preflight._memory(config)
+    needed = int(said.split("reserves ")[1].split(" MB")[0].replace(",", "")) << 20
+    free = needed - (32 << 20)
+    assert preflight._memory(config) == []
+    free = needed - (128 << 20)
+    assert len(preflight._memory(config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", "{"),
+    ],
+)
+def test_malformed_configuration_files_are_refused(
+    name: str, content: str, refused: Callable[..., str], model: Path
+) -> None:
+    (model / name).write_text(content)
+    said = refused(f"model.path={model}")
+    assert f"model.path={model}" in said and "copy the model again" in said
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class VersionBoard:
         """Publish the version that training starts from, unless an earlier learner has, and actors are to stay with
         what that has published. found: the newest on their board."""
         self._board.reserve(dict(self._model.policy_tensors()))
+        if self._interval != 1:
+            self._aside.reserve(dict(self._model.policy_tensors()))
         self.published = found
         if found is None or self._interval is not None:
             self._write(version, may_skip=found == version)

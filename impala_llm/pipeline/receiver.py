@@ -239,10 +239,10 @@ class Receiver:
         self._shifts.nudge()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
-        """See `TicketLedger.evicted`."""
+        """See `TicketLedger.evicted`. What a step has trained on that may yet be lost stays for a later process."""
         dropped = list(unroll_ids)
         self._ledger.evicted(dropped)
-        self._arena.end(dropped)
+        self._arena.end(number for number in dropped if number not in self._steps)
         self._shifts.nudge()
 
     def announce(self, version: int, published: bool = True, kept: bool = False) -> None:

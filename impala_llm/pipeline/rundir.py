@@ -227,6 +227,16 @@ def find_run(run_name: str, base: Path | None = None) -> int | None:
     return _read_run_id(root)
 
 
+def left_bytes(run_name: str, base: Path | None = None) -> int:
+    """What the files under this name take up."""
+    total = 0
+    for folder, _, names in os.walk(_run_path(run_name, base)):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+    return total
+
+
 def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5.0) -> None:
     """Remove what a dead owner left of a run; nothing to do where there is nothing. For supervisors, after the end.
 

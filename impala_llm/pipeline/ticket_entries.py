@@ -69,6 +69,8 @@ class Entry:
     """None as long as all there is is one unroll, the first and last."""
     losses: int = 0
     """Actors that were lost while they had it."""
+    lost_by: str | None = None
+    """The last of them, until the ticket is granted again: one that comes back with it was not lost."""
     crashes: dict[int, int] | None = None
     """Steps that trained on it in which the learner died, by unroll."""
 

@@ -204,7 +204,11 @@ class TicketLedger:
                 entry = self._entries.get(ticket_id)
                 if entry is not None and entry.state is State.READY:
                     self._ready.remove(ticket_id)
+                    if entry.lost_by == actor_id:  # it was not: the network was at fault
+                        entry.losses -= 1
+                        self._note(entry)
                     self._open(ticket_id, actor_id)
+            self._write_notes()
 
     def lookup(self, ticket_id: int) -> Ticket | None:
         """The ticket of this id, None where it is unknown or has ended."""
@@ -345,7 +349,9 @@ class TicketLedger:
             self._numbers.pop(actor_id, None)
             for ticket_id in sorted(self._open_at.pop(actor_id, ()), reverse=True):
                 entry = self._entries[ticket_id]
-                entry.losses += not left
+                if not left:
+                    entry.losses += 1
+                    entry.lost_by = actor_id
                 if entry.episode_id is not None:
                     self._num_open -= 1
                     self._cut(entry)
@@ -708,7 +714,7 @@ class TicketLedger:
 
     def _open(self, ticket_id: int, actor_id: str) -> Ticket:
         entry = self._entries[ticket_id]
-        entry.state, entry.actor_id = State.OPEN, actor_id
+        entry.state, entry.actor_id, entry.lost_by = State.OPEN, actor_id, None
         self._open_at[actor_id].add(ticket_id)
         self._num_open += 1
         self._totals["granted"] += 1

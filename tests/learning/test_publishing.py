@@ -89,6 +89,13 @@ def test_what_is_kept_is_for_learners_alone(tmp_path: Path, interval: int | None
     assert actors.latest() == resumed.published == (0 if interval is None else 2)
 
 
+@pytest.mark.parametrize("interval", [None, 4])
+def test_the_room_of_what_may_be_kept_is_reserved_at_the_start(tmp_path: Path, interval: int | None) -> None:
+    make_board(tmp_path, interval, max_staleness=None)
+    sizes = {path.stat().st_size for path in tmp_path.glob("*/slot-*/model.safetensors")}
+    assert len(list(tmp_path.glob("kept/slot-*/model.safetensors"))) == 2 and len(sizes) == 1
+
+
 def test_each_version_comes_with_its_value_head(tmp_path: Path) -> None:
     board = make_board(tmp_path)
     heads = {}

@@ -275,6 +275,22 @@ def test_a_learner_that_publishes_nothing_never_runs_out_of_room_and_loses_nothi
     assert {e.version for e in announced} <= {0}, "actors stay with what was published"
 
 
+def test_what_a_step_has_trained_on_that_may_be_lost_survives_its_eviction_from_the_buffer(pair: Pair) -> None:
+    first = pair.receiver(max_staleness=None)
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    actor.send(sent := make_trajectory(ticket))
+    [arrived] = drain(first, 1, actor)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    first.trained([arrived.unroll_id])
+    first.announce(1, published=False)
+    first.evicted([arrived.unroll_id])  # it might have been replayed, and is too old for that now
+    pair.receivers.remove(first)
+    first.close()
+    second = pair.receiver(max_staleness=None, version=0)
+    assert [contents(t) for t in second.drain(0.0)] == [contents(sent)]
+
+
 def test_an_actor_is_told_to_end_the_episode_of_a_refused_unroll(pair: Pair) -> None:
     receiver = pair.receiver()
     actor = pair.actor(want=1)

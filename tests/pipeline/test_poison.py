@@ -7,7 +7,7 @@ import pytest
 
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.pipeline.tickets import Ticket, TicketLedger, Verdict
 from tests.pipeline.pair import Pair, counter, drain
 from tests.pipeline.peers import Peer
 from tests.pipeline.support import make_trajectory, turns_until
@@ -70,6 +70,16 @@ def test_an_actor_that_leaves_by_itself_blames_no_ticket() -> None:
         [(_, [ticket])] = ledger.grantable()
         assert ledger.actor_lost("actor", left=True) == []
     assert ledger.lookup(ticket.ticket_id) is not None
+
+
+def test_an_actor_that_was_silent_and_comes_back_was_not_lost() -> None:
+    ledger = make_ledger()
+    ledger.request("actor", 1)
+    [(_, [ticket])] = ledger.grantable()
+    for _ in range(20):
+        assert ledger.actor_lost("actor") == []
+        ledger.resumed("actor", [ticket.ticket_id])
+    assert ledger.received(ticket.ticket_id, "its episode") is Verdict.ACCEPTED
 
 
 def test_a_later_learner_counts_on(tmp_path: Path) -> None:
