@@ -91,11 +91,11 @@ def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequenc
     Raises:
         ModelRefused: it is above the tolerance, or not a number.
     """
-    worst = 0.0
+    means = []
     for one, other in zip(mine, plain, strict=True):
         count = min(len(one), len(other))
-        mean = (one[-count:].double().to(other.device) - other[-count:]).abs().mean().item()
-        worst = mean if not mean <= worst else worst
+        means.append((one[-count:].double().to(other.device) - other[-count:]).abs().mean())
+    worst = torch.stack(means).max().item()  # unlike Python's max it is not a number where one of them is none
     exact = lm.dtype == torch.float32 and not (lm.device.type == "cuda" and _is_tf32())
     limit = TOLERANCE if exact else COARSE_TOLERANCE
     if not worst <= limit:
