@@ -209,10 +209,12 @@ class Actor:
 
     def start_episodes(self) -> None:
         """Start what waits, in the order of the tickets, as far as there is room and the weights are new enough."""
-        while self.is_up and self.waiting and len(self.running) < self.config.actor.max_episodes:
-            if self.waiting[0].min_version > self.engine.version:
+        for ticket in list(self.waiting) if self.is_up else ():
+            if len(self.running) >= self.config.actor.max_episodes:
                 return
-            ticket = self.waiting.popleft()
+            if ticket.min_version > self.engine.version:
+                continue  # what replaces a ticket that came to nothing may demand less than those before it
+            self.waiting.remove(ticket)
             self.running[ticket.ticket_id] = task = asyncio.create_task(self.play(ticket))
             task.add_done_callback(partial(self.ended, ticket.ticket_id))
 

@@ -108,6 +108,7 @@ def learn(config: Config, ranks: Ranks) -> None:
                 view = stack.enter_context(TerminalView(config.learner.total_updates))
 
         meters = Meters(receiver, ranks)
+        wait = partial(wait_for_batch, receiver, late_board(config, run_dir, model, board), view)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
         if ranks.is_main:
             stack.push(partial(save_what_was_learned, trainer, Path(config.run.dir) / "policy", files))
@@ -117,7 +118,7 @@ def learn(config: Config, ranks: Ranks) -> None:
         progress = version / config.learner.total_updates
         while progress < 1.0:
             with timer.stage("idle"):
-                batch = feed.next_batch(version, end_of_time(config.learner, began_at), view and view.wait)
+                batch = feed.next_batch(version, end_of_time(config.learner, began_at), partial(wait, version))
             # Ranks end together: where one has waited in vain for the rest of the time, all do.
             if config.learner.max_minutes is not None and ranks.sum([float(batch is None)])[0] > 0:
                 break
@@ -160,6 +161,23 @@ def learn(config: Config, ranks: Ranks) -> None:
                 writer.write(version, summary)
             if view is not None:
                 view.update(version, summary, progress)
+
+
+def late_board(config: Config, run_dir: RunDirectory, model: PolicyModel, board: VersionBoard | None) -> VersionBoard:
+    """Where any rank, all of which have the same weights, can publish a version without which it gets no batch."""
+    if board is not None:
+        return board
+    slots = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots)
+    aside = WeightPublisher(run_dir.kept_path, 2)
+    return VersionBoard(slots, aside, model, config.learner.sync_interval, config.algorithm.max_staleness)
+
+
+def wait_for_batch(receiver: Receiver, board: VersionBoard, view: TerminalView | None, version: int, what: str) -> None:
+    """Called while there is no batch. what: is missing."""
+    if receiver.needs_weights() and board.publish_late(version):
+        receiver.announce_late(version)
+    if view is not None:
+        view.wait(what)
 
 
 def save_what_was_learned(

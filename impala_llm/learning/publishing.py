@@ -4,7 +4,8 @@ Invariant: whoever waits for a version gets it in the end. A version that reader
 where tickets can do without it; otherwise the learner waits until a reader lets go.
 
 When that is: a ticket that the step from version v takes demands v - η at most (pipeline/admission.py). So a learner
-at v whose newest published version is not older than v - η always gets its next batch.
+at v whose newest published version is not older than v - η gets its next batch, if no ticket ends without a trajectory.
+Where some did, and nothing can come any more, it publishes at once, whenever the next version would be due.
 
 What a learner that is started again goes on from is the newest version on either of two boards: the one of the actors,
 and one that learners alone read, for versions that are not published but kept. Each has the value head of that version.
@@ -70,6 +71,11 @@ class VersionBoard:
             return False
         self.published = version
         return True
+
+    def publish_late(self, version: int) -> bool:
+        """Publish a version that was not due, or skipped, for a learner that gets no batch without it. What is due
+        later stays so. False where readers hold all slots: try again."""
+        return self._write(version, may_skip=True)
 
     def keep(self, version: int) -> None:
         """For a learner that is started again, without publishing it."""

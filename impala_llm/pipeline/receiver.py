@@ -259,6 +259,16 @@ class Receiver:
             self._steps.clear()
         self._shifts.nudge(urgent=True)
 
+    def needs_weights(self) -> bool:
+        """Whether nothing can come any more until a version is published that is not yet. Tickets that ended without a
+        trajectory leave a batch short, and those after them demand what the step without it was to make."""
+        return not self._inbox.is_ready() and self._ledger.needs_newer_than(self._published)
+
+    def announce_late(self, version: int) -> None:
+        """The learner's version, which was not published as it was made, is now."""
+        self._published = version
+        self._shifts.nudge(urgent=True)
+
     def must_keep(self) -> bool:
         """Whether what was trained on since a version was kept takes up so much of the replay arena that the version
         under way should be."""

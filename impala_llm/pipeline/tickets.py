@@ -420,6 +420,13 @@ class TicketLedger:
             group = self._groups.get(group_id)
             return 0 if group is None else group.num_lost
 
+    def needs_newer_than(self, version: int) -> bool:
+        """Whether all that may still bring a trajectory demands later weights than these: until they are published
+        nothing comes."""
+        with self._lock:
+            playing = [e for e in self._entries.values() if e.state in (State.READY, State.OPEN)]
+            return bool(playing) and all(entry.ticket.min_version > version for entry in playing)
+
     def num_expected(self) -> int:
         """Tickets that were taken from the task order and may still bring a trajectory: ready or open ones."""
         with self._lock:

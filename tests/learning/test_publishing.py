@@ -89,6 +89,16 @@ def test_what_is_kept_is_for_learners_alone(tmp_path: Path, interval: int | None
     assert actors.latest() == resumed.published == (0 if interval is None else 2)
 
 
+def test_a_version_without_which_nothing_comes_is_published_before_it_is_due(tmp_path: Path) -> None:
+    board, reader = make_board(tmp_path, interval=3), WeightReader(tmp_path / "board")
+    assert [board.offer(1), board.publish_late(1), reader.latest()] == [None, True, 1]
+    assert [board.offer(version) for version in (2, 3)] == [None, True]
+    assert board.offer(4) is None
+    with reader.lease(1):
+        assert not board.publish_late(4), "its two slots are the latest one, and one that is being read"
+    assert board.publish_late(4)
+
+
 @pytest.mark.parametrize("interval", [None, 4])
 def test_the_room_of_what_may_be_kept_is_reserved_at_the_start(tmp_path: Path, interval: int | None) -> None:
     make_board(tmp_path, interval, max_staleness=None)

@@ -275,6 +275,26 @@ def test_a_learner_that_publishes_nothing_never_runs_out_of_room_and_loses_nothi
     assert {e.version for e in announced} <= {0}, "actors stay with what was published"
 
 
+def test_a_learner_knows_that_nothing_comes_until_it_publishes_and_says_so_when_it_has(pair: Pair) -> None:
+    receiver = pair.receiver(batch_size=1)
+    actor = pair.actor(want=2)
+    first, second = pair.tickets(actor, 2)[:2]
+    assert not receiver.needs_weights()
+    actor.send(make_trajectory(first))
+    [arrived] = drain(receiver, 1, actor)
+    receiver.trained([arrived.unroll_id])
+    receiver.announce(1, published=False)
+    actor.fail(second.ticket_id, "no use")
+    turns_until(lambda: second in actor.held, actor)
+    assert not receiver.needs_weights(), "it is tried once more"
+    actor.fail(second.ticket_id, "no use either")
+    turns_until(lambda: bool(actor.held) and receiver.needs_weights(), actor)
+    receiver.announce_late(1)
+    heard: list[object] = []
+    turns_until(lambda: heard.extend(actor.poll(0.01)) or wire.WeightsAnnounced(1) in heard)
+    assert not receiver.needs_weights()
+
+
 def test_what_a_step_has_trained_on_that_may_be_lost_survives_its_eviction_from_the_buffer(pair: Pair) -> None:
     first = pair.receiver(max_staleness=None)
     actor = pair.actor(want=1)

@@ -588,3 +588,34 @@ def test_a_turn_costs_the_same_whether_ten_actors_have_nothing_to_say_or_a_thous
 
     for few, many in zip(steps(10), steps(1000), strict=True):
         assert many <= 1.5 * few
+
+
+@pytest.mark.parametrize(("max_staleness", "interval"), [(1, 2), (2, 3), (4, 5), (2, 2)])
+@pytest.mark.parametrize("refused", [{9}, {5, 6, 7}, set(range(8, 40)), set(range(4, 400, 3))])
+def test_a_learner_that_publishes_rarely_gets_its_batches_though_tickets_are_refused(
+    max_staleness: int, interval: int, refused: set[int]
+) -> None:
+    ledger = TicketLedger(TaskOrder(range(1000), seed=1), batch_size=4, max_staleness=max_staleness)
+    published, num_late, held, arrived = 0, 0, [], []
+    for _ in range(1000):
+        ledger.request("actor", 64)
+        held += [ticket for _, tickets in ledger.grantable() for ticket in tickets]
+        playable = [ticket for ticket in held if ticket.min_version <= published]
+        held = [ticket for ticket in held if ticket not in playable]
+        for ticket in playable:
+            if ticket.ticket_id in refused:
+                ledger.refused(ticket.ticket_id, "actor")
+            else:
+                ledger.received(ticket.ticket_id, f"episode {ticket.ticket_id}")
+                arrived.append(ticket.ticket_id)
+        if len(arrived) >= 4:
+            ledger.trained(sorted(arrived)[:4])
+            arrived = sorted(arrived)[4:]
+            ledger.advance(ledger.version + 1)
+            published = ledger.version if ledger.version % interval == 0 else published
+        elif not playable and ledger.needs_newer_than(published):
+            published, num_late = ledger.version, num_late + 1
+        if ledger.version == 30:
+            break
+    assert ledger.version == 30
+    assert num_late < 30 - 30 // interval or len(refused) > 4
