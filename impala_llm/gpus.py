@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from impala_llm.config import ConfigError
 from impala_llm.settings import Config
@@ -23,7 +24,8 @@ def visible_gpus() -> list[str]:
     """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [name for name in named.split(",") if name and name != "-1"]
+        # CUDA ends its list at the first name that is none.
+        return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, named.split(","))))
     # torch would know as well, and cost seconds and gigabytes in every supervisor.
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
@@ -45,7 +47,7 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
         ConfigError: too few for the learner's ranks, or for the servers.
     """
     engine, num_actors = config.engine, config.actor.num_actors
-    if not gpus or config.model.device == "cpu":
+    if not gpus or (config.model.device == "cpu" and engine.name == "torch"):
         return GpuShares([], [[] for _ in range(num_actors)])
     num_ranks = _num_ranks_here(config)
     if len(gpus) < num_ranks:
@@ -76,4 +78,5 @@ def num_servers(config: Config, gpus: Sequence[str]) -> int:
 
 
 def _num_ranks_here(config: Config) -> int:
-    return config.learner.num_ranks if config.pipeline.connect is None else 0
+    """That need a GPU on this host."""
+    return config.learner.num_ranks if config.pipeline.connect is None and config.model.device != "cpu" else 0

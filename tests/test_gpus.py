@@ -31,6 +31,7 @@ def config(*words: str, ranks: int = 1, actors: int = 1) -> Config:
         (FOUR, 2, 2, ("model.device=cpu",), "", ["", ""]),
         # servers
         (FOUR, 2, 2, ("engine=sglang",), "01", ["2", "3"]),
+        (FOUR, 2, 2, ("engine=sglang", "model.device=cpu"), "", ["0", "1"]),
         (EIGHT, 2, 2, ("engine=sglang", "engine.tensor_parallel=2"), "01", ["23", "45"]),
         (EIGHT, 2, 4, ("engine=sglang", "engine.tensor_parallel=2", "away"), "", ["01", "23", "45", "67"]),
         (FOUR, 1, 1, ("engine=sglang", "engine.urls=[http://127.0.0.1:1]"), "0", [""]),
@@ -81,6 +82,8 @@ def test_a_host_has_room_for_as_many_servers_as_the_learner_leaves(
 def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab12")
     assert visible_gpus() == ["3", "GPU-ab12"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1,-1,2")
+    assert visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

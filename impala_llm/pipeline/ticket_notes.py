@@ -44,7 +44,7 @@ def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
 
 
 def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
-    """All that a later process must know of these tickets, in as few rows as it takes. version: the learner's."""
+    """All that a later process must know of these tickets, in as few rows as it takes. version: see `note_made`."""
     entries = list(entries)
     return [
         (_ORDER, *order.identity().values()),

@@ -133,6 +133,8 @@ class TicketLedger:
         self._max_attempts = max_attempts
         self._slots = Admission(batch_size, group_size, max_staleness, version)
         self._kept = version
+        self._over = version
+        """What steps up to this version train on has not ended the process."""
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
@@ -409,7 +411,8 @@ class TicketLedger:
     def interrupted(self) -> None:
         """The process is told to end: what the step under way trains on is not the cause."""
         with self._lock:
-            self._note_made(self._slots.version + 1)
+            self._over = self._slots.version + 1
+            self._note_made(self._over)
 
     def lost_members(self, group_id: int) -> int:
         """How many of a group's tickets can never bring a trajectory: the group is complete without them.
@@ -595,7 +598,7 @@ class TicketLedger:
         ended = self._ended.values()
         wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._kept}
         kept = [entry for entry in ended if entry.ticket.group_id in wanted]
-        return ticket_notes.account(self._order, [*self._entries.values(), *kept], self._slots.version)
+        return ticket_notes.account(self._order, [*self._entries.values(), *kept], max(self._over, self._slots.version))
 
     # --- granting
 

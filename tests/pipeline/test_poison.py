@@ -159,6 +159,19 @@ def test_only_the_step_in_which_the_learner_died_is_blamed(tmp_path: Path) -> No
         assert wanted == [True] * 24 and ledger.quarantined == []
 
 
+def test_the_word_of_an_order_to_end_is_kept_where_the_journal_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for _ in range(3):
+        _, ledger = found_after(path) if path.exists() else ((), begin(path))
+        ledger.trained(range(8))
+        assert ledger._journal is not None
+        while ledger._journal.append([(7, 0, 0, 0, 0, 0)]):
+            pass
+        ledger.interrupted()
+    wanted, ledger = found_after(path)
+    assert wanted == [True] * 24 and ledger.quarantined == []
+
+
 def test_unrolls_are_blamed_each_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     kept = [(0, "episode", unroll) for unroll in range(3)]
