@@ -82,7 +82,8 @@ async def measure_actor(python: str, num_rounds: int, streams: int) -> dict[str,
         rounds: dict[str, list[Round]] = {"actor": [], "bare": []}
         try:
             await engine.start()
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            authorised = {"Authorization": f"Bearer {server.key}"}
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=authorised) as http:
                 for index in range(-1, num_rounds):
                     played, requests = await _play_episodes(engine, chat, streams)
                     sent = await _send_bare(http, f"{server.url}/generate", requests)
