@@ -41,7 +41,7 @@ from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.tickets import Ticket
 from impala_llm.pipeline.weights import WeightReader
 from impala_llm.pipeline.wire import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
-from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WITH_VALUES, Config
 from impala_llm.supervised import end_with_supervisor, report_progress
 
@@ -226,22 +226,22 @@ class Actor:
     async def play(self, ticket: Ticket) -> None:
         """One episode: its trajectory is sent or its ticket given back, whatever happens."""
         self.episodes += 1
-        spec = EpisodeSpec(
-            episode_id=f"{self.actor_id}:{ticket.ticket_id}:{self.episodes}",
-            task_id=ticket.task_id,
-            group_id=ticket.group_id,
-            ticket_id=ticket.ticket_id,
-            seed=ticket.seed,
-            env=self.suite.name,
-            actor_id=self.actor_id,
-            signature=self.suite.signature(ticket.task_id),
-        )
         timeout_s = self.config.actor.episode_timeout_s
         abort = None
-        if self.keep_aborted:
-            abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
-            timeout_s += ABORT_GRACE_S
         try:
+            spec = EpisodeSpec(
+                episode_id=f"{self.actor_id}:{ticket.ticket_id}:{self.episodes}",
+                task_id=ticket.task_id,
+                group_id=ticket.group_id,
+                ticket_id=ticket.ticket_id,
+                seed=ticket.seed,
+                env=self.suite.name,
+                actor_id=self.actor_id,
+                signature=self.suite.signature(ticket.task_id),
+            )
+            if self.keep_aborted:
+                abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
+                timeout_s += ABORT_GRACE_S
             async with asyncio.timeout(timeout_s):
                 trajectory = await play_episode(
                     spec,
@@ -254,18 +254,19 @@ class Actor:
                 )
             self.channel.send(trajectory)
             self.faults.clear()
-        except EnvironmentFault as error:
+        except (EngineError, EpisodeAborted, TimeoutError) as error:
+            # The ticket goes back with the reason, which the learner counts and logs.
+            self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            # Environments are other people's code: one broken episode must not end the others, but all of them may.
+            reason = str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
             await asyncio.sleep(self.faults.observe(error))
             if self.faults.is_broken:
                 self.failure = EnvironmentBroken(
                     f"{self.faults.num_in_a_row} episodes failed one after the other and none succeeded; the last one: "
-                    f"{error}"
+                    f"{reason}"
                 )
-            self.channel.fail(ticket.ticket_id, str(error))
-        except Exception as error:
-            # Engines are other people's code as well: one broken episode must not end the others. The ticket goes back
-            # with the reason, which the learner counts and logs.
-            self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
+            self.channel.fail(ticket.ticket_id, reason)
         finally:
             if abort is not None:
                 abort.cancel()
@@ -354,7 +355,7 @@ class EnvironmentFaults:
         """An episode was played to its end."""
         self.num_in_a_row = 0
 
-    def observe(self, error: EnvironmentFault) -> float:
+    def observe(self, error: Exception) -> float:
         """Another fault: returns the seconds to wait before its ticket is given back."""
         if not self.num_in_a_row:
             self._since = self._clock()

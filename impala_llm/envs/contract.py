@@ -3,12 +3,15 @@
 Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
 """
 
-import math
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from impala_llm.envs.base import Session
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class EnvironmentFault(ValueError):
@@ -45,10 +48,10 @@ def step(session: Session, action: str, env: str) -> tuple[str, float, bool, boo
         stats = info.get("stats", {})
         if not (_is_number(score) and 0.0 <= score <= 1.0):
             problems.append(f"info['score'] is {_shown(score)} at the end: a number in [0, 1] is expected")
-        if info.get("success") not in (True, False):
+        if not _is_bool(info.get("success")):
             problems.append(f"info['success'] is {_shown(info.get('success'))} at the end: a bool is expected")
-        if not (isinstance(stats, dict) and all(map(_is_number, stats.values()))):
-            problems.append(f"info['stats'] is {_shown(stats)}: a dict of finite numbers is expected")
+        if not (isinstance(stats, dict) and all(map(_is_number, stats.values())) and all(map(_is_name, stats))):
+            problems.append(f"info['stats'] is {_shown(stats)}: a dict from names to finite numbers is expected")
     if problems:
         raise EnvironmentFault(f"env {env}: step: " + "; ".join(problems))
     return observation, float(reward), bool(terminated), bool(truncated), info
@@ -62,8 +65,17 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1.
-    return isinstance(value, Real) and math.isfinite(value)
+    # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1. They become float32.
+    magnitude: Any = abs(value) if isinstance(value, Real) else None
+    return magnitude is not None and bool(magnitude <= _LARGEST)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool | np.bool_ | Real) and value in (True, False)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _shown(value: object) -> str:

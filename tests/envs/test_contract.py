@@ -50,6 +50,11 @@ def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
         (("page", 0.0, False, True, {"score": 7.0, "success": True}), ["info['score'] is 7.0"]),
         (("page", 0.0, True, False, {"score": 1.0}), ["info['success'] is None", "bool"]),
         (("page", 0.0, True, False, END | {"stats": {"clicks": "two"}}), ["info['stats']", "finite numbers"]),
+        (("page", 0.0, True, False, END | {"stats": {"": 2.0}}), ["info['stats']", "names"]),
+        (("page", 0.0, True, False, END | {"stats": {7: 2.0}}), ["info['stats']", "names"]),
+        (("page", 0.0, True, False, END | {"success": np.array([True, False])}), ["info['success']", "bool"]),
+        (("page", 1e39, False, False, {}), ["reward is 1e+39", "finite number"]),
+        (("page", 10**400, False, False, {}), ["reward is 1000", "finite number"]),
         (("page", 0.0, True, False, None), ["info is None", "dict"]),
     ],
 )

@@ -45,6 +45,34 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("broken", ["session", "signature"])
+def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path, broken: str) -> None:
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(
+        "from impala_llm.envs import toy\n"
+        "def fail(self, argument):\n"
+        '    raise KeyError("no such house")\n'
+        f"toy.ParrotSuite.{broken} = fail\n"
+    )
+    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1") as run:
+        run.python_path.insert(0, str(patch))
+        assert run.train().wait(200) == 2, run.printed()
+        run.assert_gone()
+        printed = run.log.read_text()
+        assert "episodes failed one after the other" in printed and "no such house" in printed
+
+
+@pytest.mark.system
+def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_path: Path) -> None:
+    settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1")
+    with Run(tmp_path / "run", *settings) as run:
+        assert run.train().wait(200) == 2, run.printed()
+        run.assert_gone()
+        assert "raise engine.max_length" in run.log.read_text()
+
+
+@pytest.mark.system
 def test_the_time_of_a_run_ends_it_while_it_waits(tmp_path: Path) -> None:
     """The environment stands still after some updates; its episodes have more time than the run."""
     settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", "learner.max_minutes=0.2")
