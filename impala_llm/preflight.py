@@ -6,6 +6,7 @@ and fix. Nothing here imports torch: a refusal takes about a second.
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -190,7 +191,7 @@ def _memory(config: Config) -> list[str]:
     # A version that is not published may be kept, on a board of two slots.
     num_slots = config.pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
     directory = model_directory(config.model.path)
-    weights = 0 if directory is None else sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    weights = 0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors")))
     parts = {
         "replay.capacity_mb": num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
         "pipeline.arena_mb": num_actors * config.pipeline.arena_mb * MEGABYTE,
@@ -205,3 +206,13 @@ def _memory(config: Config) -> list[str]:
         f"{shared_memory()} has {free / MEGABYTE:,.0f} MB free, and the run reserves {needed / MEGABYTE:,.0f} MB "
         f"({shares}): lower these settings or enlarge it (Docker: --shm-size)"
     ]
+
+
+def _float32_bytes(path: Path) -> int:
+    """What the tensors of a file take on the weight board, whose weights are the learner's, in float32."""
+    try:
+        with safe_open(path, "np") as file:
+            names = file.keys()  # it is no dict
+            return sum(4 * math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (OSError, SafetensorError):
+        return 0  # which `_model` tells of

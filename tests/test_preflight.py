@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli, launch, preflight
 from impala_llm.config import load
@@ -196,3 +198,11 @@ def test_a_starting_policy_that_never_scores_is_refused(
     said = refused(*settings)
     for word in words:
         assert word in said
+
+
+def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[..., str], model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    num_bytes = 4 * sum(tensor.size for tensor in weights.values())
+    save_file({name: tensor.astype(np.float16) for name, tensor in weights.items()}, model / "model.safetensors")
+    said = refused(f"model.path={model}", "replay.capacity_mb=1000000")
+    assert f"{3 * num_bytes / (1 << 20):,.0f} MB for pipeline.weight_slots" in said
