@@ -132,6 +132,8 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         from impala_llm.evaluate import compare
 
         compare(config)
+    if (folder / "policy").is_dir():
+        print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml model.path={folder}/policy")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
     print(f"impala-llm: {', '.join(parts)} are in {folder}; curves: tensorboard --logdir {folder}", flush=True)
     return code

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -91,7 +92,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.value_hidden_size": (0, math.inf),
     "model.scratch.hidden_size": (16, math.inf),
     "model.scratch.num_layers": (1, math.inf),
-    "actor.num_actors": (1, math.inf),
+    "actor.num_actors": (1, 4096),
     "actor.max_episodes": (1, math.inf),
     "actor.episode_timeout_s": (1e-3, math.inf),
     "actor.unroll_turns": (1, math.inf),
@@ -515,6 +516,11 @@ def _hydra_words(overrides: Sequence[str]) -> Iterator[list[str]]:
                 text = Path(value).expanduser().read_text()
             except OSError as error:
                 raise ConfigError(f"{word}: the file cannot be read ({error.strerror}): correct the path") from None
+            try:
+                yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+                raise ConfigError(f"{word}{line}: this is not YAML ({getattr(error, 'problem', error)})") from None
             # Hydra takes the header from comments at the top only. The settings of a whole run have none.
             header = "" if "@package" in text.partition("\n")[0] else "# @package _global_\n"
             place = Path(folder) / "experiment"

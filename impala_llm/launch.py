@@ -253,6 +253,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
+    where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
+    _say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
     with _stop_signal() as stop_signal, _away_from_learner(config):
         try:
             for actor in actors:

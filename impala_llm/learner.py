@@ -310,7 +310,7 @@ def check_folder(config: Config) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
-    too long, 143 after SIGTERM."""
+    too long, 130 after Ctrl-C, 143 after SIGTERM."""
     end_with_supervisor()
     try:
         config = load(argv)
@@ -327,6 +327,8 @@ def main(argv: Sequence[str]) -> int:
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     try:
         learn(config, ranks)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Stalled as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1

@@ -25,6 +25,8 @@ from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, 
 from impala_llm.settings import Config, model_directory
 
 MEGABYTE = 1 << 20
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Any of them is enough."""
 
 
 def check_training(config: Config) -> None:
@@ -54,6 +56,10 @@ def _run_folder(config: Config) -> list[str]:
     if folder.exists() and not folder.is_dir():
         return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"run.dir={folder} cannot be made ({error.strerror}): name another folder"]
+    try:
         left = find_run(name)
     except RunDirectoryError as error:
         return [f"run.name={name}: {error}"]
@@ -67,8 +73,8 @@ def _run_folder(config: Config) -> list[str]:
     curve = folder / "tensorboard" / "metrics.jsonl"
     if not config.run.resume and curve.is_file() and curve.stat().st_size:
         return [
-            f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, or "
-            + ("run.resume=true to go on with it" if left is not None else "remove the folder")
+            f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, and run.dir where it "
+            "is given, or " + ("run.resume=true to go on with it" if left is not None else "remove the folder")
         ]
     return []
 
@@ -112,6 +118,10 @@ def _model(config: Config) -> list[str]:
         found.append(
             f"{where} has no chat template, by which observations become tokens: take an instruction-tuned model, or "
             "put a chat_template.jinja into the folder"
+        )
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        found.append(
+            f"{where} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the model again, with all its files"
         )
     positions = facts.get("max_position_embeddings")
     if isinstance(positions, int) and config.engine.max_length > positions:

@@ -77,6 +77,9 @@ def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["train", "--config", str(tmp_path / "my.yaml")]) == 2
     said = capsys.readouterr().err
     assert "my.yaml: learner.lr is an unknown key: did you mean learner.learning_rate?" in said
+    (tmp_path / "my.yaml").write_text("learner:\n  batch_size: [\n")
+    assert cli.main(["train", "--config", str(tmp_path / "my.yaml")]) == 2
+    assert "my.yaml, line 3: this is not YAML" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
 

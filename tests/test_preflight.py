@@ -85,6 +85,15 @@ def test_a_model_without_chat_template_is_refused(
     assert f"model.path={model}" in said and "chat template" in said
 
 
+def test_a_model_without_tokenizer_is_refused(refused: Callable[..., str], model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refused(f"model.path={model}")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(refused: Callable[..., str]) -> None:
+    assert "run.dir=/proc/none cannot be made" in refused("run.dir=/proc/none")
+
+
 def test_a_longer_context_than_the_model_has_positions_is_refused(refused: Callable[..., str]) -> None:
     said = refused("engine.max_length=4097", "learner.token_budget=4097")
     assert "engine.max_length=4097" in said and "4096" in said
