@@ -1,0 +1,31 @@
+"""What is committed as a result can be run again: today's tree takes its settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import load
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+SETTINGS = sorted(RESULTS.rglob("*.yaml"))
+STUDIES = sorted((RESULTS / "off_policy").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
+def test_settings_of_a_run_load(path: Path) -> None:
+    # The interpreter of an SGLang server is where that machine has it.
+    config = load([f"experiment={path}", "engine.python=null"])
+    assert config.run.name == path.stem
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_settings_of_a_study_load(path: Path) -> None:
+    rows = [json.loads(line)["settings"] for line in path.read_text().splitlines()]
+    assert rows
+    for overrides in {tuple(row.get("overrides", ())) for row in rows}:
+        load(overrides)
+
+
+def test_there_are_results() -> None:
+    assert len(SETTINGS) >= 5 and len(STUDIES) >= 5
