@@ -561,11 +561,11 @@ FAMILIAR_NAMES = {
     "tp": "engine.tensor_parallel",
     "tp_size": "engine.tensor_parallel",
 }
-"""What other trainers call some of our settings, by the last part of the key."""
+"""Names that other trainers have for some of our settings, by the last part of the key."""
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
-    """What somebody who wrote this key may have meant."""
+    """A sentence with the setting that an unknown key may stand for."""
     last = key.rsplit(".", 1)[-1]
     same = [name for name in known if name.rsplit(".", 1)[-1] == last]
     meant = FAMILIAR_NAMES.get(last.lower())

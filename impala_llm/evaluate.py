@@ -51,7 +51,7 @@ class Result:
     tokens: float
     """Mean tokens of an episode, observations included."""
     scores: tuple[float, ...]
-    """Of each task, in order."""
+    """Score of each task, in order."""
 
 
 @dataclass(frozen=True)

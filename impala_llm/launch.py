@@ -61,7 +61,7 @@ class Child:
     num_ranks: int | None = None
     """None: one process that is no rank."""
     shows_output: bool = False
-    """What it prints for people goes to the terminal; only errors and warnings go to the log."""
+    """Standard output goes to the terminal, and standard error to the log."""
     meeting_place: Path | None = None
     """Folder in which several ranks find each other."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -43,7 +43,7 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionBoard
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
-from impala_llm.observability.tensorboard import METRICS_FILE, MetricWriter
+from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.arena import ArenaError
 from impala_llm.pipeline.journal import Journal
@@ -55,7 +55,7 @@ from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError, find_run
 from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
-from impala_llm.settings import Config, LearnerConfig
+from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress
 from impala_llm.trainer import Trainer
 
@@ -201,7 +201,7 @@ def end_of_time(config: LearnerConfig, began_at: float) -> float:
 
 
 def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
-    """Of a run, in [0, 1], by updates or by time, whichever is further. elapsed_s: since its first batch."""
+    """Share of a run that is over, by updates or by time, whichever is further. elapsed_s: since its first batch."""
     share = version / config.total_updates
     if config.max_minutes is not None:
         share = max(share, elapsed_s / 60 / config.max_minutes)
@@ -294,8 +294,7 @@ def check_folder(config: Config) -> None:
     """ConfigError where a learner that was started by hand would mix two runs; of what it removes it says so."""
     if SUPERVISED in os.environ or config.run.resume:
         return
-    curve = Path(config.run.dir) / "tensorboard" / METRICS_FILE
-    if curve.is_file() and curve.stat().st_size:
+    if holds_run(Path(config.run.dir)):
         raise ConfigError(
             f"run.dir={config.run.dir} holds a run already, and two would be mixed: set another run.name, or "
             "run.resume=true to go on with what a killed learner left"

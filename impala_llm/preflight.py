@@ -1,4 +1,4 @@
-"""What can be seen to go wrong before any process of a run exists: folders, files of the model, keys, ports, memory.
+"""Checks of this host before any process of a run exists: folders, files of the model, keys, ports, memory.
 
 config.py looks at the settings alone; here they are held against this host. Each problem is a sentence with key, value
 and fix. Nothing here imports torch: a refusal takes about a second.
@@ -22,7 +22,7 @@ from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.rendezvous import can_listen
 from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, shared_memory
-from impala_llm.settings import Config, model_directory
+from impala_llm.settings import Config, holds_run, model_directory
 
 MEGABYTE = 1 << 20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -70,8 +70,7 @@ def _run_folder(config: Config) -> list[str]:
             f"run.resume=true: nothing of run {name!r} is left in {shared_memory()} to go on from; leave run.resume out"
             + (onward if trained.is_dir() else "")
         ]
-    curve = folder / "tensorboard" / "metrics.jsonl"
-    if not config.run.resume and curve.is_file() and curve.stat().st_size:
+    if not config.run.resume and holds_run(folder):
         return [
             f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, and run.dir where it "
             "is given, or " + ("run.resume=true to go on with it" if left is not None else "remove the folder")
@@ -99,13 +98,13 @@ def _starting_policy(config: Config) -> list[str]:
 
 
 def _model(config: Config) -> list[str]:
-    """The files of model.path: whole, with a chat template and enough positions."""
+    """The files of model.path: whole, with tokenizer and chat template. What its config.json says: known_models.py."""
     directory = model_directory(config.model.path)
     if directory is None:
         return []  # made from scratch
     where = f"model.path={config.model.path}"
     try:
-        facts = _json_object(directory / "config.json")
+        _json_object(directory / "config.json")
         tokenizer, index = directory / "tokenizer_config.json", directory / "model.safetensors.index.json"
         template = _json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
         files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
@@ -122,12 +121,6 @@ def _model(config: Config) -> list[str]:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         found.append(
             f"{where} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the model again, with all its files"
-        )
-    positions = facts.get("max_position_embeddings")
-    if isinstance(positions, int) and config.engine.max_length > positions:
-        found.append(
-            f"engine.max_length={config.engine.max_length} is more than the {positions} positions of {where}: set it "
-            f"to at most {positions}"
         )
     for name in sorted(map(str, set(files.values()))):
         try:
@@ -219,7 +212,7 @@ def _memory(config: Config) -> list[str]:
 
 
 def _float32_bytes(path: Path) -> int:
-    """What the tensors of a file take on the weight board, whose weights are the learner's, in float32."""
+    """Bytes that the tensors of a file take on the weight board, which holds the learner's float32."""
     try:
         with safe_open(path, "np") as file:
             names = file.keys()  # it is no dict

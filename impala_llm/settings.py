@@ -378,6 +378,12 @@ def model_directory(path: str) -> Path | None:
     return None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written metrics into this folder: a second one would be mixed with it."""
+    metrics = folder / "tensorboard" / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """All settings as (dotted key, value)."""
     assert is_dataclass(node)

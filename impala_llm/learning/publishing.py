@@ -1,4 +1,4 @@
-"""What the learner puts on the weight board, and when.
+"""Versions that the learner puts on the weight boards, and when.
 
 Invariant: whoever waits for a version gets it in the end. A version that readers keep from the board is skipped only
 where tickets can do without it; otherwise the learner waits until a reader lets go.
