@@ -1,12 +1,16 @@
 """The console script `impala-llm`: its commands, options and help. Settings: settings.py, settings_reference.py."""
 
+import dataclasses
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from impala_llm.config import ConfigError, load
-from impala_llm.settings import Config
+from impala_llm.pipeline.rundir import RunDirectoryError
+from impala_llm.settings import Config, model_directory
 
 USAGE = """\
 impala-llm train [--config FILE] [--dry-run] [key=value ...]     train on this host: learner and actors, supervised
@@ -22,7 +26,8 @@ HELP = {
     "train": """\
 impala-llm train [--config FILE] [--dry-run] [key=value ...]
 
-Starts a learner and its actors on this host, starts again what dies, and ends when training has ended.
+Starts a learner and its actors on this host, starts again what dies, and ends when training has ended. With
+actor.num_actors=0 the learner waits for actors that `impala-llm actors` starts, here or on other hosts.
   --config FILE   settings from a YAML file, such as the config.yaml in a run's folder; the same as experiment=FILE
   --dry-run       print every setting and every process, and start nothing""",
     "actors": """\
@@ -36,7 +41,8 @@ learner gone (status 1).
     "evaluate": """\
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
 
-Plays held-out tasks greedily with the policy in model.path and prints scores, intervals and some episodes to read.
+Plays held-out tasks greedily and prints scores, intervals and some episodes to read. The policy is that of model.path;
+with the config.yaml of a run's folder, and no model.path beside it, the one that the run has learned.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
 }
@@ -44,9 +50,20 @@ FLAGS = {"train": "--dry-run", "evaluate": "--json"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the console script. Returns the exit code; 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    command, rest = (words[0], words[1:]) if words else ("", [])
+    """Entry of the console script. Returns the exit code; 2 for bad input, 141 where nobody reads what is printed."""
+    try:
+        code = run_command(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Else the interpreter tries to print the rest once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Do what the words of the command line say. Returns the exit code."""
+    command, rest = (words[0], list(words[1:])) if words else ("", [])
     if command in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -59,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return keys(rest)
     if command not in HELP:
-        if command:
-            close = difflib.get_close_matches(command, (*HELP, "bench", "keys"), n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
-            print(f"impala-llm: {command!r} is no command{hint}", file=sys.stderr)
-        print(USAGE, file=sys.stderr)
+        close = difflib.get_close_matches(command, (*HELP, "bench", "keys"), n=1)
+        close = close or (["train"] if "=" in command else [])
+        hint = f"did you mean `impala-llm {close[0]}`? " if close else ""
+        unknown = f"impala-llm: unknown command {command!r}: {hint}`impala-llm --help` lists them"
+        print(unknown if command else USAGE, file=sys.stderr)
         return 2
     if "-h" in rest or "--help" in rest:
         return show_help(command, next((word for word in rest if not word.startswith("-")), ""))
@@ -75,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flagged, overrides = options(command, rest)
         return commands[command](load(overrides), overrides, flagged)
-    except ConfigError as error:
+    except (ConfigError, RunDirectoryError) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
 
@@ -106,11 +123,15 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
             value = value if equals else next(given, "")
             if not value:
                 raise ConfigError(f"{option} needs a value: see `impala-llm {command} --help`")
+            if option == "--config" and Path(value).suffix not in (".yaml", ".yml"):
+                raise ConfigError(f"--config {value}: give a file with settings whose name ends in .yaml")
             overrides.append(f"actor.num_actors={value}" if option == "--num-actors" else f"experiment={value}")
         elif word.startswith("-"):
             raise ConfigError(f"{word} is no option of this command: see `impala-llm {command} --help`")
         else:
             overrides.append(word)
+    if len(sources := [word for word in overrides if word.startswith("experiment=")]) > 1:
+        raise ConfigError(f"{' and '.join(sources)} are two sources of settings (--config is one): leave one out")
     return flagged, overrides
 
 
@@ -133,7 +154,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
 
         compare(config)
     if (folder / "policy").is_dir():
-        print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml model.path={folder}/policy")
+        print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
     print(f"impala-llm: {', '.join(parts)} are in {folder}; curves: tensorboard --logdir {folder}", flush=True)
     return code
@@ -149,14 +170,28 @@ def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
     return launch(overrides)
 
 
-def evaluate(config: Config, _overrides: list[str], as_json: bool) -> int:
+def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
     """Play held-out tasks."""
     from impala_llm.evaluate import main as evaluate_policy
     from impala_llm.preflight import check_evaluation
 
+    learned = learned_policy(overrides)
+    if learned is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(learned)))
+        print(f"impala-llm: playing what the run has learned, {learned}; model.path plays another", file=sys.stderr)
     check_evaluation(config)
 
     return evaluate_policy(config, as_json=as_json)
+
+
+def learned_policy(overrides: Sequence[str]) -> Path | None:
+    """The policy beside the config.yaml of a run's folder, if the settings come from there and name no other one."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    file = Path(given.get("experiment", "")).expanduser()
+    policy = file.parent / "policy"
+    if file.name != "config.yaml" or given.keys() & {"model", "model.path"} or model_directory(str(policy)) is None:
+        return None
+    return policy
 
 
 if __name__ == "__main__":

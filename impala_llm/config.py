@@ -10,18 +10,16 @@ import math
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from impala_llm.hosts import (
     AUTHORISED,
@@ -92,7 +90,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.value_hidden_size": (0, math.inf),
     "model.scratch.hidden_size": (16, math.inf),
     "model.scratch.num_layers": (1, math.inf),
-    "actor.num_actors": (1, 4096),
+    "actor.num_actors": (0, 4096),
     "actor.max_episodes": (1, math.inf),
     "actor.episode_timeout_s": (1e-3, math.inf),
     "actor.unroll_turns": (1, math.inf),
@@ -111,14 +109,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.reject_low": (0, 1),
     "algorithm.reject_high": (1, math.inf),
     "algorithm.probability_limit": (0, 1),
-    "algorithm.value_coef": (0, math.inf),
-    "algorithm.entropy_coef": (0, math.inf),
-    "algorithm.entropy_target": (0, math.inf),
-    "algorithm.entropy_rate": (0, math.inf),
+    "algorithm.value_coef": (0, 1000),
+    "algorithm.entropy_coef": (0, 1000),
+    "algorithm.entropy_target": (0, 100),
+    "algorithm.entropy_rate": (0, 1000),
     "algorithm.entropy_alarm": (0, 1),
     "algorithm.length_alarm": (0, 1),
-    "algorithm.kl_coef": (0, math.inf),
-    "algorithm.dpo_beta": (1e-6, math.inf),
+    "algorithm.kl_coef": (0, 1000),
+    "algorithm.dpo_beta": (1e-6, 1000),
     "algorithm.max_staleness": (0, math.inf),
     "algorithm.mismatch_alarm": (1e-9, math.inf),
     "learner.num_ranks": (1, math.inf),
@@ -141,8 +139,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "replay.capacity": (1, math.inf),
     "replay.capacity_mb": (1, math.inf),
     "replay.recency_tau": (1e-6, math.inf),
-    "replay.advantage_exponent": (0, math.inf),
-    "replay.rarity_exponent": (0, math.inf),
+    "replay.advantage_exponent": (0, 100),
+    "replay.rarity_exponent": (0, 100),
     "replay.uniform_floor": (0, 1),
     "replay.correction_exponent": (0, 1),
     "replay.max_replays": (1, math.inf),
@@ -151,7 +149,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "replay.target_ess": (0, 1),
     "pipeline.arena_mb": (1, 1 << 20),
     "pipeline.weight_slots": (2, 64),
-    "pipeline.heartbeat_s": (1e-2, math.inf),
+    "pipeline.heartbeat_s": (1e-2, 3600),
     "pipeline.actor_timeout_s": (1e-1, math.inf),
     "pipeline.ticket_timeout_s": (1e-1, math.inf),
     "pipeline.learner_timeout_s": (1e-1, math.inf),
@@ -160,6 +158,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+"""It is part of the path of a socket, which must be short."""
 BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
 """Of a trajectory (record.py), roughly: few turns, short texts."""
 
@@ -174,7 +174,7 @@ def problems(config: Config) -> list[str]:
     for key, (low, high) in BOUNDS.items():
         value = values[key]
         if isinstance(value, int | float) and not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
             found.append(f"{key}={value} is out of range: set it to {limits}")
     if found:
         return found  # what follows compares values that must be sane first
@@ -280,8 +280,11 @@ def problems(config: Config) -> list[str]:
         if path is not None and not Path(path).is_file():
             found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
     found += _model_problems(config)
-    if not config.run.name or not all(c.isalnum() or c in "-_." for c in config.run.name):
-        found.append(f"run.name={config.run.name!r} must consist of letters, digits, '-', '_' and '.': rename the run")
+    if not _RUN_NAME.fullmatch(config.run.name):
+        found.append(
+            f"run.name={config.run.name!r} must consist of 1 to 40 letters, digits, '-', '_' and '.', and begin with a "
+            "letter or digit: rename the run"
+        )
     return found
 
 
@@ -482,18 +485,16 @@ def load(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
     _refuse_unknown_keys(overrides)
+    words = _hydra_words(overrides)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
-        with (
-            _hydra_words(overrides) as words,
-            initialize_config_dir(version_base="1.3", config_dir=str(config_folder())),
-        ):
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
             raw = compose("config", overrides=words)
         OmegaConf.resolve(raw)
         config = OmegaConf.to_object(raw)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, overrides)) from None
     assert isinstance(config, Config)
     found = problems(config)
@@ -502,32 +503,33 @@ def load(overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-@contextmanager
-def _hydra_words(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides as Hydra takes them, while entered: each `experiment=FILE.yaml` in a place where it finds that."""
-    with tempfile.TemporaryDirectory(prefix="impala_llm-experiment-") as folder:
-        words = []
-        for word in (word.lstrip("+") for word in overrides):
-            key, _, value = word.partition("=")
-            if key != "experiment" or Path(value).suffix not in (".yaml", ".yml"):
-                words.append(word)
-                continue
-            try:
-                text = Path(value).expanduser().read_text()
-            except OSError as error:
-                raise ConfigError(f"{word}: the file cannot be read ({error.strerror}): correct the path") from None
-            try:
-                yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
-                raise ConfigError(f"{word}{line}: this is not YAML ({getattr(error, 'problem', error)})") from None
-            # Hydra takes the header from comments at the top only. The settings of a whole run have none.
-            header = "" if "@package" in text.partition("\n")[0] else "# @package _global_\n"
-            place = Path(folder) / "experiment"
-            place.mkdir(exist_ok=True)
-            (place / "file.yaml").write_text(header + text)
-            words += ["experiment=file", f"hydra.searchpath=[file://{folder}]"]
-        yield words
+def _hydra_words(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra takes them: the settings of an `experiment=FILE.yaml` are an experiment of that name."""
+    words = []
+    for word in (word.lstrip("+") for word in overrides):
+        key, _, value = word.partition("=")
+        if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
+            ConfigStore.instance().store(
+                group="experiment", name="file", node=_settings_file(Path(value)), package="_global_"
+            )
+            word = "experiment=file"
+        words.append(word)
+    return words
+
+
+def _settings_file(path: Path) -> DictConfig:
+    """What a YAML file with settings holds. ConfigError where it is none."""
+    try:
+        settings = OmegaConf.create(path.expanduser().read_text())
+    except OSError as error:
+        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}): correct the path") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"settings file {path}{line}: this is not YAML ({reason}): correct it") from None
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"settings file {path} holds no settings: write lines such as `learner: {{batch_size: 32}}`")
+    return settings
 
 
 def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
@@ -609,21 +611,28 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         cause = cause.__cause__ or cause.__context__
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     known = dict(leaves(Config()))
+    file = given.get("experiment", "")
+    file = file if file.endswith((".yaml", ".yml")) else ""
     for key, value in given.items():
-        if key in _groups():
-            choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml"))
-            if value not in choices and not value.endswith((".yaml", ".yml")):
-                return f"{key}={value} is not known: choose one of {', '.join(choices)}"
+        choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
+        if choices and value not in (*choices, file or None):
+            return f"{key}={value} is not known: choose one of {', '.join(choices)}"
+        if key not in known and key not in _groups():
+            return f"{key}={value}: {key} is a group of settings: set them one by one, such as " + next(
+                f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")
+            )
+        if "${" in value and isinstance(error, InterpolationKeyError):
+            return f"{key}={value} refers to a key that does not exist: correct it"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
+        # What is wrong with a word of the command line names the word; the rest stands in a file.
+        where = f"settings file {file}: " if file and full_key not in given else ""
+        if isinstance(cause, OverrideParseException):
+            return f"{cause.override} cannot be read: quote a value with special characters, as in \"key='a=b'\""
         if isinstance(cause, ConfigKeyError) and full_key:
-            # Words were looked at before: it stands in a file.
-            where = f"experiment={given['experiment']}: " if "experiment" in given else ""
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
+            value = given.get(full_key) or (OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]
-            return (
-                f"{full_key}={given.get(full_key, '?')} has the wrong type: {reason}; "
-                f"the default is {known.get(full_key)!r}"
-            )
-    return str(error).splitlines()[0]
+            return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
+    return f"{f'settings file {file}: ' if file else ''}{str(causes[-1]).splitlines()[0]}: correct this setting"

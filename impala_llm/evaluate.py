@@ -153,12 +153,21 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     results, examples = [], []
     for number, (suite, which) in enumerate(suites):
         label = f"{suite.name}{which}, split {config.evaluation.split}"
+        said = num_tasks_said(config.evaluation.num_tasks, len(suite.tasks(config.evaluation.split)))  # type: ignore[arg-type]
+        print(f"{label}: {said}", file=sys.stderr)
         for name, path in policies.items():
             wanted = config.evaluation.num_examples if number == 0 else 0
             result, read = evaluate(config, path, suite, name, label, wanted)
             results.append(result)
             examples = read or examples
     return results, examples
+
+
+def num_tasks_said(wanted: int, there: int) -> str:
+    """A sentence on how many of a split's tasks are played, with the key that changes it."""
+    if wanted > there:
+        return f"all {there} tasks are played; evaluation.num_tasks={wanted} asks for more than there are"
+    return f"{wanted} of {there} tasks are played (evaluation.num_tasks={wanted})"
 
 
 def show(results: Sequence[Result], examples: Sequence[Example], console: Console) -> None:

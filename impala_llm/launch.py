@@ -24,7 +24,7 @@ from rich.status import Status
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
-from impala_llm.hosts import rank_endpoint
+from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.remote import relay_weights
 from impala_llm.pipeline.rundir import RunDirectory
@@ -128,11 +128,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
-    def last_words(self, lines: int = 8) -> str:
+    def last_words(self) -> str:
+        """The last line of its log, and where the rest is; empty where it has said nothing."""
         if self.log is None or not self.log.exists():
             return ""
-        tail = self.log.read_bytes()[-4096:].decode(errors="replace").splitlines()[-lines:]
-        return "".join(f"\n    {line}" for line in tail)
+        tail = self.log.read_bytes()[-4096:].decode(errors="replace").strip()
+        return f": {tail.splitlines()[-1].strip()} (more in {self.log})" if tail else ""
 
 
 def exit_reason(code: int) -> str:
@@ -208,6 +209,8 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
     _say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
+    if not actors:
+        _say(f"start actors with {how_to_join(config)}")
     final = (STOPPED, BAD_SETTINGS)
     with _stop_signal() as stop_signal, RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir:
         learner.meeting_place = run_dir.path
@@ -234,13 +237,25 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     # Of an actor that has found what will fail again: all have the same settings.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]
     if unfit:
-        _say(f"the run has ended: {''.join(unfit[0].last_words(1)).strip()} (more in {unfit[0].log})")
+        _say(f"the run has ended{unfit[0].last_words()}")
         return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
     if code:
-        _say(f"learner ended: {exit_reason(code)}; its last words:{learner.last_words()}")
+        _say(f"the learner has ended ({exit_reason(code)}){learner.last_words()}")
     return code if code >= 0 else 128 - code
+
+
+def how_to_join(config: Config) -> str:
+    """The command that starts actors for a learner that has none of its own."""
+    command = f"`impala-llm actors --config {config.run.dir}/config.yaml --num-actors N"
+    if config.pipeline.bind is None:
+        return f"{command}` on this host; those of other hosts need pipeline.bind and pipeline.keys"
+    port = TcpEndpoint.parse(config.pipeline.bind).port
+    return (
+        f"{command} pipeline.bind=null pipeline.connect=tcp://LEARNER_HOST:{port} pipeline.keys=KEYS` on other hosts, "
+        "with a copy of this file"
+    )
 
 
 def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
@@ -253,6 +268,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
+    if not actors:
+        raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
     where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
     _say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
     with _stop_signal() as stop_signal, _away_from_learner(config):
@@ -270,7 +287,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
             return 128 + stop_signal()
     failed = [actor for actor in actors if actor.poll() != STOPPED]
     for actor in failed:
-        _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}); its last words:{actor.last_words()}")
+        _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}){actor.last_words()}")
     if any(actor.poll() == BAD_SETTINGS for actor in failed):
         return BAD_SETTINGS
     return 1 if failed else 0
@@ -371,9 +388,7 @@ def _keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) ->
         delay = min(30.0, 2.0**child.restarts)
         child.restart_at = now + delay
         child.restarts += 1
-        words = child.last_words()
-        words = words and f"; its last words:{words}"
-        _say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{words}")
+        _say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_words()}")
     elif now >= child.restart_at:
         child.restart_at = 0.0
         _kill_relatives([child])
@@ -399,7 +414,7 @@ def main(argv: Sequence[str]) -> int:
         words = one_actor_per_server(argv, visible_gpus())
         return supervise_actors(load(words), words)
     except ConfigError as error:
-        print(f"launch: {error}", file=sys.stderr)
+        _say(str(error))
         return BAD_SETTINGS
 
 

@@ -5,13 +5,17 @@ and fix. Nothing here imports torch: a refusal takes about a second.
 """
 
 import asyncio
+import errno
 import json
 import math
 import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
@@ -20,28 +24,33 @@ from impala_llm.engines.sglang_settings import BadServerSettings, check_python, 
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
-from impala_llm.pipeline.rendezvous import can_listen
+from impala_llm.pipeline.rendezvous import try_to_listen
 from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, shared_memory
 from impala_llm.settings import Config, holds_run, model_directory
 
 MEGABYTE = 1 << 20
+DISK_SPARE = 32 * MEGABYTE
+"""For logs, metrics and a small policy."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Any of them is enough."""
 
 
 def check_training(config: Config) -> None:
     """Before `impala-llm train`. Raises ConfigError with all that was found."""
-    _raise_for(config, (_run_folder, _starting_policy, _model, _device, _sglang, _learner_keys, _ports, _memory))
+    on_disk = (_folder, _earlier_run, _starting_policy, _model, _other_models)
+    _raise_for(config, (*on_disk, _device, _sglang, _servers, _learner_keys, _ports, _memory, _disk))
 
 
 def check_actors(config: Config) -> None:
     """Before `impala-llm actors`. Raises ConfigError with all that was found."""
-    _raise_for(config, (_model, _device, _sglang, _actor_keys))
+    _raise_for(config, (_folder, _model, _device, _sglang, _servers, _actor_keys, _learner_host))
 
 
 def check_evaluation(config: Config) -> None:
     """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
-    _raise_for(config, (_model, _device, _sglang))
+    # A policy from scratch, and the logs of a server, lie in the run's folder.
+    writes = config.model.path == "scratch" or config.engine.name == "sglang"
+    _raise_for(config, (*((_folder,) if writes else ()), _model, _device, _sglang, _servers))
 
 
 def _raise_for(config: Config, checks: Sequence[Callable[[Config], list[str]]]) -> None:
@@ -50,15 +59,25 @@ def _raise_for(config: Config, checks: Sequence[Callable[[Config], list[str]]]) 
         raise ConfigError("\n".join(found))
 
 
-def _run_folder(config: Config) -> list[str]:
-    """A folder takes one run; a name, one living run."""
-    folder, name = Path(config.run.dir), config.run.name
+def _folder(config: Config) -> list[str]:
+    folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return [f"run.dir={folder} cannot be made ({error.strerror}): name another folder"]
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"a disk that is full refuses this")
+    except OSError as error:
+        return [f"run.dir={folder} cannot be written to ({error.strerror}): name another folder, or put that right"]
+    return []
+
+
+def _earlier_run(config: Config) -> list[str]:
+    """A folder takes one run; a name, one living run."""
+    folder, name = Path(config.run.dir), config.run.name
     try:
         left = find_run(name)
     except RunDirectoryError as error:
@@ -104,15 +123,13 @@ def _model(config: Config) -> list[str]:
         return []  # made from scratch
     where = f"model.path={config.model.path}"
     try:
-        _json_object(directory / "config.json")
-        tokenizer, index = directory / "tokenizer_config.json", directory / "model.safetensors.index.json"
+        tokenizer = directory / "tokenizer_config.json"
         template = _json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
-        files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
-        if not isinstance(files, dict):
-            raise ValueError(f"{index.name} has no weight_map")
-    except (OSError, ValueError) as error:
-        return [f"{where}: a configuration file there cannot be read ({error}): copy the model again"]
-    found = []
+        if (vocabulary := directory / "tokenizer.json").is_file():
+            _json_object(vocabulary)
+    except ValueError as error:
+        return [f"{where}: {error}: copy the model again"]
+    found = _weights("model.path", config.model.path, directory)
     if not template and not any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         found.append(
             f"{where} has no chat template, by which observations become tokens: take an instruction-tuned model, or "
@@ -122,6 +139,34 @@ def _model(config: Config) -> list[str]:
         found.append(
             f"{where} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the model again, with all its files"
         )
+    return found
+
+
+def _other_models(config: Config) -> list[str]:
+    """The files of the other models that the learner loads."""
+    found = []
+    for key, path in (
+        ("algorithm.reference", config.algorithm.reference),
+        ("algorithm.teacher", config.algorithm.teacher),
+    ):
+        if path is not None and (directory := model_directory(path)) is not None:
+            found += _weights(key, path, directory)
+    return found
+
+
+def _weights(key: str, path: str, directory: Path) -> list[str]:
+    """What is wrong with the configuration and the weights of a model."""
+    where = f"{key}={path}"
+    try:
+        if not isinstance(_json_object(directory / "config.json").get("model_type"), str):
+            raise ValueError("config.json has no model_type")
+        index = directory / "model.safetensors.index.json"
+        files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
+        if not isinstance(files, dict):
+            raise ValueError(f"{index.name} has no weight_map")
+    except ValueError as error:
+        return [f"{where}: {error}: copy the model again"]
+    found = []
     for name in sorted(map(str, set(files.values()))):
         try:
             with safe_open(directory / name, "np"):
@@ -132,7 +177,12 @@ def _model(config: Config) -> list[str]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_bytes())
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is no JSON ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} holds no JSON object")
     return values
@@ -147,7 +197,7 @@ def _device(config: Config) -> list[str]:
 
 
 def _sglang(config: Config) -> list[str]:
-    if config.engine.name != "sglang" or config.engine.urls is not None:
+    if config.engine.name != "sglang" or config.engine.urls is not None or config.actor.num_actors == 0:
         return []
     try:
         asyncio.run(check_python(config.engine.python or find_python()))
@@ -179,13 +229,36 @@ def _ports(config: Config) -> list[str]:
     bind = config.pipeline.bind
     if bind is None:
         return []
-    ends = [TcpEndpoint.parse(rank_endpoint(bind, offset)) for offset in range(config.learner.num_ranks + 1)]
-    taken = [str(end.port) for end in ends if not can_listen(end)]
-    if not taken:
-        return []
-    return [
-        f"pipeline.bind={bind}: port {', '.join(taken)} cannot be listened at: end what uses it or take other ports"
-    ]
+    for offset in range(config.learner.num_ranks + 1):
+        end = TcpEndpoint.parse(rank_endpoint(bind, offset))
+        try:
+            try_to_listen(end)
+        except socket.gaierror as error:
+            return [f"pipeline.bind={bind}: this host does not know {end.host} ({error.strerror}): give an address"]
+        except OSError as error:
+            fix = "give an address of this host, or tcp://0.0.0.0:PORT for all of them"
+            if error.errno != errno.EADDRNOTAVAIL:
+                fix = "end what uses it or take other ports"
+            return [f"pipeline.bind={bind}: port {end.port} cannot be listened at ({error.strerror}): {fix}"]
+    return []
+
+
+def _learner_host(config: Config) -> list[str]:
+    connect = config.pipeline.connect
+    return [] if connect is None else _unknown_host("pipeline.connect", connect, TcpEndpoint.parse(connect).host)
+
+
+def _servers(config: Config) -> list[str]:
+    urls = config.engine.urls or ()
+    return [problem for url in urls for problem in _unknown_host("engine.urls", url, urlsplit(url).hostname or "")]
+
+
+def _unknown_host(key: str, value: str, host: str) -> list[str]:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return [f"{key}={value}: this host does not know {host!r} ({error}): correct the name, or give an address"]
+    return []
 
 
 def _memory(config: Config) -> list[str]:
@@ -208,6 +281,18 @@ def _memory(config: Config) -> list[str]:
     return [
         f"{shared_memory()} has {free / MEGABYTE:,.0f} MB free, and the run reserves {needed / MEGABYTE:,.0f} MB "
         f"({shares}): lower these settings or enlarge it (Docker: --shm-size)"
+    ]
+
+
+def _disk(config: Config) -> list[str]:
+    """What the last policy takes: a run that cannot save it has learned for nothing."""
+    directory, folder = model_directory(config.model.path), Path(config.run.dir)
+    needed = DISK_SPARE + (0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors"))))
+    if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:
+        return []
+    return [
+        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policy and logs take "
+        f"{needed / MEGABYTE:,.0f} MB: make room, or name a folder on another disk"
     ]
 
 

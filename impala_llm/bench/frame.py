@@ -52,9 +52,7 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
     Returns {"bench", "machine", "versions", "figures", "rows", "left_out"}, all of it JSON. Raises BenchError for an
     unknown name or option, and for a number in the result that is not finite.
     """
-    if name not in bench_names():
-        raise BenchError(f"unknown benchmark {name!r}: {_listing()}")
-    module = importlib.import_module(f"impala_llm.bench.{name}")
+    module = _module(name)
     known: dict[str, str] = getattr(module, "OPTIONS", {})
     for key in options:
         if key not in known:
@@ -107,6 +105,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{_USAGE}\n{_listing()}", file=sys.stderr if not argv else sys.stdout)
         return 0 if argv else 2
     try:
+        if "-h" in argv or "--help" in argv:
+            print(f"{_USAGE.replace('NAME', argv[0])}\n{_help(argv[0])}")
+            return 0
         options, json_only = _parse(argv[1:])
         result = run_bench(argv[0], options)
     except BenchError as error:
@@ -136,6 +137,20 @@ def _parse(arguments: Sequence[str]) -> tuple[dict[str, str], bool]:
             value = rest.pop(0)
         options[key.replace("-", "_")] = value
     return options, json_only
+
+
+def _module(name: str) -> ModuleType:
+    if name not in bench_names():
+        raise BenchError(f"unknown benchmark {name!r}: {_listing()}")
+    return importlib.import_module(f"impala_llm.bench.{name}")
+
+
+def _help(name: str) -> str:
+    """The first sentence of a benchmark's docstring, and its options."""
+    module = _module(name)
+    known: dict[str, str] = getattr(module, "OPTIONS", {})
+    lines = [f"  --{option} VALUE    {meaning}" for option, meaning in known.items()]
+    return "\n".join([(module.__doc__ or "").strip().partition("\n\n")[0], *(lines or ["  no options of its own"])])
 
 
 def _print_tables(result: dict[str, object]) -> None:

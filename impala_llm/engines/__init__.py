@@ -50,7 +50,7 @@ def _sglang_engine(
     engine = config.engine
     servers: Any
     if engine.urls is not None:
-        own = engine.urls[index :: config.actor.num_actors]
+        own = engine.urls[index :: max(1, config.actor.num_actors)]
         servers = partial(find_servers, own, engine.start_timeout_s)
     else:
         settings = ServerSettings(

@@ -41,9 +41,12 @@ def step(session: Session, action: str, env: str) -> tuple[str, float, bool, boo
         problems.append(f"observation is {_shown(observation)}: a str is expected")
     if not _is_number(reward):
         problems.append(f"reward is {_shown(reward)}: a finite number is expected")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not _is_bool(flag):
+            problems.append(f"{name} is {_shown(flag)}: a bool is expected")
     if not isinstance(info, dict):
         problems.append(f"info is {_shown(info)}: a dict is expected")
-    elif terminated or truncated:
+    elif _is_bool(terminated) and _is_bool(truncated) and (terminated or truncated):
         score: Any = info.get("score")
         stats = info.get("stats", {})
         if not (_is_number(score) and 0.0 <= score <= 1.0):

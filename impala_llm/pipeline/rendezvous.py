@@ -30,19 +30,15 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def can_listen(endpoint: TcpEndpoint) -> bool:
-    """Whether nobody listens at this address and port yet, and the address is one of this host's."""
+def try_to_listen(endpoint: TcpEndpoint) -> None:
+    """Raises OSError where somebody listens at this address and port, or the address is none of this host's."""
     host = None if endpoint.host == "*" else endpoint.host
-    try:
-        found = system.getaddrinfo(host, endpoint.port, type=system.SOCK_STREAM, flags=system.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        with system.socket(family, system.SOCK_STREAM) as probe:
-            # As ZeroMQ does: connections of an earlier listener that still linger are no hindrance.
-            probe.setsockopt(system.SOL_SOCKET, system.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    found = system.getaddrinfo(host, endpoint.port, type=system.SOCK_STREAM, flags=system.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    with system.socket(family, system.SOCK_STREAM) as probe:
+        # As ZeroMQ does: connections of an earlier listener that still linger are no hindrance.
+        probe.setsockopt(system.SOL_SOCKET, system.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
 def listen_at(address: str) -> Listener:

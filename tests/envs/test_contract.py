@@ -56,6 +56,8 @@ def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
         (("page", 1e39, False, False, {}), ["reward is 1e+39", "finite number"]),
         (("page", 10**400, False, False, {}), ["reward is 1000", "finite number"]),
         (("page", 0.0, True, False, None), ["info is None", "dict"]),
+        (("page", 0.0, np.array([True, False]), False, END), ["terminated is array(", "a bool is expected"]),
+        (("page", 0.0, False, None, {}), ["truncated is None", "a bool is expected"]),
     ],
 )
 def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
