@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from impala_llm.engines.sglang_settings import BadServerSettings, check_python, 
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
-from impala_llm.pipeline.rendezvous import try_to_listen
+from impala_llm.pipeline.rendezvous import check_known, try_to_listen
 from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, shared_memory
 from impala_llm.settings import Config, holds_run, model_directory
 
@@ -233,12 +232,10 @@ def _ports(config: Config) -> list[str]:
         end = TcpEndpoint.parse(rank_endpoint(bind, offset))
         try:
             try_to_listen(end)
-        except socket.gaierror as error:
-            return [f"pipeline.bind={bind}: this host does not know {end.host} ({error.strerror}): give an address"]
         except OSError as error:
             fix = "give an address of this host, or tcp://0.0.0.0:PORT for all of them"
-            if error.errno != errno.EADDRNOTAVAIL:
-                fix = "end what uses it or take other ports"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                fix = "end what uses it, or take other ports, above 1023"
             return [f"pipeline.bind={bind}: port {end.port} cannot be listened at ({error.strerror}): {fix}"]
     return []
 
@@ -255,9 +252,9 @@ def _servers(config: Config) -> list[str]:
 
 def _unknown_host(key: str, value: str, host: str) -> list[str]:
     try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        return [f"{key}={value}: this host does not know {host!r} ({error}): correct the name, or give an address"]
+        check_known(host)
+    except OSError as error:
+        return [f"{key}={value}: this host does not know {host!r} ({error.strerror}): correct it or give an address"]
     return []
 
 

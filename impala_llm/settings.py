@@ -140,7 +140,7 @@ class ModelConfig:
 @dataclass
 class ActorConfig:
     num_actors: int = 1
-    """Actor processes on this host, each with an engine of its own."""
+    """Actor processes on this host, each with an engine of its own; 0: none beside the learner."""
     max_episodes: int = 64
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = 300.0

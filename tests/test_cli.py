@@ -1,13 +1,14 @@
 """The door: commands, help, bad input. Nothing is started here."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from impala_llm import cli, launch
-from impala_llm.settings import Config, leaves
+from impala_llm.settings import ASSETS, Config, leaves
 from impala_llm.settings_reference import reference
 
 
@@ -136,6 +137,39 @@ def test_evaluate_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["evaluate", "experiment=toy", "evaluation.num_tasks=7"]) == 0
     assert cli.main(["evaluate", "--json", "experiment=toy", "evaluation.num_tasks=8"]) == 0
     assert calls == [(7, False), (8, True)]
+
+
+def test_a_runs_config_means_the_policy_that_it_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from impala_llm import evaluate
+
+    played: list[str] = []
+    monkeypatch.setattr(evaluate, "main", lambda config, as_json: played.append(config.model.path) or 0)
+    shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "policy")
+    assert cli.main(["train", "experiment=quickstart", "--dry-run"]) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out.partition("# threads")[0])
+    (tmp_path / "other.yaml").write_text((tmp_path / "config.yaml").read_text())
+    words = ["evaluate", "--config", f"{tmp_path}/config.yaml"]
+    assert cli.main(words) == 0
+    assert f"playing what the run has learned, {tmp_path}/policy" in capsys.readouterr().err
+    assert cli.main([*words, "model.path=tiny_shopper"]) == 0
+    assert cli.main(["evaluate", "--config", f"{tmp_path}/other.yaml"]) == 0
+    shutil.rmtree(tmp_path / "policy")
+    assert cli.main(words) == 0
+    assert capsys.readouterr().err == ""
+    assert played == [str(tmp_path / "policy"), "tiny_shopper", "tiny_shopper", "tiny_shopper"]
+
+
+def test_settings_have_one_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", f"{tmp_path}/my.yaml", "experiment=toy"]) == 2
+    assert "two sources of settings" in capsys.readouterr().err
+
+
+def test_help_of_a_benchmark_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "transport", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "impala-llm bench transport" in printed and "--actors VALUE" in printed
 
 
 def test_an_unknown_benchmark_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,18 @@ def test_a_table_names_policies_numbers_and_intervals() -> None:
     assert read["success_interval"] == [0.14, 0.4]
 
 
+def test_how_many_of_the_tasks_are_played_is_said_with_its_key(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = len(make_suite(config.env).tasks("test"))
+    for wanted, said in ((40, f"40 of {there} tasks"), (10**6, f"all {there} tasks")):
+        config.evaluation.num_tasks = wanted
+        monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+        evaluation.evaluate_policies(config, {"scripted": resolve_policy(config)})
+        printed = capsys.readouterr().err
+        assert said in printed and f"evaluation.num_tasks={wanted}" in printed
+
+
 def test_the_difference_is_paired_task_by_task() -> None:
     def result(label: str, scores: list[float]) -> Result:
         return Result(label, "toy", len(scores), 0.0, (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores))

@@ -92,6 +92,22 @@ def test_a_host_of_actors_has_one_for_each_share_of_its_gpus() -> None:
     assert launch.one_actor_per_server(["experiment=toy"], gpus) == ["experiment=toy"]
 
 
+@pytest.mark.parametrize("engine", ["engine=torch", "engine=sglang"])
+@pytest.mark.parametrize("gpus", ["", "4,5"])
+def test_a_learner_alone_is_a_run(engine: str, gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    words = ["experiment=toy", "actor.num_actors=0", engine]
+    [learner] = launch.plan(load(words), words)
+    assert learner.name == "learner"
+
+
+def test_a_learner_alone_says_how_actors_join_it() -> None:
+    config = load(["experiment=toy", "actor.num_actors=0"])
+    assert "impala-llm actors --config outputs/toy/config.yaml --num-actors N`" in launch.how_to_join(config)
+    config.pipeline.bind = "tcp://0.0.0.0:7411"
+    assert "pipeline.connect=tcp://LEARNER_HOST:7411" in launch.how_to_join(config)
+
+
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:
     """What is left of one is killed before it starts again, and the others play on."""
     config = load(OVERRIDES)

@@ -30,6 +30,14 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def check_known(host: str) -> None:
+    """Raises OSError where this host has no address for a name."""
+    try:
+        system.getaddrinfo(host, None)
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise OSError(0, "it is no host name") from error
+
+
 def try_to_listen(endpoint: TcpEndpoint) -> None:
     """Raises OSError where somebody listens at this address and port, or the address is none of this host's."""
     host = None if endpoint.host == "*" else endpoint.host
