@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
@@ -62,7 +61,7 @@ class Actor:
         self.policy = policy
         self.actor_id = actor_name(config, index)
         self.suite = make_suite(config.env)
-        self.chat = ChatFormat(AutoTokenizer.from_pretrained(policy), self.suite.system_prompt)
+        self.chat = ChatFormat.of(policy, self.suite.system_prompt)
         self.limits = EpisodeLimits(
             config.engine.temperature,
             config.engine.max_new_tokens,
@@ -337,7 +336,8 @@ class EnvironmentFaults:
     """Episodes that the environment has spoilt since the last one that it did not.
 
     The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
-    broken environment fills no log and takes no core; after a while they end the actor.
+    broken environment fills no log and takes no core; after a while they end the actor. What an environment must not
+    return it returns again: of that, so many in a row are enough.
     """
 
     MOST_IN_A_ROW = 32
@@ -347,19 +347,21 @@ class EnvironmentFaults:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_in_a_row = 0
+        self._num_breaches = 0
         self._clock = clock
         self._since = 0.0
         self._seen: set[str] = set()
 
     def clear(self) -> None:
         """An episode was played to its end."""
-        self.num_in_a_row = 0
+        self.num_in_a_row = self._num_breaches = 0
 
     def observe(self, error: Exception) -> float:
         """Another fault: returns the seconds to wait before its ticket is given back."""
         if not self.num_in_a_row:
             self._since = self._clock()
         self.num_in_a_row += 1
+        self._num_breaches += isinstance(error, EnvironmentFault) and error.__cause__ is None
         frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
         kind = f"{type(error.__cause__ or error).__name__} in {frames[-1].filename}:{frames[-1].lineno}"
         if kind not in self._seen:
@@ -370,7 +372,8 @@ class EnvironmentFaults:
     @property
     def is_broken(self) -> bool:
         """Whether there have been so many, for so long, that the next ones will not be better."""
-        return self.num_in_a_row >= self.MOST_IN_A_ROW and self._clock() - self._since >= self.PATIENCE_S
+        is_lasting = self._clock() - self._since >= self.PATIENCE_S
+        return self._num_breaches >= self.MOST_IN_A_ROW or (self.num_in_a_row >= self.MOST_IN_A_ROW and is_lasting)
 
 
 class Reporter:
@@ -417,7 +420,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_cuda(config.model.cuda_products)
     try:
         asyncio.run(Actor(config, index).run())
-    except (EnvironmentBroken, EngineError) as error:
+    except (EnvironmentBroken, EnvironmentFault, EngineError) as error:
         # Or an engine that cannot be made, or must not play: so it is at the next attempt.
         print(f"actor {index}: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from impala_llm.config import ConfigError, load
+from impala_llm.engines.base import EngineError
+from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.pipeline.rundir import RunDirectoryError
 from impala_llm.settings import Config, model_directory
 
@@ -92,7 +94,7 @@ def run_command(words: Sequence[str]) -> int:
     try:
         flagged, overrides = options(command, rest)
         return commands[command](load(overrides), overrides, flagged)
-    except (ConfigError, RunDirectoryError) as error:
+    except (ConfigError, EngineError, EnvironmentFault, RunDirectoryError) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
 

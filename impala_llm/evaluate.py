@@ -17,12 +17,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.engines import make_engine
-from impala_llm.engines.base import EngineError
-from impala_llm.envs import make_suite
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
@@ -91,10 +89,8 @@ def evaluate(
         num_examples: episodes to return as text: the first ones, in canonical order.
     """
     split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
-    tasks = list(suite.tasks(split))[: config.evaluation.num_tasks]
-    if not tasks:
-        raise ValueError(f"evaluation.split={split} has no tasks in {tasks_label}: choose another split")
-    chat = ChatFormat(AutoTokenizer.from_pretrained(policy), suite.system_prompt)
+    tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
+    chat = ChatFormat.of(policy, suite.system_prompt)
     limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
 
@@ -153,7 +149,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     results, examples = [], []
     for number, (suite, which) in enumerate(suites):
         label = f"{suite.name}{which}, split {config.evaluation.split}"
-        said = num_tasks_said(config.evaluation.num_tasks, len(suite.tasks(config.evaluation.split)))  # type: ignore[arg-type]
+        said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
         print(f"{label}: {said}", file=sys.stderr)
         for name, path in policies.items():
             wanted = config.evaluation.num_examples if number == 0 else 0
@@ -213,7 +209,10 @@ def results_json(results: Sequence[Result]) -> str:
 
 
 def compare(config: Config) -> list[Result]:
-    """After a run: the starting policy beside the trained one; the table is printed and kept in `run.dir`."""
+    """After a run: the starting policy beside the trained one; the table is printed and kept in `run.dir`.
+
+    Raises EngineError or EnvironmentFault where they cannot be played.
+    """
     policies = {"before": resolve_policy(config), "after": Path(config.run.dir) / "policy"}
     results, examples = evaluate_policies(config, policies)
     show(results, examples, Console())
@@ -224,13 +223,9 @@ def compare(config: Config) -> list[Result]:
 
 
 def main(config: Config, as_json: bool = False) -> int:
-    """`impala-llm evaluate`: the policy of `model.path`."""
+    """`impala-llm evaluate`: the policy of `model.path`. Raises EngineError or EnvironmentFault."""
     policy = resolve_policy(config)
-    try:
-        results, examples = evaluate_policies(config, {config.model.path: policy})
-    except EngineError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
+    results, examples = evaluate_policies(config, {config.model.path: policy})
     show(results, examples, Console(stderr=as_json))
     if as_json:
         print(results_json(results))

@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -32,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines.base import ModelRefused
-from impala_llm.envs import make_suite
+from impala_llm.envs import contract, make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cautions import cautions
 from impala_llm.learning.feed import Feed, Stalled
@@ -241,7 +242,11 @@ def start_receiver(
     """This rank's door for actors, with its share of the training tasks behind it."""
     algorithm = config.algorithm
     order = TaskOrder(
-        make_suite(config.env).tasks("train"), algorithm.group_size, config.run.seed, ranks.rank, ranks.world_size
+        contract.tasks(make_suite(config.env), "train"),
+        algorithm.group_size,
+        config.run.seed,
+        ranks.rank,
+        ranks.world_size,
     )
     # Free running is bounded by what the buffer can hold.
     max_open = config.replay.capacity if algorithm.max_staleness is None else None
@@ -331,8 +336,9 @@ def main(argv: Sequence[str]) -> int:
     except Stalled as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1
-    except ModelRefused as error:
+    except (ModelRefused, contract.EnvironmentFault) as error:
         if ranks.is_main:
+            traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
     except (ArenaError, KeyFileError, RunDirectoryError) as error:

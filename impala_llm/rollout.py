@@ -7,11 +7,12 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from impala_llm.engines.base import Engine, Generation, SamplingParams
+from impala_llm.engines.base import Engine, Generation, ModelRefused, SamplingParams
 from impala_llm.envs import contract
 from impala_llm.envs.base import Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
@@ -63,6 +64,18 @@ class ChatFormat:
         if not stops:
             raise ValueError("the tokenizer has no eos_token and its chat template ends no answer: set eos_token")
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
+
+    @classmethod
+    def of(cls, policy: Path, system_prompt: str) -> "ChatFormat":
+        """With the tokenizer in a policy's directory. Raises ModelRefused where it, or its template, cannot be used."""
+        try:
+            return cls(AutoTokenizer.from_pretrained(policy), system_prompt)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ModelRefused(
+                f"tokenizer or chat template of the model {policy} cannot be used ({type(error).__name__}: {reason}): "
+                "copy the model again, or correct them"
+            ) from error
 
     def first(self, observation: str) -> list[int]:
         """Ids of the conversation up to the first answer."""

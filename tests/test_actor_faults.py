@@ -19,6 +19,11 @@ class Broken:
         raise KeyError(action)
 
 
+class WithoutScore:
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        return "the end", 1.0, True, False, {"success": True}
+
+
 def fault(word: str = "door") -> EnvironmentFault:
     with pytest.raises(EnvironmentFault) as caught:
         contract.step(Broken(), word, "maze")  # type: ignore[arg-type]
@@ -39,6 +44,16 @@ def test_a_storm_ends_the_actor_and_an_outage_does_not() -> None:
         faults.observe(fault())
         clock.now += 10.0
     assert not faults.is_broken
+
+
+def test_a_broken_contract_ends_the_actor_at_once() -> None:
+    faults = EnvironmentFaults(Clock())
+    for _ in range(faults.MOST_IN_A_ROW):
+        assert not faults.is_broken
+        with pytest.raises(EnvironmentFault) as caught:
+            contract.step(WithoutScore(), "go", "maze")  # type: ignore[arg-type]
+        faults.observe(caught.value)
+    assert faults.is_broken
 
 
 def test_the_answer_to_faults_in_a_row_is_ever_slower() -> None:

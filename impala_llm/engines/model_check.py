@@ -122,9 +122,8 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        raise ModelRefused(
-            f"{what} ({type(cause).__name__}: {cause}): take a model of the table in docs/engines.md"
-        ) from error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise ModelRefused(f"{what} ({reason}): take a model of the table in docs/engines.md") from error
 
 
 def describe(lm: PreTrainedModel) -> str:

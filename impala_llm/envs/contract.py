@@ -3,19 +3,28 @@
 Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from impala_llm.envs.base import Session
+from impala_llm.envs.base import Session, Split, Suite
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class EnvironmentFault(ValueError):
     """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
+
+
+def tasks(suite: Suite, split: Split) -> Sequence[int]:
+    """The task ids of a split: at least one."""
+    what = f"env {suite.name}: tasks({split!r})"
+    found = _call(what, lambda: list(suite.tasks(split)))
+    if not found or not all(isinstance(task, int | np.integer) for task in found):
+        raise EnvironmentFault(f"{what} returned {_shown(found)}: a sequence of task ids (int) is expected")
+    return found
 
 
 def reset(session: Session, task_id: int, env: str) -> str:

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impala_llm.envs import contract
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.settings import EnvConfig
 
 END = {"score": 0.5, "success": False, "stats": {"clicks": 2}}
 
@@ -71,3 +72,27 @@ def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
 def test_a_reset_that_returns_no_observation_is_named(result: Any) -> None:
     with pytest.raises(EnvironmentFault, match=r"env maze: reset\(3\)"):
         contract.reset(Scripted(result), 3, "maze")
+
+
+class Tasks:
+    name = "maze"
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def tasks(self, split: str) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def test_tasks_are_numbers_and_at_least_one() -> None:
+    assert contract.tasks(Tasks(range(3)), "train") == [0, 1, 2]  # type: ignore[arg-type]
+    for found in ([], None, ["first"], KeyError("no file")):
+        with pytest.raises(EnvironmentFault, match=r"env maze: tasks\('train'\)"):
+            contract.tasks(Tasks(found), "train")  # type: ignore[arg-type]
+
+
+def test_an_environment_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(EnvironmentFault, match="env.name=chess cannot be made"):
+        make_suite(EnvConfig(name="chess"))
