@@ -1,0 +1,356 @@
+"""What cannot work, told to a user: through the real command, with its exit code, in at most three lines that name the
+key, the value and the fix, and with nothing left behind. Nothing is started, which the folder of the logs shows."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from impala_llm.pipeline.keys import make_keys
+from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.settings import ASSETS
+from tests.system.runs import ROOT
+
+KINDS = {
+    "GPT-2 with too few positions": (
+        {"model_type": "gpt2", "n_positions": 256},
+        ["engine.max_length=1024", "256 positions", "lower it to 256"],
+    ),
+    "Gemma 2": (
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+        ["attn_logit_softcapping=50", "docs/engines.md"],
+    ),
+    "a state": ({"model_type": "mamba"}, ["kind mamba", "docs/engines.md"]),
+    "its own attention": ({"model_type": "bloom"}, ["kind bloom", "docs/engines.md"]),
+    "layers of a kind that nobody tried": ({"layer_types": ["conv"]}, ["conv", "docs/engines.md"]),
+    "too few positions": (
+        {"max_position_embeddings": 512},
+        ["engine.max_length=1024", "512 positions", "lower it to 512"],
+    ),
+}
+
+
+@dataclass
+class Refusal:
+    """A command that is refused.
+
+    words: settings. says: what the sentence must contain; {path} stands for the test's folder. command: that is called.
+    prepare: makes in the test's folder what the words name.
+    """
+
+    words: list[str]
+    says: list[str]
+    command: str = "train"
+    prepare: Callable[[Path], object] = lambda path: None
+
+
+def copied_model(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Makes a copy of the shipped model in the folder `model`, and spoils it."""
+
+    def prepare(path: Path) -> None:
+        shutil.copytree(ASSETS / "tiny_shopper", path / "model")
+        change(path / "model")
+
+    return prepare
+
+
+def without_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    kept = json.loads((model / "tokenizer_config.json").read_text())
+    kept.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(kept))
+
+
+def cut_short(name: str) -> Callable[[Path], object]:
+    return lambda model: (model / name).write_bytes((model / name).read_bytes()[:-100])
+
+
+def written(name: str, text: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_text(text)
+
+
+def open_keys(path: Path) -> None:
+    make_keys(path / "keys", ["actor"])
+    (path / "keys").chmod(0o755)
+
+
+def interpreter_without_packages(path: Path) -> None:
+    (path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (path / "python").chmod(0o755)
+
+
+def finished_run(path: Path) -> None:
+    (path / "run" / "tensorboard").mkdir(parents=True)
+    (path / "run" / "tensorboard" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+MODEL = "model.path={path}/model"
+BIND = "pipeline.bind=tcp://127.0.0.1:7400"
+KEYS = "pipeline.keys={path}/keys"
+REFUSALS = {
+    # What would be lost or mixed.
+    "a second run of a finished name": Refusal(
+        [], ["run.dir={path}/run holds a run already", "another run.name"], prepare=finished_run
+    ),
+    "resuming what has left nothing": Refusal(["run.resume=true"], ["run.resume=true", "leave run.resume out"]),
+    "a file as run.dir": Refusal(
+        ["run.dir={path}/file"], ["run.dir={path}/file is a file", "name a folder"], prepare=written("file", "")
+    ),
+    "a folder that cannot be made": Refusal(
+        ["run.dir=/proc/none"], ["run.dir=/proc/none cannot be made", "name another folder"]
+    ),
+    "logs that are a file": Refusal(
+        ["run.dir={path}"], ["run.dir={path} cannot be made", "name another folder"], prepare=written("logs", "")
+    ),
+    # Keys and values.
+    "an unknown key": Refusal(["learner.lr=1"], ["learner.lr=1", "did you mean learner.learning_rate?"]),
+    "an unknown key with a plus": Refusal(["+learner.lr=1"], ["learner.lr=1", "did you mean learner.learning_rate?"]),
+    "an unknown group with a plus": Refusal(["+foo.bar=1"], ["foo.bar=1 is an unknown key", "--help"]),
+    "an unknown key with two": Refusal(["++foo.bar=1"], ["foo.bar=1 is an unknown key", "--help"]),
+    "a key that is taken away": Refusal(["~learner.batch_size"], ["~learner.batch_size", "key=value"]),
+    "a word without a value": Refusal(["quickstart"], ["quickstart is no setting", "key=value"]),
+    "a wrong type": Refusal(["learner.batch_size=abc"], ["learner.batch_size=abc", "Integer", "the default is 64"]),
+    "a part of a number": Refusal(["learner.batch_size=1.5"], ["learner.batch_size=1.5", "Integer"]),
+    "no value where one is needed": Refusal(["run.name=null"], ["run.name=null", "the default is 'impala'"]),
+    "a group as a value": Refusal(["learner=5"], ["learner=5", "group of settings", "learner."]),
+    "no group": Refusal(["algorithm=null"], ["algorithm=null", "choose one of", "vtrace"]),
+    "an unknown group": Refusal(["experiment=nope"], ["experiment=nope", "choose one of", "toy"]),
+    "a value that refers to nothing": Refusal(["run.dir=${nope}"], ["run.dir=${nope}", "does not exist"]),
+    "a value that needs quotes": Refusal(["run.name=a=b"], ["run.name=a=b cannot be read", "quote"]),
+    "a negative number": Refusal(["run.seed=-1"], ["run.seed=-1", "between 0 and 2147483647"]),
+    "nan": Refusal(["learner.learning_rate=nan"], ["learner.learning_rate=nan", "between 0 and 1"]),
+    "an infinite weight": Refusal(["algorithm.kl_coef=inf"], ["algorithm.kl_coef=inf", "between 0 and 1000"]),
+    "a name with a slash": Refusal(["run.name=a/b"], ["run.name='a/b'", "rename"]),
+    "a name that begins with a dash": Refusal(["run.name=-a"], ["run.name='-a'", "rename"]),
+    "a name that is too long": Refusal([f"run.name={'a' * 60}"], ["1 to 40 letters", "rename"]),
+    "an unknown option": Refusal(["--fast"], ["--fast is no option", "--help"]),
+    # Files of settings.
+    "a file that is not there": Refusal(
+        ["--config={path}/my.yaml"], ["settings file {path}/my.yaml cannot be read", "correct the path"]
+    ),
+    "a file that is no YAML": Refusal(
+        ["--config={path}/my.yaml"],
+        ["settings file {path}/my.yaml, line 3", "not YAML"],
+        prepare=written("my.yaml", "learner:\n  batch_size: [\n"),
+    ),
+    "a file with a wrong type": Refusal(
+        ["--config={path}/my.yaml"],
+        ["settings file {path}/my.yaml: learner.batch_size=abc", "Integer"],
+        prepare=written("my.yaml", "learner:\n  batch_size: abc\n"),
+    ),
+    "a file with an unknown key": Refusal(
+        ["--config={path}/my.yaml"],
+        ["settings file {path}/my.yaml: learner.lr is an unknown key", "learner.learning_rate"],
+        prepare=written("my.yaml", "learner:\n  lr: 1.0\n"),
+    ),
+    "a file that holds a list": Refusal(
+        ["--config={path}/my.yaml"], ["my.yaml holds no settings"], prepare=written("my.yaml", "- 1\n")
+    ),
+    # Models.
+    **{
+        f"a model with {name}": Refusal(
+            ["experiment=quickstart", MODEL],
+            ["model.path={path}/model", *says],
+            prepare=lambda path, entries=entries: (
+                (path / "model").mkdir(),
+                (path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"} | entries)),
+            ),
+        )
+        for name, (entries, says) in KINDS.items()
+    },
+    "a model that is not there": Refusal(["model.path={path}/model"], [MODEL, "does not exist"]),
+    "a name on a hub": Refusal(["model.path=Qwen/Qwen3-0.6B"], ["model.path=Qwen/Qwen3-0.6B", "hf download"]),
+    "a folder without a model": Refusal(
+        [MODEL], [MODEL, "no config.json"], prepare=lambda path: (path / "model").mkdir()
+    ),
+    "a policy that reads other pages": Refusal(
+        ["env.webshop.observation_mode=text_rich"],
+        ["env.webshop.observation_mode=text_rich", "compact", "model=pretrained"],
+    ),
+    "a policy that shops in another environment": Refusal(
+        ["env=corridor"], ["model.path=tiny_shopper", "env=corridor", "model=scratch"]
+    ),
+    "a random policy in the shop": Refusal(
+        ["model=scratch"], ["model.path=scratch", "env=webshop", "model=tiny_shopper"]
+    ),
+    "no chat template": Refusal(
+        [MODEL], [MODEL, "no chat template", "chat_template.jinja"], prepare=copied_model(without_template)
+    ),
+    "no tokenizer": Refusal(
+        [MODEL],
+        [MODEL, "no tokenizer", "copy the model again"],
+        prepare=copied_model(lambda m: (m / "tokenizer.json").unlink()),
+    ),
+    "a tokenizer that was cut short": Refusal(
+        [MODEL],
+        [MODEL, "tokenizer.json is no JSON", "copy the model again"],
+        prepare=copied_model(cut_short("tokenizer.json")),
+    ),
+    "weights that were cut short": Refusal(
+        [MODEL],
+        [MODEL, "model.safetensors", "copy the model again"],
+        prepare=copied_model(cut_short("model.safetensors")),
+    ),
+    "no weights": Refusal(
+        [MODEL],
+        [MODEL, "model.safetensors is missing"],
+        prepare=copied_model(lambda m: (m / "model.safetensors").unlink()),
+    ),
+    "an empty configuration": Refusal(
+        [MODEL], [MODEL, "config.json is no JSON"], prepare=copied_model(written("config.json", ""))
+    ),
+    "a configuration without a kind": Refusal(
+        [MODEL], [MODEL, "config.json has no model_type"], prepare=copied_model(written("config.json", "{}"))
+    ),
+    "a reference without weights": Refusal(
+        ["algorithm.kl_coef=0.1", "algorithm.reference={path}/model"],
+        ["algorithm.reference={path}/model", "model.safetensors is missing"],
+        prepare=copied_model(lambda m: (m / "model.safetensors").unlink()),
+    ),
+    # This host.
+    "no GPU": Refusal(["model.device=cuda"], ["model.device=cuda", "model.device=auto or cpu"]),
+    "too little shared memory": Refusal(
+        ["replay.capacity_mb=1000000"], ["1,250,064 MB for replay.capacity_mb", "--shm-size"]
+    ),
+    "no SGLang": Refusal(
+        ["engine=sglang", "engine.python={path}/python"],
+        ["engine.python={path}/python", "no sglang installed"],
+        prepare=interpreter_without_packages,
+    ),
+    "a folder of keys that others may read": Refusal([BIND, KEYS], [KEYS, "mode 0755", "chmod 700"], prepare=open_keys),
+    "no keys": Refusal(["pipeline.bind=tcp://0.0.0.0:7400"], ["pipeline.bind=tcp://0.0.0.0:7400", "impala-llm keys"]),
+    "an address of another host": Refusal(
+        ["pipeline.bind=tcp://192.0.2.1:7400", KEYS],
+        ["pipeline.bind=tcp://192.0.2.1:7400", "an address of this host"],
+        prepare=lambda path: make_keys(path / "keys", ["actor"]),
+    ),
+    "an endpoint with a wrong scheme": Refusal(
+        ["pipeline.bind=http://0.0.0.0:7400"], ["pipeline.bind=http://0.0.0.0:7400", "tcp://ADDRESS:PORT"]
+    ),
+    "a learner that nobody knows": Refusal(
+        ["pipeline.connect=tcp://no-such-host.invalid:7400", KEYS],
+        ["pipeline.connect=tcp://no-such-host.invalid:7400", "does not know 'no-such-host.invalid'"],
+        command="actors",
+        prepare=lambda path: make_keys(path / "keys", ["actor"]),
+    ),
+    "a server that nobody knows": Refusal(
+        ["engine=sglang", "engine.urls=['http://no-such-host.invalid:1']"],
+        ["engine.urls=http://no-such-host.invalid:1", "does not know 'no-such-host.invalid'"],
+    ),
+    "no actors to start": Refusal(["actor.num_actors=0"], ["actor.num_actors=0", "1 or more"], command="actors"),
+    "a model for actors": Refusal([MODEL], [MODEL, "does not exist"], command="actors"),
+    "a model to evaluate": Refusal([MODEL], [MODEL, "does not exist"], command="evaluate"),
+}
+
+
+def refused(command: str, words: list[str], path: Path) -> str:
+    """Call the command, which must refuse, and return what it says."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    own = [f"run.name={name}", f"run.dir={path}/run"]
+    given = [key for key in ("run.name", "run.dir") if any(word.startswith(f"{key}=") for word in words)]
+    own = [word for word in own if word.partition("=")[0] not in given]
+    ended = subprocess.run(
+        [sys.executable, "-m", "impala_llm.cli", command, *own, *words],
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended
+    assert ended.stdout == "" and 1 <= len(ended.stderr.splitlines()) <= 3, ended
+    assert ended.stderr.startswith("impala-llm: ") and "Traceback" not in ended.stderr
+    assert list(Path("/dev/shm").glob(f"*{name}*")) == []
+    assert not (path / "run" / "logs").is_dir() or list((path / "run" / "logs").iterdir()) == []
+    return ended.stderr
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    refusal = REFUSALS[name]
+    refusal.prepare(tmp_path)
+    said = refused(refusal.command, [word.replace("{path}", str(tmp_path)) for word in refusal.words], tmp_path)
+    for word in refusal.says:
+        assert word.replace("{path}", str(tmp_path)) in said
+
+
+@pytest.mark.system
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["actor"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        bind = f"pipeline.bind=tcp://127.0.0.1:{server.getsockname()[1]}"
+        said = refused("train", [bind, f"pipeline.keys={tmp_path}/keys"], tmp_path)
+    assert bind in said and "take other ports" in said
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("is_resumed", ["true", "false"])
+def test_a_living_run_of_the_same_name_is_refused(is_resumed: str, tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    with RunDirectory.create(name):
+        said = refused("train", [f"run.name={name}", f"run.resume={is_resumed}"], tmp_path)
+    assert f"run.name={name}" in said and f"process {os.getpid()}" in said and "choose another run name" in said
+
+
+@pytest.mark.system
+def test_a_command_that_does_not_exist_is_named_in_a_line(tmp_path: Path) -> None:
+    assert "did you mean `impala-llm train`?" in refused("trian", [], tmp_path)
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.system
+def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        said = refused("train", [f"run.dir={disk}/run"], tmp_path)
+    assert f"run.dir={disk}/run has 1 MB of free disk space" in said and "make room" in said
+
+
+@pytest.mark.system
+def test_a_learner_by_hand_mixes_no_two_runs(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "impala_llm/learner.py"), f"run.name={name}", f"run.dir={tmp_path}/run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert f"run.dir={tmp_path}/run holds a run already" in ended.stderr and "run.resume=true" in ended.stderr
+
+
+@pytest.mark.system
+def test_what_nobody_reads_ends_without_a_traceback() -> None:
+    """As before `| head`: the reader has gone when the text comes."""
+    command = [sys.executable, "-m", "impala_llm.cli", "train", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as shown:
+        assert shown.stdout is not None and shown.stderr is not None
+        shown.stdout.close()
+        assert shown.stderr.read() == b"" and shown.wait(60) == 141
