@@ -101,21 +101,29 @@ def objective(
         value_errors = weights[steps_of] * value_errors
     value_loss = 0.5 * value_errors.sum() / num_steps
 
-    output = _policy_loss(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
     keep = _kept(algorithm, log_probs.detach(), behaviour_logprobs, log_ratio, advantages, batch, oldest_version)
-    per_token = output.per_token
+    # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
+    # is infinite is no number.
+    teaching = (
+        log_probs[keep], behaviour_logprobs[keep], advantages[keep], batch.segment_ids[keep], batch.versions[keep]
+    )  # fmt: skip
+    output = _policy_loss(algorithm, *teaching, version)
+    per_token = log_probs.new_zeros(len(keep)).masked_scatter(keep, output.per_token)
     if scores.reference is not None and algorithm.kl_coef > 0:
         # From samples of μ: weighted as the policy gradient is, so that it is the divergence under π.
         weight = importance.ratios(log_ratio).clamp(max=1.0)
         apart = (scores.reference - log_probs.detach()).clamp(-importance.LOG_RATIO_LIMIT, importance.LOG_RATIO_LIMIT)
         divergence = weight * (apart.exp() - apart - 1.0)
         figures.append(("loss/reference_kl", float(divergence.mean()), float(len(log_ratio))))
-        per_token = per_token + algorithm.kl_coef * weight * losses.reference_penalty(log_probs, scores.reference)
-    # Masked and not multiplied: what is left out may be infinite.
-    per_token = torch.where(keep, per_token, 0.0) * weights[batch.segment_ids]
+        penalty = algorithm.kl_coef * weight * losses.reference_penalty(log_probs, scores.reference)
+        per_token = per_token + torch.where(keep, penalty, 0.0)
+    per_token = per_token * weights[batch.segment_ids]
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
     policy_loss = losses.aggregate(per_token, batch.segment_ids, algorithm.aggregate, denominator)
-    mean_entropy = entropy.sum() / denominators.tokens
+    # The bonus is a part of what the policy learns, so it has the same mask: a state that the policy left long ago says
+    # nothing of the entropy that it needs. The value loss has none: targets are corrected for age (V-trace) or have no
+    # ratio at all (GAE), and the values of old turns are what the advantages of the young ones before them rest on.
+    mean_entropy = torch.where(keep, entropy, 0.0).sum() / denominators.tokens
     # A weight of 0 and not a missing term: all parameters take part in the gradient reduction.
     policy_weight = 1.0 if train_policy else 0.0
     loss = policy_weight * (policy_loss - entropy_coef * mean_entropy) + algorithm.value_coef * value_loss
@@ -129,8 +137,7 @@ def objective(
         share, tokens = denominators.tokens / len(log_ratio), float(len(log_ratio))
         for name, part in (("policy", policy_loss), ("value", value_loss), ("total", loss)):
             figures.append((f"loss/{name}", part.item() * share, tokens))
-        final = _loss_weights(algorithm, log_probs, behaviour_logprobs, advantages, batch, version)
-        final = torch.where(keep, final, 0.0) * weights[batch.segment_ids]
+        final = _loss_weights(algorithm, *teaching, version) * weights[batch.segment_ids[keep]]
         weight_sums = (tokens, float(final.sum()), float(final.square().sum()))
         num_rows = len(batch.lengths)
         size = importance.segment_mean(advantages.abs(), batch.segment_ids, num_rows)
@@ -176,30 +183,31 @@ def _policy_loss(
     log_probs: Tensor,
     behaviour: Tensor,
     advantages: Tensor,
-    batch: PackedBatch,
+    segment_ids: Tensor,
+    versions: Tensor,
     version: int,
 ) -> losses.LossOutput:
-    """The configured policy loss of each action token."""
+    """The configured policy loss of each action token that teaches."""
     low, high = algorithm.clip_low, algorithm.clip_high
     match algorithm.loss:
         case "truncated_is" if algorithm.is_level == "token":
             return losses.truncated_is(log_probs, behaviour, advantages, algorithm.is_cap)
         case "truncated_is":
             log_ratio = (log_probs - behaviour).detach()
-            weight = importance.truncated_weights(log_ratio, batch.segment_ids, "sequence", algorithm.is_cap)
+            weight = importance.truncated_weights(log_ratio, segment_ids, "sequence", algorithm.is_cap)
             return losses.LossOutput(-weight * advantages * log_probs, {})
         case "ppo_clip":
             return losses.ppo_clip(log_probs, behaviour, advantages, low, high, algorithm.dual_clip)
         case "decoupled_ppo":
             proximal = log_probs.detach()
             if algorithm.proximal == "log_linear":
-                proximal = importance.log_linear_proximal(log_probs, behaviour, batch.versions, version).detach()
+                proximal = importance.log_linear_proximal(log_probs, behaviour, versions, version).detach()
             cap = algorithm.proximal_cap or math.inf
             return losses.decoupled_ppo(log_probs, behaviour, advantages, proximal, low, high, algorithm.dual_clip, cap)
         case "cispo":
             return losses.cispo(log_probs, behaviour, advantages, high)
         case "gspo":
-            return losses.gspo(log_probs, behaviour, advantages, batch.segment_ids, low, high, algorithm.dual_clip)
+            return losses.gspo(log_probs, behaviour, advantages, segment_ids, low, high, algorithm.dual_clip)
         case _:  # reinforce, and dpo, whose advantages say it all
             return losses.LossOutput(-advantages * log_probs, {})
 
@@ -209,14 +217,15 @@ def _loss_weights(
     log_probs: Tensor,
     behaviour: Tensor,
     advantages: Tensor,
-    batch: PackedBatch,
+    segment_ids: Tensor,
+    versions: Tensor,
     version: int,
 ) -> Tensor:
     """float32[N]: what the policy loss multiplies -A grad log π with: its importance weight, 0 where it clips."""
     signs = torch.where(advantages < 0, -1.0, 1.0)
     with torch.enable_grad():
         log_probs = log_probs.detach().requires_grad_()
-        per_token = _policy_loss(algorithm, log_probs, behaviour, signs, batch, version).per_token
+        per_token = _policy_loss(algorithm, log_probs, behaviour, signs, segment_ids, versions, version).per_token
         (slopes,) = torch.autograd.grad(per_token.sum(), log_probs)
     return -slopes * signs
 

@@ -269,3 +269,39 @@ def test_tokens_that_are_too_old_do_not_teach_and_the_others_of_their_row_do(
     figures = {name: value for name, value, _ in outcome.figures}
     assert (figures["staleness/oldest"], figures["staleness/newest"], figures["staleness/mean"]) == (1.0, 1.0, 1.0)
     assert figures["ratio/rejected_share"] == pytest.approx(float((versions < VERSION - 2).float().mean()))
+
+
+def half_old(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
+    """Every second token is too old for `oldest_version` VERSION - 2; and which are not."""
+    versions = torch.full_like(batch.versions, VERSION - 1)
+    versions[::2] = VERSION - 3
+    return dataclasses.replace(batch, versions=versions), versions >= VERSION - 2
+
+
+def test_the_ratio_of_a_row_is_that_of_the_tokens_that_teach(model: PolicyModel, batch: PackedBatch) -> None:
+    """GSPO: a token that is too old moves neither the ratio of its row nor, through it, the policy."""
+    mixed, keep = half_old(batch)
+    config = settings(advantage="group_relative", loss="gspo")
+    outcome = run(config, model, mixed, ADVANTAGES, oldest_version=VERSION - 2)
+    found = gradient(model)
+    rows = batch.segment_ids[keep]
+    weights = torch.zeros(len(keep))
+    weights[keep] = weights_by_definition(
+        "gspo", outcome.log_probs[keep], batch.behaviour_logprobs[keep], ADVANTAGES[rows], rows
+    )
+    scale = float(found.abs().max())
+    assert scale > 1e-6
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=max(1e-5 * scale, 5e-8), rtol=1e-3)
+
+
+def test_the_entropy_bonus_is_for_the_tokens_that_teach(model: PolicyModel, batch: PackedBatch) -> None:
+    mixed, keep = half_old(batch)
+    config = settings(advantage="group_relative", loss="reinforce")
+    run(config, model, mixed, torch.zeros(6), entropy_coef=0.5, oldest_version=VERSION - 2)
+    found = gradient(model)
+    model.zero_grad()
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+    actions = batch.action_positions
+    _, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], 1.0)
+    (-0.5 * entropy[keep].sum()).backward()
+    torch.testing.assert_close(found, gradient(model))
