@@ -150,7 +150,7 @@ class Trainer:
 
     def count(self, trajectories: Sequence[Trajectory]) -> Denominators:
         """Of the update over all ranks; and its returns, for the scale of rewards."""
-        returns = [self.episode_return(t) for t in trajectories]
+        returns = [self.rewards.limited(self.episode_return(t)) for t in trajectories]
         tokens, turns, sequences, total, squares = self.ranks.sum(
             [
                 sum(t.num_action_tokens for t in trajectories),

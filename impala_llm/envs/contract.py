@@ -12,6 +12,8 @@ import numpy as np
 from impala_llm.envs.base import Session, Split, Suite
 
 _LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_REWARD = 1e6
+"""Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
 
 
 class EnvironmentFault(ValueError):
@@ -50,6 +52,8 @@ def step(session: Session, action: str, env: str) -> tuple[str, float, bool, boo
         problems.append(f"observation is {_shown(observation)}: a str is expected")
     if not _is_number(reward):
         problems.append(f"reward is {_shown(reward)}: a finite number is expected")
+    elif abs(float(reward)) > _LARGEST_REWARD:
+        problems.append(f"reward is {_shown(reward)}: at most {_LARGEST_REWARD:g} either way is expected; divide it")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not _is_bool(flag):
             problems.append(f"{name} is {_shown(flag)}: a bool is expected")

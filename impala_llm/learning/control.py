@@ -14,6 +14,9 @@ _FIRST_UPDATES = 5
 _GOOD_SCORE = 0.9
 _WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
+_ENOUGH_RETURNS = 64
+_FARTHEST_RETURN = 100.0
+_LEAST_VARIANCE = 1e-12
 
 
 class EntropyControl:
@@ -30,11 +33,22 @@ class EntropyControl:
 
 
 class RewardScale:
-    """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread."""
+    """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread.
+
+    A single return cannot make all others vanish: once there are enough, what lies farther from their mean than 100
+    deviations counts as if it lay there.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._count = self._sum = self._squares = 0.0
+
+    def limited(self, episode_return: float) -> float:
+        """The return as it is to be summed for `observe`."""
+        if self._count < _ENOUGH_RETURNS or (variance := self._variance) <= _LEAST_VARIANCE:
+            return episode_return
+        mean, farthest = self._sum / self._count, _FARTHEST_RETURN * math.sqrt(variance)
+        return min(max(episode_return, mean - farthest), mean + farthest)
 
     def observe(self, count: float, total: float, squares: float) -> None:
         """Of the returns of the episodes of a batch: number, sum, sum of squares. Passed over if not finite."""
@@ -48,8 +62,11 @@ class RewardScale:
     def divisor(self) -> float:
         if not self._enabled or self._count < 2:
             return 1.0
-        variance = self._squares / self._count - (self._sum / self._count) ** 2
-        return math.sqrt(variance) if variance > 1e-12 else 1.0
+        return math.sqrt(self._variance) if self._variance > _LEAST_VARIANCE else 1.0
+
+    @property
+    def _variance(self) -> float:
+        return self._squares / self._count - (self._sum / self._count) ** 2
 
 
 class CollapseAlarm:

@@ -55,6 +55,7 @@ def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
         (("page", 0.0, True, False, END | {"stats": {7: 2.0}}), ["info['stats']", "names"]),
         (("page", 0.0, True, False, END | {"success": np.array([True, False])}), ["info['success']", "bool"]),
         (("page", 1e39, False, False, {}), ["reward is 1e+39", "finite number"]),
+        (("page", -3e38, False, False, {}), ["reward is -3e+38", "at most 1e+06", "divide"]),
         (("page", 10**400, False, False, {}), ["reward is 1000", "finite number"]),
         (("page", 0.0, True, False, None), ["info is None", "dict"]),
         (("page", 0.0, np.array([True, False]), False, END), ["terminated is array(", "a bool is expected"]),

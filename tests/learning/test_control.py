@@ -39,6 +39,17 @@ def test_rewards_are_divided_by_the_standard_deviation_of_all_so_far() -> None:
     assert off.divisor == 1.0
 
 
+def test_a_single_return_does_not_make_all_others_vanish() -> None:
+    returns = np.random.default_rng(0).normal(5.0, 3.0, (100, 64)).tolist()
+    returns[1][0] = 3e38
+    scale = RewardScale(True)
+    for batch in returns:
+        limited = [scale.limited(value) for value in batch]
+        scale.observe(len(limited), sum(limited), sum(value**2 for value in limited))
+    assert 3.0 < scale.divisor < 12.0
+    assert limited == batch, "what is no outlier counts as it is"
+
+
 def test_equal_rewards_are_left_as_they_are() -> None:
     scale = RewardScale(True)
     scale.observe(3, 3.0, 3.0)
