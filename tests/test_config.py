@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from impala_llm.config import BOUNDS, CHOICES, ConfigError, config_folder, load, threads_per_process
 from impala_llm.settings import Config, leaves
@@ -31,6 +32,15 @@ def test_each_model_preset_carries_its_own_learning_rate():
     )
     with pytest.raises(ConfigError, match="model.path=DIRECTORY"):
         load(["model=pretrained"])
+
+
+def test_a_model_keeps_its_learning_rate_in_every_experiment():
+    for path in (config_folder() / "experiment").glob("*.yaml"):
+        for preset, rate in {"tiny_shopper": 3e-4, "scratch": 6e-4, "pretrained": 1e-6}.items():
+            own = ["model.path=tiny_shopper"] if preset == "pretrained" else []
+            config = load([f"experiment={path.stem}", f"model={preset}", *own])
+            assert config.learner.learning_rate == rate, (path, preset)
+        assert "learning_rate" not in (yaml.safe_load(path.read_text()).get("learner") or {}), "it belongs to the model"
 
 
 def test_every_algorithm_goes_with_every_experiment():
