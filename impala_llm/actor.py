@@ -387,7 +387,9 @@ class Reporter:
 
     def figures(self, stats: EngineStats, actor: Actor) -> dict[str, float]:
         now = time.monotonic()
-        seconds, last, self.last, self.at = now - self.at, self.last, stats, now
+        # An engine that was made anew counts from 0 again.
+        last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
+        seconds, self.last, self.at = now - self.at, stats, now
         return {
             "actor/generated_tokens_per_s": (stats.decode_tokens - last.decode_tokens) / seconds,
             "actor/prefill_tokens_per_s": (stats.prefill_tokens - last.prefill_tokens) / seconds,

@@ -9,7 +9,9 @@ what is in there. A learner that dies again and again without publishing a versi
 """
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,18 +20,19 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
-from rich.status import Status
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.keys import load_actor_keys
 from impala_llm.pipeline.remote import relay_weights
 from impala_llm.pipeline.rundir import RunDirectory
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR, signal_name
+from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR, WORKED, signal_name
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
@@ -38,6 +41,9 @@ GUARD_S = 3.0
 POLL_S = 0.1
 MAX_RESTARTS = 20
 """Of an actor, without a trajectory acknowledged in between."""
+LAST_WORDS = 4096
+"""Bytes of a log in which last words are looked for."""
+PROGRESS_BAR = re.compile(r"\d%\|")
 FAMILY = "IMPALA_LLM_FAMILY"
 """Environment variable by which a supervisor knows the descendants of a child again: a server has a session of its own,
 and may live on without its actor."""
@@ -60,8 +66,6 @@ class Child:
     environment: dict[str, str]
     num_ranks: int | None = None
     """None: one process that is no rank."""
-    shows_output: bool = False
-    """Standard output goes to the terminal, and standard error to the log."""
     meeting_place: Path | None = None
     """Folder in which several ranks find each other."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -69,16 +73,24 @@ class Child:
     """Since it last made progress."""
     restart_at: float = 0.0
     """Monotonic time of the next start, while it is down."""
-    progress: int | None = None
-    """Descriptor from which its progress is read: see `report_progress`."""
+    pipe: int | None = None
+    """Descriptor from which its progress and its messages are read: see supervised.py."""
+    worked: bool = False
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    unread: bytes = b""
+    """The beginning of a line."""
+    log_begin: int = 0
+    """Size of the log at this start."""
 
     def start(self) -> None:
-        if self.progress is not None:
-            os.close(self.progress)
-        self.progress, told = os.pipe()
+        if self.pipe is not None:
+            os.close(self.pipe)
+        self.pipe, told = os.pipe()
+        self.worked, self.unread = False, b""
+        self.log_begin = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
         token = uuid.uuid4().hex
         try:
-            for descriptor in (self.progress, told):
+            for descriptor in (self.pipe, told):
                 os.set_blocking(descriptor, False)
             self.processes = []
             for rank in range(self.num_ranks or 1):
@@ -103,7 +115,7 @@ class Child:
             return subprocess.Popen(
                 self.command,
                 env=environment,
-                stdout=None if self.shows_output else out,
+                stdout=out,
                 stderr=out,
                 start_new_session=True,
                 pass_fds=(told,),
@@ -115,12 +127,24 @@ class Child:
         failed = [code for code in codes if code]
         return failed[0] if failed else None if None in codes or not codes else 0
 
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages that it has sent since the last call."""
+        self._read_pipe()
+        messages, self.messages = self.messages, []
+        return messages
+
     def has_worked(self) -> bool:
         """Whether it has made progress since this was last asked."""
-        try:
-            return self.progress is not None and os.read(self.progress, 1 << 16) != b""
-        except BlockingIOError:
-            return False
+        self._read_pipe()
+        worked, self.worked = self.worked, False
+        return worked
+
+    def _read_pipe(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
+                *lines, self.unread = (self.unread + data).split(b"\n")
+                self.worked = self.worked or WORKED in lines
+                self.messages += [json.loads(line) for line in lines if line != WORKED]
 
     def signal(self, number: int) -> None:
         """To the whole process groups."""
@@ -129,11 +153,14 @@ class Child:
                 os.killpg(process.pid, number)
 
     def last_words(self) -> str:
-        """The last line of its log, and where the rest is; empty where it has said nothing."""
+        """The last line of its log since this start, but for progress bars, and where the rest is; empty without one."""
         if self.log is None or not self.log.exists():
             return ""
-        tail = self.log.read_bytes()[-4096:].decode(errors="replace").strip()
-        return f": {tail.splitlines()[-1].strip()} (more in {self.log})" if tail else ""
+        with self.log.open("rb") as log:
+            log.seek(max(self.log_begin, self.log.stat().st_size - LAST_WORDS))
+            lines = log.read().decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
+        return f": {said[-1]} (more in {self.log})" if said else ""
 
 
 def exit_reason(code: int) -> str:
@@ -152,7 +179,7 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
             environment.setdefault(name, LOOPBACK)
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
     log = Path(config.run.dir) / "logs" / "learner.log"
-    learner = Child("learner", command, log, environment, config.learner.num_ranks, shows_output=True)
+    learner = Child("learner", command, log, environment, config.learner.num_ranks)
     return [learner, *plan_actors(config, overrides, gpus)]
 
 
@@ -178,6 +205,7 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",  # logs are read line by line
         # glibc gives large blocks back at once, and fresh pages cost more than the work on them: keep them.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -212,25 +240,24 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     if not actors:
         _say(f"start actors with {how_to_join(config)}")
     final = (STOPPED, BAD_SETTINGS)
-    with _stop_signal() as stop_signal, RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir:
+    with (
+        _stop_signal() as stop_signal,
+        RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir,
+        _terminal_view(config) as view,
+    ):
         learner.meeting_place = run_dir.path
-        # Until the learner serves its actors, when it has taken over the terminal.
-        is_up = Path(run_dir.endpoint(0).removeprefix("ipc://"))
-        is_up.unlink(missing_ok=True)
-        starting = Status("starting")
-        if config.run.terminal:
-            starting.start()
         try:
+            view.status("the learner and its actors are starting")
             for child in children:
                 child.start()
             while not stop_signal() and _keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
-                if is_up.exists():
-                    starting.stop()
+                _show(learner, view)
                 if not all([_keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
                     break
                 time.sleep(POLL_S)
         finally:
-            starting.stop()
+            _show(learner, view)
+            view.status("the processes are ending")
             end(children, polite=not stop_signal() and learner.poll() == 0)
     if stop_signal():
         return 128 + stop_signal()
@@ -394,6 +421,29 @@ def _keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) ->
         _kill_relatives([child])
         child.start()
     return True
+
+
+@contextlib.contextmanager
+def _terminal_view(config: Config) -> Iterator[TerminalView]:
+    """The view of a run; it goes nowhere without `run.terminal`."""
+    with open(os.devnull, "w") as nowhere:
+        stream = sys.stdout if config.run.terminal else nowhere
+        with TerminalView(config.learner.total_updates, stream) as view:
+            yield view
+
+
+def _show(learner: Child, view: TerminalView) -> None:
+    """Show what the learner has sent, and whether it is down."""
+    for message in learner.receive():
+        match message:
+            case {"say": text}:
+                print(text, flush=True)
+            case {"wait": missing}:
+                view.wait(missing)
+            case {"update": [step, metrics, progress]}:
+                view.update(step, metrics, progress)
+    if learner.restart_at:
+        view.status("the learner is started again")
 
 
 def _say(text: str) -> None:

@@ -45,7 +45,7 @@ from impala_llm.learning.publishing import VersionBoard
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter
-from impala_llm.observability.terminal import TerminalView
+from impala_llm.observability.terminal import SupervisorView, TerminalView, View
 from impala_llm.pipeline.arena import ArenaError
 from impala_llm.pipeline.journal import Journal
 from impala_llm.pipeline.keys import KeyFileError, LearnerKeys, load_learner_keys
@@ -57,7 +57,7 @@ from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 from impala_llm.settings import Config, LearnerConfig, holds_run
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress, say
 from impala_llm.trainer import Trainer
 
 
@@ -81,7 +81,7 @@ def learn(config: Config, ranks: Ranks) -> None:
         model.check(config.engine.max_length)
         if ranks.is_main:
             for caution in cautions(config, model):
-                print(f"learner: {caution}", flush=True)  # stdout: a supervisor sends stderr to the learner's log
+                say(f"learner: {caution}")
         files = policy_files(resolve_policy(config))
         board = sender = None
         if ranks.is_main:
@@ -105,11 +105,14 @@ def learn(config: Config, ranks: Ranks) -> None:
         writer = view = None
         if ranks.is_main:
             writer = stack.enter_context(MetricWriter(Path(config.run.dir) / "tensorboard"))
-            if config.run.terminal:
+            if config.run.terminal and SUPERVISED in os.environ:
+                view = SupervisorView()
+            elif config.run.terminal:
                 view = stack.enter_context(TerminalView(config.learner.total_updates))
 
         meters = Meters(receiver, ranks)
-        wait = partial(wait_for_batch, receiver, late_board(config, run_dir, model, board), view)
+        connected: set[str] = set()
+        wait = partial(wait_for_batch, receiver, late_board(config, run_dir, model, board), view, connected)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
         if ranks.is_main:
             stack.push(partial(save_what_was_learned, trainer, Path(config.run.dir) / "policy", files))
@@ -160,6 +163,8 @@ def learn(config: Config, ranks: Ranks) -> None:
             summary = meters.gather()
             if writer is not None:
                 writer.write(version, summary)
+            if ranks.is_main:
+                tell_of_actors(receiver, connected)
             if view is not None:
                 view.update(version, summary, progress)
 
@@ -173,12 +178,26 @@ def late_board(config: Config, run_dir: RunDirectory, model: PolicyModel, board:
     return VersionBoard(slots, aside, model, config.learner.sync_interval, config.algorithm.max_staleness)
 
 
-def wait_for_batch(receiver: Receiver, board: VersionBoard, view: TerminalView | None, version: int, what: str) -> None:
-    """Called while there is no batch. what: is missing."""
+def wait_for_batch(
+    receiver: Receiver, board: VersionBoard, view: View | None, connected: set[str], version: int, what: str
+) -> None:
+    """Called while there is no batch. connected: see `tell_of_actors`; what: is missing."""
     if receiver.needs_weights() and board.publish_late(version):
         receiver.announce_late(version)
     if view is not None:
+        tell_of_actors(receiver, connected)
         view.wait(what)
+
+
+def tell_of_actors(receiver: Receiver, connected: set[str]) -> None:
+    """Say which actors have come or gone since the last call. connected: those of the last call, brought up to date."""
+    now = set(receiver.actor_stats())
+    for what, names in (("joined", now - connected), ("left", connected - now)):
+        if names:
+            who = ", ".join(sorted(names)) if len(names) <= 4 else f"{len(names)} actors"
+            say(f"learner: {who} {what}, {len(now)} connected")
+    connected.clear()
+    connected.update(now)
 
 
 def save_what_was_learned(
@@ -232,7 +251,7 @@ def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int
     with board.lease() as lease:
         model = PolicyModel.from_pretrained(lease.path, *sizes)
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
-        print(f"learner: going on from version {lease.version}; {anew} anew", flush=True)
+        say(f"learner: going on from version {lease.version}; {anew} anew")
         return model, lease.version
 
 

@@ -1,10 +1,13 @@
 """What a process is told by its supervisor (launch.py), and tells it: environment variables and a pipe.
 
-Invariant: a supervised process ends with its supervisor, whatever ends that.
+Invariants: a supervised process ends with its supervisor, whatever ends that. Nothing here blocks: what a supervisor
+that does not read leaves no room for is lost.
 """
 
 import ctypes
+import json
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -14,7 +17,9 @@ SUPERVISED = "IMPALA_LLM_SUPERVISED"
 SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
 """Process id of the supervisor."""
 PROGRESS = "IMPALA_LLM_PROGRESS"
-"""Descriptor of the pipe on which a process reports progress."""
+"""Descriptor of the pipe on which a process reports progress and sends messages, a line each."""
+WORKED = b"."
+"""The line that reports progress; all others are JSON objects."""
 RENDEZVOUS = "IMPALA_LLM_RENDEZVOUS"
 """Of a learner's rank: URL of the file through which the ranks of one start find each other."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -33,10 +38,32 @@ def end_with_supervisor() -> None:
 
 def report_progress() -> None:
     """Tell the supervisor, where there is one, that this process does its work: it is not in a loop of crashes."""
+    _write(WORKED)
+
+
+def tell(**message: object) -> bool:
+    """Send a message to the supervisor, which owns the terminal; see `launch.Child.receive`.
+
+    Returns:
+        Whether it was sent: not without a supervisor, nor where there is no room, nor if it has PIPE_BUF bytes or more.
+    """
+    return _write(json.dumps(message).encode())
+
+
+def say(text: str) -> None:
+    """Print a line for the user: above the live view, where a supervisor shows one."""
+    if not tell(say=text):
+        print(text, flush=True)
+
+
+def _write(line: bytes) -> bool:
     descriptor = os.environ.get(PROGRESS)
-    if descriptor is not None:
-        with suppress(OSError):  # the supervisor is gone, or has been told often enough
-            os.write(int(descriptor), b".")
+    if descriptor is None or len(line) >= select.PIPE_BUF:  # up to that a pipe takes all of it or nothing
+        return False
+    with suppress(OSError):  # the supervisor is gone, or has been told often enough
+        os.write(int(descriptor), line + b"\n")
+        return True
+    return False
 
 
 def signal_name(number: int) -> str:

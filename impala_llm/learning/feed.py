@@ -122,9 +122,11 @@ class Feed:
             if now >= until:
                 return None
             if now - started > self._stall_timeout_s:
+                num_failed = self._receiver.counters()["failed"]
                 raise Stalled(
                     f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {self._missing()}, "
-                    f"{self._receiver.counters()['failed']:.0f} attempts failed so far; look at the actors' logs"
+                    f"{len(self._groups)} trajectories in open groups, {num_failed:.0f} attempts failed so far; look at "
+                    "the actors' logs"
                 )
             if on_wait is not None:
                 on_wait(self._missing())
@@ -136,9 +138,10 @@ class Feed:
 
     def _missing(self) -> str:
         counters = self._receiver.counters()
+        noun = "trajectories" if self._group_size == 1 else "groups"
         return (
-            f"{counters['actors']:.0f} actors, {counters['open']:.0f} episodes under way, {len(self.buffer)} of "
-            f"{self._num_items} groups buffered, {len(self._groups)} in open groups"
+            f"{len(self.buffer)} of {self._num_items} {noun}, {counters['open']:.0f} episodes under way, "
+            f"{counters['actors']:.0f} actors"
         )
 
     def collect(self, version: int, timeout_s: float) -> None:

@@ -1,26 +1,67 @@
 """Shows a run's metrics in the terminal: five live lines, or one plain line now and then where no terminal is attached.
 
-Invariant: it only shows. Whatever it is given, including steps without most of the metrics, training goes on.
+Invariants: it only shows, so that whatever it is given, including steps without most of the metrics, training goes on.
+One process draws: the supervisor where there is one, to which the learner sends what is shown (`SupervisorView`), so
+that the clock goes on and messages stand above the lines whatever becomes of the learner.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
 
+from impala_llm.supervised import tell
+
 PLAIN_INTERVAL_S = 10.0
+PATIENCE_S = 2.0
+"""A step may wait for its batch so long before the view says so."""
+REFRESHES_PER_S = 4
+SHOWN = (
+    "actor/connected",
+    "rollout/window_score",
+    "rollout/window_success_rate",
+    "rollout/window_episodes",
+    "rollout/turns",
+    "rollout/length_tokens",
+    "loss/policy",
+    "loss/value",
+    "loss/entropy",
+    "optimizer/gradient_norm",
+    "optimizer/learning_rate",
+    "staleness/mean",
+    "staleness/oldest",
+    "ratio/max",
+    "ratio/pg_clip_share",
+    "ratio/ess",
+    "actor/generated_tokens_per_s",
+    "actor/idle_share",
+    "learner/trained_tokens_per_s",
+    "time/idle_share",
+)
+"""The metrics of the five lines."""
+
+
+class View(Protocol):
+    """What a learner shows."""
+
+    def wait(self, what: str) -> None: ...
+
+    def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None: ...
 
 
 class TerminalView:
     """Progress of a run of `num_steps` learner steps, on `stream`; standard output, unless told.
 
-    On a terminal five lines are redrawn in place. Elsewhere (a log file, CI) the first step, the last one and one every
-    `PLAIN_INTERVAL_S` seconds print a line each.
+    On a terminal five lines are redrawn in place, with a clock that goes on between steps; what is printed meanwhile
+    stands above them. Elsewhere (a log file, CI) the first step, the last one and one every `PLAIN_INTERVAL_S` seconds
+    print a line each.
 
         with TerminalView(num_steps) as view:
             view.update(step, metrics)
@@ -32,37 +73,49 @@ class TerminalView:
         self._num_steps = num_steps
         self._stream = stream or sys.stdout
         self._clock = clock
-        self._started = clock()
+        self._started = self._last_update = clock()
         self._first: tuple[float, float] | None = None
+        self._position, self._ends_at = "", None
         self._last_line: float | None = None
         self._seen: dict[str, float] = {}
+        self._status = ""
+        self._spinner = Spinner("dots")
         self._live: Live | None = None
 
     def __enter__(self) -> "TerminalView":
         if self._stream.isatty():
+            is_stdout = self._stream is sys.stdout
             self._live = Live(
-                Text("waiting for the first batch"), console=Console(file=self._stream), auto_refresh=False
+                console=Console(file=self._stream),
+                get_renderable=self._draw,
+                refresh_per_second=REFRESHES_PER_S,
+                redirect_stdout=is_stdout,
+                redirect_stderr=is_stdout and sys.stderr.isatty(),
             )
-            self._live.start(refresh=True)
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._status = ""
+            self._live.transient = not self._seen  # nothing to leave behind
             self._live.stop()
 
-    def wait(self, what: str) -> None:
-        """Shows what the first step waits for; later steps leave the lines of the last one."""
-        now = self._clock()
-        if self._seen:
-            return
-        text = f"waiting {_clock_text(now - self._started)} for the first batch: {what}"
+    def status(self, text: str) -> None:
+        """Shows a line under the others until the next step, in the place of an earlier one."""
         if self._live is not None:
-            self._live.update(Text(text), refresh=True)
-        elif self._last_line is None or now - self._last_line >= PLAIN_INTERVAL_S:
-            print(text, file=self._stream, flush=True)
-            self._last_line = now
+            self._status = text
+        elif text != self._status and (self._last_line is None or self._clock() - self._last_line >= PLAIN_INTERVAL_S):
+            self._status = text
+            self._last_line = self._clock()
+            print(f"{_clock_text(self._last_line - self._started)} {text}", file=self._stream, flush=True)
+
+    def wait(self, what: str) -> None:
+        """Shows what the next step waits for, once it has waited for `PATIENCE_S`."""
+        if not self._seen or self._clock() - self._last_update >= PATIENCE_S:
+            self.status(f"no batch yet: {what}")
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
@@ -70,23 +123,46 @@ class TerminalView:
         progress: share of the run that is over, in (0, 1], where time may end it too; None: share of `num_steps`.
         """
         self._seen.update(metrics)
-        now = self._clock()
+        self._last_update = now = self._clock()
+        self._status = ""
         share = step / max(1, self._num_steps) if progress is None else progress
-        lines = render(self._seen, self._progress(step, share, now))
+        self._position = f"{step} ({share:.0%})"
+        # What passed before the first step was start-up: it says nothing about the rest.
+        if self._first is None:
+            self._first = (share, now)
+        done, since = share - self._first[0], now - self._first[1]
+        self._ends_at = now + since / done * (1.0 - share) if done > 0 else None
         if self._live is not None:
-            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.refresh()
         elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:
+            lines = render(self._seen, self._progress(now))
             print(" | ".join(line.split("  ", 1)[1].strip() for line in lines[:3]), file=self._stream, flush=True)
             self._last_line = now
 
-    def _progress(self, step: int, share: float, now: float) -> str:
-        elapsed = now - self._started
-        # What passed before the first step was start-up: it says nothing about the rest.
-        if self._first is None:
-            self._first = (share, elapsed)
-        done, since = share - self._first[0], elapsed - self._first[1]
-        remaining = f", about {_clock_text(since / done * (1.0 - share))} to go" if done > 0 else ""
-        return f"{step} ({share:.0%})  {_clock_text(elapsed)} gone{remaining}"
+    def _progress(self, now: float) -> str:
+        remaining = "" if self._ends_at is None else f", about {_clock_text(max(0.0, self._ends_at - now))} to go"
+        return f"{self._position}  {_clock_text(now - self._started)} gone{remaining}"
+
+    def _draw(self) -> RenderableType:
+        """The lines as of now. Another thread asks for them, a few times a second."""
+        now, parts = self._clock(), []
+        if self._seen:
+            lines = render(self._seen, self._progress(now))
+            parts.append(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+        if status := self._status:
+            self._spinner.update(text=Text(status if self._seen else f"{_clock_text(now - self._started)} {status}"))
+            parts.append(self._spinner)
+        return Group(*parts)
+
+
+class SupervisorView:
+    """Sends what a learner shows to its supervisor, which calls the method of this name of its `TerminalView`."""
+
+    def wait(self, what: str) -> None:
+        tell(wait=what)
+
+    def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
+        tell(update=[step, {name: metrics[name] for name in SHOWN if name in metrics}, progress])
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:
@@ -104,13 +180,23 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"update    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
         f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
         f"  lr {show('optimizer/learning_rate', '.1e')}",
-        f"lag       staleness {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
-        f"  max ratio {show('ratio/max', '.2f')}  capped {show('ratio/pg_clip_share', '.0%')}"
+        f"lag       mean {show('staleness/mean', '.1f')}  oldest {show('staleness/oldest', '.0f')}"
+        f"  max ratio {show('ratio/max', '.3g')}  tokens clipped {show('ratio/pg_clip_share', '.0%')}"
         f"  ESS {show('ratio/ess', '.2f')}",
         f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('time/idle_share', '.0%')})",
     ]
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """While entered, standard error shows that this is under way: live on a terminal, elsewhere as one line."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(text, file=sys.stderr, flush=True)
+    with console.status(text):
+        yield
 
 
 def _clock_text(seconds: float) -> str:

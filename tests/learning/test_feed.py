@@ -180,7 +180,7 @@ def test_no_batch_for_too_long_says_what_there_was() -> None:
     feed, receiver = make_feed("learner.stall_timeout_s=1")
     feed._stall_timeout_s = 0.0
     receiver.arriving = members(0) + members(1, missing=1)
-    with pytest.raises(Stalled, match=r"stall_timeout_s.* 2 actors, 3 episodes under way, 1 of 2 groups buffered, 3"):
+    with pytest.raises(Stalled, match=r"stall_timeout_s.* 1 of 2 groups, 3 episodes under way, 2 actors, 3 traj"):
         feed.next_batch(version=0)
 
 
@@ -292,4 +292,4 @@ def test_a_wait_says_what_is_missing_and_ends_with_the_time_of_the_run() -> None
     feed, _ = make_feed()
     said: list[str] = []
     assert feed.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
-    assert said and "0 of 2 groups buffered" in said[0]
+    assert said and "0 of 2 groups" in said[0]
