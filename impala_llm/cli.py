@@ -152,13 +152,16 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     code = supervise(config, overrides)
     folder = Path(config.run.dir)
     if code == 0 and config.evaluation.before_and_after:
-        from impala_llm.evaluate import compare
+        from impala_llm.observability.terminal import working
 
+        with working("loading what evaluates the policy"):
+            from impala_llm.evaluate import compare
         compare(config)
     if (folder / "policy").is_dir():
         print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
-    print(f"impala-llm: {', '.join(parts)} are in {folder}; curves: tensorboard --logdir {folder}", flush=True)
+    print(f"see its curves: tensorboard --logdir {folder}")
+    print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
     return code
 
 

@@ -6,6 +6,7 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -15,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.engines import make_engine
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.observability.terminal import working
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
 
@@ -90,9 +92,10 @@ def evaluate(
     """
     split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
-    chat = ChatFormat.of(policy, suite.system_prompt)
     limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
+    bar = _progress_bar()
+    shown = bar.add_task(f"{label}: {tasks_label}", total=len(tasks))
 
     async def play_all() -> list:
         engine = make_engine(config, policy, version=0)
@@ -108,14 +111,16 @@ def evaluate(
         try:
             await engine.start()
             playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
-            finished = asyncio.as_completed(playing)
-            for episode in track(finished, f"{label}: {tasks_label}", len(tasks), console=Console(stderr=True)):
+            for episode in asyncio.as_completed(playing):
                 await episode
+                bar.advance(shown)
             return [task.result() for task in playing]
         finally:
             await engine.close()
 
-    episodes = asyncio.run(play_all())
+    with bar:
+        chat = ChatFormat.of(policy, suite.system_prompt)
+        episodes = asyncio.run(play_all())
     scores = [episode.score for episode in episodes]
     successes = sum(episode.success for episode in episodes)
     result = Result(
@@ -134,18 +139,31 @@ def evaluate(
     return result, examples
 
 
+def _progress_bar() -> Progress:
+    """On standard error; it moves while engines start, too."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", table_column=Column(overflow="fold")),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
 def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[Result], list[Example]]:
     """Evaluate each policy on the configured split and, with `evaluation.unseen_seed`, on a catalogue of that seed.
 
     The examples are the last policy's on the configured split.
     """
     disable_progress_bar()
-    suites = [(make_suite(config.env), "")]
-    if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
-        shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
-        suites.append(
-            (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")
-        )
+    with working("making the tasks"):
+        suites = [(make_suite(config.env), "")]
+        if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
+            shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
+            suites.append(
+                (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")
+            )
     results, examples = [], []
     for number, (suite, which) in enumerate(suites):
         label = f"{suite.name}{which}, split {config.evaluation.split}"
@@ -167,7 +185,7 @@ def num_tasks_said(wanted: int, there: int) -> str:
 
 
 def show(results: Sequence[Result], examples: Sequence[Example], console: Console) -> None:
-    """Print a table of results and the examples."""
+    """Print the examples, and the results: one table for policies that have played the same tasks."""
     for number, example in enumerate(examples, 1):
         console.print(
             f"[bold]Example {number}[/] · task {example.task_id} · score {example.score:.2f}", highlight=False
@@ -175,20 +193,20 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
         for turn in example.turns:
             console.print(f"  {turn.observation.strip()}", style="dim", highlight=False, markup=False)
             console.print(f"  > {turn.action}", style="bold", highlight=False, markup=False)
-    table = Table(title="Greedy, 95 % intervals")
-    for column in ("tasks", "policy", "n", "score", "success", "turns", "tokens"):
-        table.add_column(column, justify="left" if column in ("tasks", "policy") else "right")
-    for r in results:
-        table.add_row(
-            r.tasks,
-            r.label,
-            str(r.num_tasks),
-            f"{r.score:.3f}  [{r.score_interval[0]:.3f}, {r.score_interval[1]:.3f}]",
-            f"{r.success:.3f}  [{r.success_interval[0]:.3f}, {r.success_interval[1]:.3f}]",
-            f"{r.turns:.1f}",
-            f"{r.tokens:.0f}",
-        )
-    console.print(table)
+    for tasks, group in itertools.groupby(results, key=lambda r: (r.tasks, r.num_tasks)):
+        table = Table(title=f"{tasks[0]}: {tasks[1]} tasks, greedy, 95 % intervals", title_justify="left")
+        table.add_column("policy", overflow="fold")
+        for column in ("score", "success", "turns", "tokens"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for r in group:
+            table.add_row(
+                r.label,
+                f"{r.score:.3f}  [{r.score_interval[0]:.3f}, {r.score_interval[1]:.3f}]",
+                f"{r.success:.3f}  [{r.success_interval[0]:.3f}, {r.success_interval[1]:.3f}]",
+                f"{r.turns:.1f}",
+                f"{r.tokens:.0f}",
+            )
+        console.print(table)
 
 
 def difference(before: Result, after: Result) -> str:
@@ -215,9 +233,10 @@ def compare(config: Config) -> list[Result]:
     """
     policies = {"before": resolve_policy(config), "after": Path(config.run.dir) / "policy"}
     results, examples = evaluate_policies(config, policies)
-    show(results, examples, Console())
+    console = Console()
+    show(results, examples, console)
     for before, after in zip(results[::2], results[1::2], strict=True):
-        print(difference(before, after))
+        console.print(difference(before, after), highlight=False, markup=False)
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
     return results
 

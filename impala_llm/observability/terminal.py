@@ -131,7 +131,7 @@ class TerminalView:
         if self._first is None:
             self._first = (share, now)
         done, since = share - self._first[0], now - self._first[1]
-        self._ends_at = now + since / done * (1.0 - share) if done > 0 else None
+        self._ends_at = now + since / done * (1.0 - share) if done > 0 and share < 1.0 else None
         if self._live is not None:
             self._live.refresh()
         elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:

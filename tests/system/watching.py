@@ -9,7 +9,6 @@ other is far wider, so that a row of it that is longer than the width is a line 
 import fcntl
 import os
 import pty
-import re
 import select
 import signal
 import struct
