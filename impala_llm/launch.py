@@ -153,7 +153,7 @@ class Child:
                 os.killpg(process.pid, number)
 
     def last_words(self) -> str:
-        """The last line of its log since this start, but for progress bars, and where the rest is; empty without one."""
+        """The last line that it has logged since its start, progress bars aside, and where the rest is; else empty."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as log:

@@ -1,8 +1,12 @@
-"""Environments that fail again and again: printed once, answered slowly, ended in the end."""
+"""Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from impala_llm.actor import EnvironmentFaults
+from impala_llm.actor import EnvironmentFaults, Reporter
+from impala_llm.engines.base import EngineStats
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 
@@ -74,3 +78,15 @@ def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pyte
         contract.reset(Broken(), 1, "maze")  # type: ignore[arg-type]
     faults.observe(caught.value)
     assert "has no attribute 'reset'" in capsys.readouterr().err
+
+
+def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
+    """Its counters are below those of the engine before it."""
+    actor: Any = SimpleNamespace(
+        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, failed_starts=1
+    )
+    actor.load_times = lambda stats: {}
+    reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
+    figures = reporter.figures(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
+    assert figures["actor/idle_share"] == 1.0
+    assert figures["actor/generated_tokens_per_s"] > 0 and figures["actor/prefill_tokens_per_s"] > 0

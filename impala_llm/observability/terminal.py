@@ -107,6 +107,7 @@ class TerminalView:
         """Shows a line under the others until the next step, in the place of an earlier one."""
         if self._live is not None:
             self._status = text
+            self._live.refresh()
         elif text != self._status and (self._last_line is None or self._clock() - self._last_line >= PLAIN_INTERVAL_S):
             self._status = text
             self._last_line = self._clock()

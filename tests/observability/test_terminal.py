@@ -1,8 +1,10 @@
 import io
 import re
 
+import pyte
+
 from impala_llm.observability.metrics import METRICS, describe
-from impala_llm.observability.terminal import PLAIN_INTERVAL_S, TerminalView, render
+from impala_llm.observability.terminal import PATIENCE_S, PLAIN_INTERVAL_S, SHOWN, TerminalView, render
 
 EVERYTHING = {
     "rollout/window_score": 0.4567,
@@ -23,8 +25,16 @@ class FakeClock:
 
 
 class FakeTerminal(io.StringIO):
+    """A terminal of 80 columns."""
+
     def isatty(self) -> bool:
         return True
+
+    def rows(self) -> list[str]:
+        """Rows of the screen, without the empty ones at its end."""
+        screen = pyte.Screen(80, 50)
+        pyte.Stream(screen).feed(self.getvalue().replace("\n", "\r\n"))
+        return "\n".join(row.rstrip() for row in screen.display).rstrip().splitlines()
 
 
 class Recorder(dict[str, float]):
@@ -49,7 +59,7 @@ def test_five_lines_whether_or_not_there_are_numbers() -> None:
 def test_the_view_asks_only_for_declared_metrics() -> None:
     recorder = Recorder()
     render(recorder, "")
-    assert len(recorder.asked) >= 15
+    assert recorder.asked == set(SHOWN)
     for name in recorder.asked:
         describe(name)
 
@@ -122,3 +132,46 @@ def test_on_a_terminal_the_five_lines_are_drawn() -> None:
     text = stream.getvalue()
     for label in ("step", "episodes", "update", "lag", "speed"):
         assert label in text
+
+
+def test_what_is_waited_for_stands_under_the_lines_when_it_takes_long_and_until_it_has_come() -> None:
+    clock, stream = FakeClock(), FakeTerminal()
+    with TerminalView(10, stream, clock) as view:
+        view.status("the learner starts")
+        assert stream.rows()[-1].endswith("0:00 the learner starts")
+        clock.now = 5.0
+        view.wait("0 of 4 groups, 64 episodes under way, 1 actors")
+        [row] = stream.rows()
+        assert row.endswith("0:05 no batch yet: 0 of 4 groups, 64 episodes under way, 1 actors")
+        view.update(1, EVERYTHING)
+        assert len(stream.rows()) == 5
+        for waited in (PATIENCE_S / 2, PATIENCE_S):
+            clock.now = 5.0 + waited
+            view.wait("3 of 4 groups")
+            assert ("no batch yet: 3 of 4 groups" in stream.rows()[-1]) == (waited >= PATIENCE_S)
+        assert "0:07 gone" in stream.rows()[0]  # without a step
+    assert len(stream.rows()) == 5 and "step" in stream.rows()[0]
+
+
+def test_a_view_that_never_got_a_step_leaves_nothing_behind() -> None:
+    stream = FakeTerminal()
+    with TerminalView(10, stream, FakeClock()) as view:
+        view.status("starting")
+    assert stream.rows() == []
+
+
+def test_the_usual_waiting_line_has_its_place_in_80_columns() -> None:
+    clock, stream = FakeClock(), FakeTerminal()
+    with TerminalView(10, stream, clock) as view:
+        clock.now = 600.0
+        view.wait("128 of 256 groups, 1024 episodes under way, 16 actors")
+        assert len(stream.rows()) == 1
+
+
+def test_without_a_terminal_waiting_is_said_now_and_then() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(10, stream, clock) as view:
+        for second in range(1 + int(2.5 * PLAIN_INTERVAL_S)):
+            clock.now = float(second)
+            view.wait(f"{second} of 100 trajectories")
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["0:00", "0:10", "0:20"]

@@ -175,3 +175,42 @@ def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pyt
     assert [line.split()[:2] for line in lines[1]] == [["2", "1"], ["2", "1"]]
     first, second = ({of_rank[start].split()[2] for of_rank in lines} for start in range(2))
     assert len(first) == len(second) == 1 and first != second  # each start meets at a place of its own
+
+
+@pytest.mark.system
+def test_last_words_are_of_the_last_start_and_no_progress_bar(tmp_path: Path) -> None:
+    bar = "print('Loading weights:  50%|#####     | 1/2\\rLoading weights: 100%|##########| 2/2')"
+    child = make_child("actor 0", f"print('no such model'); {bar}", tmp_path / "log")
+    child.start()
+    child.processes[0].wait(60)
+    assert child.last_words() == f": no such model (more in {tmp_path / 'log'})"
+    child.command[-1] = bar
+    child.start()
+    child.processes[0].wait(60)
+    assert child.last_words() == ""
+
+
+@pytest.mark.system
+def test_messages_arrive_whole_and_in_order_among_reports_of_progress(tmp_path: Path) -> None:
+    """What does not fit into the pipe, by its own length or for all that is in there already, is lost and blocks
+    nobody."""
+    code = """
+from impala_llm.supervised import report_progress, say, tell
+assert not tell(say="x" * 5000)
+say("one\\ntwo")
+report_progress()
+tell(update=[7, {"rollout/score": 0.5, "loss/policy": float("nan")}, None])
+while tell(wait="actors" * 100):
+    pass
+"""
+    child = make_child("learner", code, tmp_path / "log")
+    child.start()
+    child.processes[0].wait(60)
+    assert child.poll() == 0, child.last_words()
+    messages = child.receive()
+    assert messages[0] == {"say": "one\ntwo"}
+    step, metrics, progress = messages[1]["update"]
+    assert (step, metrics["rollout/score"], progress) == (7, 0.5, None) and metrics["loss/policy"] != 0
+    assert len(messages) > 3 and all(message == {"wait": "actors" * 100} for message in messages[2:])
+    assert child.receive() == []
+    assert child.has_worked() and not child.has_worked()

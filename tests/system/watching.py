@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import pyte
 
 ROWS = 200
@@ -90,6 +91,11 @@ class Watched:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
+
+    def processes(self, script: str) -> list[psutil.Process]:
+        """Descendants that run a script of this name."""
+        found = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in found if any(Path(word).name == script for word in process.cmdline())]
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float, patience_s: float = 60.0) -> None:
         """Until the condition holds. Fails at the deadline, at the end of the command, and where nothing changes."""

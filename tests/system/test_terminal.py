@@ -1,0 +1,85 @@
+"""What people see of a run, in terminals of the usual widths."""
+
+import re
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import MARK, ROOT
+from tests.system.watching import Watched
+
+START_S = 120.0
+"""Deadline for whatever includes the start of processes."""
+PATIENCE_S = 30.0
+"""Far longer than a person should see nothing move, for machines on which tests are slow."""
+
+
+def watch(columns: int, directory: Path, *settings: str) -> Watched:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    command = [sys.executable, "-m", "impala_llm.cli", "train", *settings, f"run.name={name}", "run.dir=outputs/first"]
+    return Watched(columns, command, directory, {MARK: name, "PYTHONPATH": str(ROOT)})
+
+
+def all_that_was_seen(watched: Watched) -> str:
+    return "\n".join(text for _, text in watched.seen)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everything_is(
+    columns: int, tmp_path: Path
+) -> None:
+    short = ("learner.total_updates=2", "evaluation.num_tasks=8")
+    with watch(columns, tmp_path, "experiment=quickstart", *short) as watched:
+        assert watched.wait(timeout_s=280, patience_s=PATIENCE_S) == 0, watched.text
+        seen = all_that_was_seen(watched)
+        for moment in (
+            "the learner and its actors are starting",
+            "learner: actor-0 joined, 1 connected",
+            r"no batch yet: \d+ of 64 trajectories",
+            r"step      2 \(100%\)  \d:\d\d gone  actors 1",
+            "loading what evaluates the policy",
+            r"after: webshop, unseen catalogue 7, split test.* 8/8",
+            r"after - before: score .* over 8 tasks",
+        ):
+            assert re.search(moment, seen), moment
+        assert watched.long_rows == []
+        assert watched.rows[-1] == "impala-llm: policy, logs, tensorboard are in outputs/first"
+
+
+@pytest.mark.system
+def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path: Path) -> None:
+    with watch(80, tmp_path, "experiment=toy", "learner.total_updates=100000") as watched:
+        step = re.compile(r"^step +(\d+) .* (\d+):(\d\d) gone", re.MULTILINE)
+
+        def shown_step() -> int:
+            found = step.search(watched.text)
+            return int(found[1]) if found else 0
+
+        def seconds_gone() -> int:
+            found = step.search(watched.text)
+            assert found is not None
+            return 60 * int(found[2]) + int(found[3])
+
+        watched.wait_for(lambda: shown_step() >= 5, "five steps", START_S, PATIENCE_S)
+        before = seconds_gone()
+        [learner] = watched.processes("learner.py")
+        learner.kill()
+        watched.wait_for(lambda: "the learner is started again" in watched.rows[-1], "the news", START_S, PATIENCE_S)
+        assert shown_step() and seconds_gone() >= before
+        watched.wait_for(lambda: "learner: going on from version" in watched.text, "a start", START_S, PATIENCE_S)
+        stood_at = shown_step()
+        watched.wait_for(lambda: shown_step() > stood_at + 2, "more steps", START_S, PATIENCE_S)
+        assert seconds_gone() > before
+        # Messages have rows of their own, above the five lines.
+        rows = watched.rows
+        assert any(row.startswith("impala-llm: learner died (killed by SIGKILL)") for row in rows)
+        assert any(row.startswith("learner: going on from version") for row in rows)
+        assert [row.split()[0] for row in rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
+        assert sum(row.startswith("step ") for row in rows) == 1
+        watched.signal(signal.SIGINT)
+        assert watched.wait(timeout_s=60) == 128 + signal.SIGINT
+        assert watched.rows[-1] == "impala-llm: policy, logs, tensorboard are in outputs/first"
