@@ -144,16 +144,17 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
 
         print(dry_run(config, overrides))
         return 0
-    from impala_llm.launch import supervise
-    from impala_llm.preflight import check_training
+    from impala_llm.observability.terminal import working
 
-    check_training(config)
+    with working("checking settings, model and host"):
+        from impala_llm.launch import supervise
+        from impala_llm.preflight import check_training
+
+        check_training(config)
 
     code = supervise(config, overrides)
     folder = Path(config.run.dir)
     if code == 0 and config.evaluation.before_and_after:
-        from impala_llm.observability.terminal import working
-
         with working("loading what evaluates the policy"):
             from impala_llm.evaluate import compare
         compare(config)
@@ -177,8 +178,11 @@ def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
 
 def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
     """Play held-out tasks."""
-    from impala_llm.evaluate import main as evaluate_policy
-    from impala_llm.preflight import check_evaluation
+    from impala_llm.observability.terminal import working
+
+    with working("loading what evaluates the policy"):
+        from impala_llm.evaluate import main as evaluate_policy
+        from impala_llm.preflight import check_evaluation
 
     learned = learned_policy(overrides)
     if learned is not None:

@@ -168,7 +168,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     for number, (suite, which) in enumerate(suites):
         label = f"{suite.name}{which}, split {config.evaluation.split}"
         said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
-        print(f"{label}: {said}", file=sys.stderr)
+        errors = Console(stderr=True)
+        errors.print(f"{label}: {said}", highlight=False, markup=False, soft_wrap=not errors.is_terminal)
         for name, path in policies.items():
             wanted = config.evaluation.num_examples if number == 0 else 0
             result, read = evaluate(config, path, suite, name, label, wanted)
@@ -236,7 +237,8 @@ def compare(config: Config) -> list[Result]:
     console = Console()
     show(results, examples, console)
     for before, after in zip(results[::2], results[1::2], strict=True):
-        console.print(difference(before, after), highlight=False, markup=False)
+        text = difference(before, after)
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
     return results
 

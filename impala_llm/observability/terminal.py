@@ -192,11 +192,8 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """While entered, standard error shows that this is under way: live on a terminal, elsewhere as one line."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        print(text, file=sys.stderr, flush=True)
-    with console.status(text):
+    """While entered, a terminal shows that this is under way; a log is not told."""
+    with Console(stderr=True).status(text):
         yield
 
 
