@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
