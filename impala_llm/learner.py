@@ -41,7 +41,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.learning.publishing import VersionBoard
+from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter
@@ -57,7 +57,7 @@ from impala_llm.pipeline.task_order import TaskOrder
 from impala_llm.pipeline.tickets import TicketLedger
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 from impala_llm.settings import Config, LearnerConfig, holds_run
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, report_progress, say
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
 
 
@@ -83,13 +83,8 @@ def learn(config: Config, ranks: Ranks) -> None:
             for caution in cautions(config, model):
                 say(f"learner: {caution}")
         files = policy_files(resolve_policy(config))
-        board = sender = None
-        if ranks.is_main:
-            slots = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, files)
-            aside = WeightPublisher(run_dir.kept_path, 2, files)
-            board = VersionBoard(slots, aside, model, config.learner.sync_interval, config.algorithm.max_staleness)
-            board.begin(version, WeightReader(run_dir.weights_path).latest())
-        ranks.barrier()
+        publisher = make_publisher(config, ranks, run_dir, model, files)
+        publisher.begin(version)
         if ranks.is_main and config.pipeline.bind is not None:
             served_at = rank_endpoint(config.pipeline.bind, ranks.world_size)
             stack.enter_context(serve_weights(run_dir.weights_path, served_at, learner_keys(config)))
@@ -101,6 +96,7 @@ def learn(config: Config, ranks: Ranks) -> None:
             key = run_dir.server_key if urls is None else None
             in_flight: Any = config.engine.in_flight  # one that config.py has checked
             sender = stack.enter_context(WeightSender(in_flight, urls=urls, key=key))
+            publisher.transports.append(partial(send_to_servers, sender, receiver.engines))
         feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
         writer = view = None
         if ranks.is_main:
@@ -112,7 +108,7 @@ def learn(config: Config, ranks: Ranks) -> None:
 
         meters = Meters(receiver, ranks)
         connected: set[str] = set()
-        wait = partial(wait_for_batch, receiver, late_board(config, run_dir, model, board), view, connected)
+        wait = partial(wait_for_batch, receiver, publisher, meters, view, connected)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
         if ranks.is_main:
             stack.push(partial(save_what_was_learned, trainer, Path(config.run.dir) / "policy", files))
@@ -133,25 +129,8 @@ def learn(config: Config, ranks: Ranks) -> None:
             receiver.trained([t.unroll_id for t in batch.trajectories])
             trainer.update(batch, version, progress, partial(feed.arrivals, version))
             with timer.stage("publish"):
-                before = time.perf_counter()
                 version += 1
-                published = board.offer(version) if board is not None else None
-                if published is not None:
-                    meters.log.add("weights/skipped", float(not published))
-                if published:
-                    report_progress()
-                if published and sender is not None:
-                    sent = sender.send(receiver.engines(), dict(model.policy_weights()), version)
-                    meters.log.update(sent.metrics())
-                # All ranks wait here: announced by a rank, it must lie on the board.
-                is_out, is_due = (n > 0 for n in ranks.sum([float(bool(published)), float(receiver.must_keep())]))
-                if is_due and not is_out:
-                    if board is not None:
-                        board.keep(version)
-                        report_progress()
-                    ranks.barrier()
-                receiver.announce(version, published=is_out, kept=is_due)
-                meters.log.add("weights/publish_s", time.perf_counter() - before)
+                meters.log.update(publisher.publish(version, receiver))
             with timer.stage("log"):
                 share = share_done(config.learner, version, time.monotonic() - began_at) if ranks.is_main else 0.0
                 progress = ranks.sum([share])[0]  # by rank 0's clock
@@ -169,21 +148,27 @@ def learn(config: Config, ranks: Ranks) -> None:
                 view.update(version, summary, progress)
 
 
-def late_board(config: Config, run_dir: RunDirectory, model: PolicyModel, board: VersionBoard | None) -> VersionBoard:
-    """Where any rank, all of which have the same weights, can publish a version without which it gets no batch."""
-    if board is not None:
-        return board
-    slots = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots)
-    aside = WeightPublisher(run_dir.kept_path, 2)
-    return VersionBoard(slots, aside, model, config.learner.sync_interval, config.algorithm.max_staleness)
+def make_publisher(
+    config: Config, ranks: Ranks, run_dir: RunDirectory, model: PolicyModel, files: Mapping[str, bytes]
+) -> VersionPublisher:
+    """This rank's publisher. Rank 0 puts the files that belong to the policy beside the weights."""
+    beside = files if ranks.is_main else None
+    board = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, beside)
+    kept = WeightPublisher(run_dir.kept_path, 2, beside)
+    return VersionPublisher(ranks, model, board, kept, config.learner.sync_interval, config.algorithm.max_staleness)
 
 
 def wait_for_batch(
-    receiver: Receiver, board: VersionBoard, view: View | None, connected: set[str], version: int, what: str
+    receiver: Receiver,
+    publisher: VersionPublisher,
+    meters: Meters,
+    view: View | None,
+    connected: set[str],
+    version: int,
+    what: str,
 ) -> None:
     """Called while there is no batch. connected: see `tell_of_actors`; what: is missing."""
-    if receiver.needs_weights() and board.publish_late(version):
-        receiver.announce_late(version)
+    meters.log.update(publisher.publish_early(version, receiver))
     if view is not None:
         tell_of_actors(receiver, connected)
         view.wait(what)

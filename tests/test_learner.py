@@ -5,12 +5,14 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from impala_llm.config import load
 from impala_llm.learner import check_folder, main, share_done, start_model
-from impala_llm.learning.publishing import VersionBoard
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline.rundir import RunDirectory, remove_run_dir
 from impala_llm.pipeline.weights import WeightPublisher
 from impala_llm.settings import Config, LearnerConfig
@@ -32,7 +34,7 @@ def test_a_run_is_over_by_updates_or_by_time() -> None:
     assert share_done(LearnerConfig(total_updates=200), 3, 1e6) == 3 / 200
 
 
-@pytest.mark.parametrize("last", ["offered", "kept"])
+@pytest.mark.parametrize("last", ["published", "kept"])
 def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path: Path, last: str) -> None:
     config = Config()
     config.model.path = str(save_lm(tmp_path / "policy"))
@@ -40,13 +42,14 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path:
         model, version = start_model(config, run)
         assert version == 0
         files = {path.name: path.read_bytes() for path in (tmp_path / "policy").glob("*.json")}
-        publishers = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
-        board = VersionBoard(*publishers, model, 1 if last == "offered" else 3, None)
-        board.begin(0, None)
+        boards = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
+        publisher = VersionPublisher(Ranks("cpu"), model, *boards, 1 if last == "published" else 3, None)
+        publisher.begin(0)
+        receiver = Mock(**{"must_keep.return_value": last == "kept"})
         for number in (1, 2):
             for p in model.parameters():
                 p.data.add_(0.125 * number)
-            (board.offer if last == "offered" else board.keep)(number)
+            publisher.publish(number, receiver)
         resumed, version = start_model(config, run)
     assert version == 2
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {

@@ -1,122 +1,192 @@
-"""Versions on the weight board where readers are slow: what is skipped, what must wait, and who is named."""
+"""Which version of the weights goes to engines, which one is kept, which must wait, and over which ways."""
 
 import logging
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.publishing import VersionBoard
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline.weights import WeightPublisher, WeightReader
 from tests.learning.builders import save_lm
 
 
-def make_board(path: Path, interval: int | None = 1, max_staleness: int | None = 2) -> VersionBoard:
-    """With versions 0 and 1 in its two slots: whoever reads version 0 keeps the next one from being published."""
-    model = PolicyModel.from_pretrained(save_lm(path / "policy"))
-    board = again(path, model, interval, max_staleness)
-    board.begin(0, found=None)
-    return board
+@dataclass
+class Receiver:
+    """What a publisher asks of the receiver, and tells it."""
+
+    needs_any: bool = False
+    is_crowded: bool = False
+    announced: list[tuple[int, bool, bool]] = field(default_factory=list)
+    """(version, published, kept)."""
+    early: list[int] = field(default_factory=list)
+
+    def needs_weights(self) -> bool:
+        return self.needs_any
+
+    def must_keep(self) -> bool:
+        return self.is_crowded
+
+    def announce(self, version: int, published: bool, kept: bool) -> None:
+        self.announced.append((version, published, kept))
+
+    def announce_late(self, version: int) -> None:
+        self.early.append(version)
 
 
-def again(path: Path, model: PolicyModel, interval: int | None, max_staleness: int | None) -> VersionBoard:
-    publishers = [WeightPublisher(path / name, num_slots=2) for name in ("board", "kept")]
-    return VersionBoard(*publishers, model, interval, max_staleness, patience_s=0.01)
+class Learner:
+    """A rank with a publisher on boards of two slots: while version 0 is read, version 2 finds no slot."""
+
+    def __init__(self, path: Path, interval: int | None = 1, max_staleness: int | None = 2, version: int = 0) -> None:
+        policy = path / "policy"
+        self.model = PolicyModel.from_pretrained(policy if policy.exists() else save_lm(policy))
+        self.receiver = Receiver()
+        self.sent: list[int] = []
+        """By a way beside the board."""
+        boards = [WeightPublisher(path / name, num_slots=2) for name in ("board", "kept")]
+        self.publisher = VersionPublisher(Ranks("cpu"), self.model, *boards, interval, max_staleness, timeout_s=0.01)
+        self.publisher.begin(version)
+        self.publisher.transports.append(self.send)
+        self.board, self.kept = WeightReader(path / "board"), WeightReader(path / "kept")
+
+    def send(self, model: PolicyModel, version: int) -> dict[str, float]:
+        assert model is self.model and self.board.latest() == version
+        self.sent.append(version)
+        return {"weights/servers_sent": 1.0}
+
+    def publish(self, version: int) -> dict[str, float]:
+        metrics = self.publisher.publish(version, self.receiver)
+        assert metrics.pop("weights/publish_s") > 0.0
+        return metrics
+
+    def publish_early(self, version: int) -> dict[str, float]:
+        return self.publisher.publish_early(version, self.receiver)
+
+
+PUBLISHED = {"weights/skipped": 0.0, "weights/servers_sent": 1.0}
+SKIPPED = {"weights/skipped": 1.0}
 
 
 def test_a_version_is_skipped_while_a_reader_holds_on_and_the_reader_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    board, reader = make_board(tmp_path), WeightReader(tmp_path / "board")
-    assert board.offer(1) is True
-    with reader.lease(0), caplog.at_level(logging.WARNING):
-        assert board.offer(2) is False
-        assert board.offer(3) is False
-        assert reader.latest() == board.published == 1
+    learner = Learner(tmp_path)
+    assert learner.publish(1) == PUBLISHED
+    with learner.board.lease(0), caplog.at_level(logging.WARNING):
+        assert learner.publish(2) == SKIPPED
+        assert learner.publish(3) == SKIPPED
+        assert learner.board.latest() == 1
     assert f"2 is skipped: all 2 slots of {tmp_path / 'board'}" in caplog.text
     assert f"process {os.getpid()} (" in caplog.text
-    assert board.offer(4) is True
-    assert reader.latest() == 4
+    assert learner.publish(4) == PUBLISHED
+    assert learner.board.latest() == 4 and learner.sent == [1, 4]
+    assert learner.receiver.announced == [(version, version in (1, 4), False) for version in (1, 2, 3, 4)]
 
 
 def test_a_version_without_which_no_batch_would_come_waits_for_the_reader(tmp_path: Path) -> None:
-    board, reader = make_board(tmp_path, max_staleness=0), WeightReader(tmp_path / "board")
-    assert board.offer(1) is True
+    learner = Learner(tmp_path, max_staleness=0)
+    assert learner.publish(1) == PUBLISHED
     done = threading.Event()
 
     def publish() -> None:
-        assert board.offer(2) is True
+        assert learner.publish(2) == PUBLISHED
         done.set()
 
-    with reader.lease(0):
-        learner = threading.Thread(target=publish)
-        learner.start()
+    with learner.board.lease(0):
+        thread = threading.Thread(target=publish)
+        thread.start()
         assert not done.wait(0.1)
-        assert reader.latest() == 1
+        assert learner.board.latest() == 1
     assert done.wait(20)
-    learner.join()
-    assert reader.latest() == 2
+    thread.join()
+    assert learner.board.latest() == 2
 
 
 def test_only_every_so_manyth_version_is_due_and_none_offline(tmp_path: Path) -> None:
-    board = make_board(tmp_path / "third", interval=3)
-    assert [board.offer(version) for version in range(1, 8)] == [None, None, True, None, None, True, None]
-    offline = make_board(tmp_path / "offline", interval=None, max_staleness=None)
-    assert [offline.offer(version) for version in (1, 2)] == [None, None]
+    third = Learner(tmp_path / "third", interval=3)
+    assert [third.publish(version) for version in range(1, 8)] == [{}, {}, PUBLISHED, {}, {}, PUBLISHED, {}]
+    offline = Learner(tmp_path / "offline", interval=None, max_staleness=None)
+    assert [offline.publish(version) for version in (1, 2)] == [{}, {}]
+    assert offline.sent == []
 
 
 def test_a_learner_that_is_started_again_does_not_wait_for_a_version_that_is_there(tmp_path: Path) -> None:
-    make_board(tmp_path).offer(1)
-    model = PolicyModel.from_pretrained(tmp_path / "policy")
-    board = again(tmp_path, model, 1, 0)
-    with WeightReader(tmp_path / "board").lease(0):
-        board.begin(1, found=1)
-    assert board.offer(2) is True
+    first = Learner(tmp_path)
+    first.publish(1)
+    with first.board.lease(0):
+        second = Learner(tmp_path, max_staleness=0, version=1)
+    assert second.publish(2) == PUBLISHED
 
 
 @pytest.mark.parametrize("interval", [None, 4])
 def test_what_is_kept_is_for_learners_alone(tmp_path: Path, interval: int | None) -> None:
-    board = make_board(tmp_path, interval, max_staleness=None)
-    board.keep(2)
-    actors, learners = WeightReader(tmp_path / "board"), WeightReader(tmp_path / "kept")
-    assert (actors.latest(), learners.latest()) == (0, 2)
-    model = PolicyModel.from_pretrained(tmp_path / "policy")
-    resumed = again(tmp_path, model, interval, None)
-    resumed.begin(2, found=0)
-    assert actors.latest() == resumed.published == (0 if interval is None else 2)
+    learner = Learner(tmp_path, interval, max_staleness=None)
+    learner.receiver.is_crowded = True
+    assert learner.publish(2) == {} and learner.sent == []
+    assert (learner.board.latest(), learner.kept.latest()) == (0, 2)
+    assert learner.receiver.announced == [(2, False, True)]
+    resumed = Learner(tmp_path, interval, None, version=2)
+    assert resumed.board.latest() == (0 if interval is None else 2)
 
 
-def test_a_version_without_which_nothing_comes_is_published_before_it_is_due(tmp_path: Path) -> None:
-    board, reader = make_board(tmp_path, interval=3), WeightReader(tmp_path / "board")
-    assert [board.offer(1), board.publish_late(1), reader.latest()] == [None, True, 1]
-    assert [board.offer(version) for version in (2, 3)] == [None, True]
-    assert board.offer(4) is None
-    with reader.lease(1):
-        assert not board.publish_late(4), "its two slots are the latest one, and one that is being read"
-    assert board.publish_late(4)
+def test_what_is_published_is_not_kept_too(tmp_path: Path) -> None:
+    learner = Learner(tmp_path, interval=2)
+    learner.receiver.is_crowded = True
+    assert [learner.publish(version) for version in (1, 2)] == [{}, PUBLISHED]
+    assert (learner.board.latest(), learner.kept.latest()) == (2, 1)
+    assert learner.receiver.announced == [(1, False, True), (2, True, True)]
+
+
+def test_a_version_without_which_nothing_comes_goes_over_all_ways_before_it_is_due(tmp_path: Path) -> None:
+    learner = Learner(tmp_path, interval=3)
+    assert learner.publish(1) == learner.publish_early(1) == {}, "a batch may come without it"
+    learner.receiver.needs_any = True
+    assert learner.publish_early(1) == {"weights/servers_sent": 1.0}
+    assert (learner.board.latest(), learner.sent, learner.receiver.early) == (1, [1], [1])
+    assert [learner.publish(version) for version in (2, 3, 4)] == [{}, PUBLISHED, {}]
+    with learner.board.lease(1):
+        assert learner.publish_early(4) == {}, "its two slots are the latest one, and one that is being read"
+    assert learner.receiver.early == [1]
+    assert learner.publish_early(4) == {"weights/servers_sent": 1.0}
+    assert (learner.sent, learner.receiver.early) == ([1, 3, 4], [1, 4])
+
+
+def test_a_version_that_another_rank_has_published_is_announced_and_not_sent_again(tmp_path: Path) -> None:
+    first, second = Learner(tmp_path, interval=3), Learner(tmp_path, interval=3)
+    for rank in (first, second):
+        rank.publish(1)
+        rank.receiver.needs_any = True
+        rank.publish_early(1)
+    assert (first.sent, first.receiver.early) == ([1], [1])
+    assert (second.sent, second.receiver.early) == ([], [1])
 
 
 @pytest.mark.parametrize("interval", [None, 4])
 def test_the_room_of_what_may_be_kept_is_reserved_at_the_start(tmp_path: Path, interval: int | None) -> None:
-    make_board(tmp_path, interval, max_staleness=None)
+    Learner(tmp_path, interval, max_staleness=None)
     sizes = {path.stat().st_size for path in tmp_path.glob("*/slot-*/model.safetensors")}
     assert len(list(tmp_path.glob("kept/slot-*/model.safetensors"))) == 2 and len(sizes) == 1
 
 
 def test_each_version_comes_with_its_value_head(tmp_path: Path) -> None:
-    board = make_board(tmp_path)
+    learner = Learner(tmp_path, interval=2)
+    bias = learner.model.value_head[-1].bias
+    learner.receiver.is_crowded = True
     heads = {}
-    for version in (1, 2):
-        torch.nn.init.constant_(board._model.value_head[-1].bias, float(version))
-        (board.keep if version == 2 else board.offer)(version)
-        heads[version] = board._model.value_head[-1].bias.tolist()
-    for name, version in (("board", 1), ("kept", 2)):
-        with WeightReader(tmp_path / name).lease() as lease:
+    for version in (2, 3):
+        torch.nn.init.constant_(bias, float(version))
+        learner.publish(version)
+        heads[version] = bias.tolist()
+    for reader, version in ((learner.board, 2), (learner.kept, 3)):
+        with reader.lease() as lease:
+            assert lease.version == version
             model = PolicyModel.from_pretrained(tmp_path / "policy")
             assert model.load_value_head(lease.extra()) and model.value_head[-1].bias.tolist() == heads[version]
             assert sorted(path.name for path in lease.path.iterdir()) == ["model.safetensors"], "what engines read"
-    other = PolicyModel.from_pretrained(tmp_path / "policy", value_hidden_size=8)
-    assert not other.load_value_head(board._model.value_head_bytes())
+            head = lease.extra()
+    assert not PolicyModel.from_pretrained(tmp_path / "policy", value_hidden_size=8).load_value_head(head)

@@ -5,7 +5,9 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -19,7 +21,10 @@ from impala_llm.engines.sglang_server import SGLangServer
 from impala_llm.engines.sglang_settings import ServerSettings
 from impala_llm.learning import weight_sender
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.weight_sender import Sent, TransferError, WeightSender
+from impala_llm.pipeline.weights import WeightPublisher
 from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
 from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
@@ -126,6 +131,28 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
         rig.run(test)
     finally:
         rig.engine.in_flight = "recompute_kv"
+
+
+def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, tmp_path: Path) -> None:
+    """As all others by the process group: the actor has nothing to load."""
+
+    async def test() -> None:
+        version = rig.engine.version + 1
+        model = PolicyModel.from_pretrained(rig.directory(version))
+        boards = [WeightPublisher(tmp_path / name) for name in ("board", "kept")]
+        publisher = VersionPublisher(Ranks("cpu"), model, *boards, interval=100, max_staleness=None)
+        publisher.begin(version - 1)
+        receiver = Mock(**{"needs_weights.return_value": True})
+        with WeightSender("recompute_kv", key=rig.server.key) as sender:
+            publisher.transports.append(partial(send_to_servers, sender, lambda: rig.engine.fed))
+            metrics = await asyncio.to_thread(publisher.publish_early, version, receiver)
+            assert metrics["weights/servers_sent"] == 1.0 and metrics["weights/servers_dropped"] == 0.0
+            receiver.announce_late.assert_called_once_with(version)
+            assert await rig.engine.adopt(version)
+            rig.newest = (rig.directory(version), version)
+            await rig.check_fresh_answers()
+
+    rig.run(test)
 
 
 def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig, mute: str, caplog) -> None:
