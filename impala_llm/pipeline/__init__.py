@@ -1,1 +1,1 @@
-"""Processes talk to each other here and nowhere else. numpy only, no torch."""
+"""Communication between processes: the only package with sockets and shared memory. numpy only, no torch."""

@@ -1,8 +1,8 @@
-"""Arena: the ring in which an actor lays trajectories for the learner to copy.
+"""Arena: the ring buffer in shared memory in which an actor writes trajectories, for the learner to copy.
 
-Invariant: a record is complete before its place is told, and its bytes stay as they are until the writer frees it. So
-whoever was told of a record that was not freed reads a whole one; a writer that is killed half-way has published
-nothing. The checksum catches what breaks this from outside.
+Invariant: a record is complete before its place is announced, and its bytes do not change until the writer frees it. So
+a reader of an announced record that was not freed reads a whole one; a writer that is killed half-way has announced
+nothing. The checksum detects changes by others.
 
 File: a page with the header, then the ring. Records (record.py) start at multiples of 64 bytes and never wrap: one that
 does not fit before the end of the ring starts at 0. Space is reclaimed in the order of writing, whatever the order of
@@ -45,7 +45,7 @@ class RecordTooLarge(ArenaError):
 
 
 class Place(NamedTuple):
-    """Where a record lies: start and length in words of 8 bytes, and its checksum (`kernels.checksum`) as int64."""
+    """Position of a record: start and length in words of 8 bytes, and its checksum (`kernels.checksum`) as int64."""
 
     start: int
     num_words: int
@@ -53,7 +53,11 @@ class Place(NamedTuple):
 
 
 def populate(mapping: mmap.mmap, *, write: bool) -> None:
-    """Bring all pages of a mapping in now, so that no later copy pays for it."""
+    """Fault in all pages of a mapping, so that no later copy has to.
+
+    Args:
+        write: map the pages for writing.
+    """
     try:
         mapping.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
     except OSError:
@@ -68,8 +72,17 @@ def populate(mapping: mmap.mmap, *, write: bool) -> None:
 
 
 def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
-    """A new file of this size, mode 0600, its pages reserved and resident; one that lies there already is replaced, and
-    who has mapped it keeps the old one. ArenaError where the file system has no room; advice: what to do then."""
+    """Create and map a file of mode 0600, its pages reserved and resident.
+
+    A file that exists already is replaced; processes that have mapped it keep the old one.
+
+    Args:
+        num_bytes: size of the file.
+        advice: end of the error message, a sentence that says what to do.
+
+    Raises:
+        ArenaError: the file system has no room.
+    """
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -86,12 +99,20 @@ def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
 
 
 class ArenaWriter:
-    """The writing side; one per arena, for one thread. Life of a record: `write`, its place told, `free`.
+    """The writer of an arena. One for each arena, for one thread.
 
-    path: made anew; None: memory of this process alone, whose records travel as bytes (`view`). capacity: bytes of the
-    ring, rounded down to a multiple of 64. incarnation: number of 64 bits that the reader must know, so that it cannot
-    open the file of an earlier process by mistake. The file is locked (flock) until `close` or the end of the process:
-    see `ArenaReader.has_writer`. Raises ArenaError where the file system has no room.
+    Life of a record: `write`, its place is announced, `free`. The file is locked (flock) until `close` or the end of
+    the process: see `ArenaReader.has_writer`.
+
+    Args:
+        path: file, created anew; None: memory of this process alone, whose records are sent as bytes (`view`).
+        capacity: bytes of the ring, rounded down to a multiple of 64.
+        incarnation: number of 64 bits that the reader must know, so that it cannot open the file of an earlier process
+            by mistake.
+
+    Raises:
+        ValueError: the capacity is too small for any record.
+        ArenaError: the file system has no room.
     """
 
     def __init__(self, path: Path | None, capacity: int, incarnation: int = 0) -> None:
@@ -122,9 +143,13 @@ class ArenaWriter:
         return 8 * self._num_words
 
     def write(self, encoded: EncodedTrajectory) -> Place | None:
-        """Lay a record down. None where there is no room now: back-pressure, try after a `free`.
+        """Write a record.
 
-        Raises RecordTooLarge where it can never fit.
+        Returns:
+            Its place, or None where there is no room now (back-pressure): try again after a `free`.
+
+        Raises:
+            RecordTooLarge: the record does not fit even into an empty ring.
         """
         header, block, size = encoded
         start = self._find_room(size)
@@ -144,7 +169,11 @@ class ArenaWriter:
         return tuple.__new__(Place, (start, size, checksum))  # three times as fast as to call the class
 
     def free(self, start: int) -> None:
-        """Give the space of the record at `start` back. ArenaError where there is none."""
+        """Give back the space of the record at `start`.
+
+        Raises:
+            ArenaError: there is no record.
+        """
         record = self._by_start.pop(start, None)
         if record is None:
             raise ArenaError(f"the record at {start} of {self.path} was freed before or never written")
@@ -156,13 +185,13 @@ class ArenaWriter:
             self._head = 0
 
     def view(self, place: Place) -> memoryview:
-        """A record's bytes, valid until it is freed."""
+        """Bytes of a record, valid until it is freed. No copy."""
         begin = _HEADER_BYTES + 8 * place.start
         return self._bytes[begin : begin + 8 * place.num_words]
 
     @property
     def used(self) -> int:
-        """Bytes of the ring that cannot be written now, gaps included."""
+        """Bytes of the ring in use, gaps included."""
         if not self._live:
             return 0
         tail = self._live[0][0]
@@ -188,10 +217,17 @@ class ArenaWriter:
 
 
 class ArenaReader:
-    """The reading side: a read-only mapping of an arena, for any number of threads. It ends with its last reference.
+    """A read-only mapping of an arena, for any number of threads. It is unmapped with its last reference.
 
-    words: uint64[n], the ring; what lies there is not to be trusted. incarnation: as the writer said it; None takes
-    any. Raises ArenaError where the file is missing, truncated or not an arena of this format and incarnation.
+    Attributes:
+        words: uint64[n], the ring. Its contents must not be trusted.
+
+    Args:
+        path: file of the arena.
+        incarnation: number that the writer was given; None accepts any.
+
+    Raises:
+        ArenaError: the file is missing, truncated, or no arena of this format and incarnation.
     """
 
     def __init__(self, path: Path, incarnation: int | None = None) -> None:
@@ -222,14 +258,17 @@ class ArenaReader:
         self.words = np.frombuffer(mapping, np.uint64, capacity // 8, _HEADER_BYTES)
 
     def check_size(self) -> None:
-        """Raise ArenaError where the file was cut: reading on would kill this process (SIGBUS)."""
+        """Check that the file was not truncated: reading on would kill this process (SIGBUS).
+
+        Raises:
+            ArenaError: it was.
+        """
         size = os.fstat(self._handle).st_size
         if size != self._num_bytes:
             raise ArenaError(f"{self.path} has {size} bytes and had {self._num_bytes}: somebody has truncated it")
 
     def has_writer(self) -> bool:
-        """Whether the process that made the arena still has it: its lock ends with it, and is seen from other PID
-        namespaces too."""
+        """Return whether the arena's writer is alive, by its lock, which is visible from other PID namespaces too."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

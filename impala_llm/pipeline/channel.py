@@ -1,8 +1,8 @@
-"""The actor's end of the channel between actors and a learner rank. The learner's end is receiver.py.
+"""Actor's end of the channel between actors and a learner rank. The learner's end is receiver.py.
 
-Invariant: a trajectory that `send` took is offered to the learner until the learner has acknowledged or refused it, and
-its ticket counts as held until then. The learner drops what it has already, so that each arrives exactly once. Grants
-and reports of failure that get lost are made good by the heartbeat, which lists the tickets that are held.
+Invariant: a trajectory that `send` accepted is offered to the learner until the learner has acknowledged or refused it,
+and its ticket counts as held until then. The learner drops duplicates, so that each arrives exactly once. Lost grants
+and reports of failure are repaired by the heartbeat, which lists the tickets that are held.
 
 Messages: see the table in wire.py.
 """
@@ -55,35 +55,35 @@ from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
 _MAX_RECORDS = 64
-"""Most records in a message, and most that wait for the next one."""
+"""Maximum of records in a message, and of records that wait for the next one."""
 _MAX_WAITING_WORDS = 1 << 20
-"""After so many words of records they are offered without waiting for the next `poll`."""
+"""Words of unsent records from which on they are offered without waiting for the next `poll`."""
 _MAX_INLINE_BYTES = 4 << 20
-"""After so many bytes of records no more are put into a message, where they travel in it."""
+"""Bytes from which on no further record goes into a message, where records travel in it."""
 _MAX_REASON = 1000
 _PATIENCE_HEARTBEATS = 5
 _SILENT_HEARTBEATS = 10
-"""Of a learner, before it is said once."""
+"""Heartbeats without an answer after which the learner's silence is logged, once."""
 _MAX_PATIENCE_S = 60.0
 _ROW = struct.Struct("<5q")  # wire.Descriptor
 _REMINDERS = 5
-"""So many reminders of a record come at intervals that grow, each twice the one before; later ones at the last one."""
+"""Number of reminders of a record whose intervals double; later ones keep the last interval."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
-"""With its threads, for any number of channels of a process."""
+"""ZeroMQ context, with its threads, for any number of channels of a process."""
 
 Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted
 
 
 class LearnerLost(RuntimeError):
-    """The learner has been silent for too long, or another run has taken its place: the actor should end."""
+    """The learner was silent for too long, or another run has taken its place: the actor should end."""
 
 
 _InFlight = tuple[bytes, Place, int]
-"""A record that was not answered yet: its descriptor as it is sent, its place, the id of the ticket that is not held
-any more then, or _GOES_ON."""
+"""Record without an answer yet: (its descriptor as it is sent, its place, id of the ticket that the answer ends or
+_GOES_ON)."""
 _GOES_ON = -1
-"""Of an unroll with more to come: the ticket is held on."""
+"""Stands for no ticket, where more unrolls of the episode are to come: the ticket stays held."""
 
 
 class ActorChannel:
@@ -91,17 +91,25 @@ class ActorChannel:
 
     A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
 
-    endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host. actor_id: unique among living
-    actors; a later process of the same id takes over once the first is dead or silent. run_dir: where the arena is
-    shared with the learner; None on another host, whence records travel over the wire. arena_bytes: room for
-    trajectories under way (config: pipeline.arena_mb). keys: for another host. heartbeat_s: time between heartbeats,
-    which need `poll` to be called; a learner of many actors asks for fewer. resend_s: of a trajectory not acknowledged
-    for so long the learner is reminded, and ever more rarely from then on; the record itself travels again only where
-    the learner says that it lacks it. learner_timeout_s: silence of the learner, its start included, after which `poll`
-    raises LearnerLost, None: never; only time in which this actor polled counts, a gap between two polls as at most a
-    heartbeat. arena_name: of the arena's file, actor_id by default; an actor of several ranks has one for each.
-    context: shared with other channels, and ended by whoever made it; None: its own. Raises ValueError for an endpoint
-    on another host without keys.
+    Args:
+        endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host.
+        actor_id: unique among living actors; a later process of the same id takes over once the first is dead or
+            silent.
+        run_dir: run directory with the arena, shared with the learner; None on another host: records travel over the
+            wire.
+        arena_bytes: room for trajectories under way (config: pipeline.arena_mb).
+        keys: needed for another host.
+        heartbeat_s: seconds between heartbeats, sent by `poll`; a learner of many actors asks for fewer.
+        resend_s: seconds without an acknowledgement after which the learner is reminded of a trajectory; later
+            reminders become rarer. The record itself travels again only where the learner lacks it.
+        learner_timeout_s: seconds of silence of the learner, its start included, after which `poll` raises
+            LearnerLost; None: never. Only time in which this actor polled counts, a gap between two polls as one
+            heartbeat at most.
+        arena_name: of the arena's file, actor_id by default; an actor of several ranks has one for each.
+        context: shared with other channels, and ended by its maker; None: the channel makes its own.
+
+    Raises:
+        ValueError: an endpoint on another host without keys, or a name that cannot be part of a file name.
     """
 
     def __init__(
@@ -139,11 +147,11 @@ class ActorChannel:
         self._clock = ActiveClock(heartbeat_s)
         self._learner_heard = 0.0
         self._is_waiting = False
-        """It was said that the learner is silent."""
+        """Whether the learner's silence was logged."""
         self._patience_s = _PATIENCE_HEARTBEATS * heartbeat_s
         self._next_connect = self._patience_s
         self._pause_s = heartbeat_s
-        """Between two heartbeats."""
+        """Seconds between two heartbeats."""
         self._next_due = time.monotonic() + heartbeat_s
         self._next_heartbeat = self._next_due
         self._next_sequence = 0
@@ -156,27 +164,30 @@ class ActorChannel:
         self._unsent_words = 0
         self._in_flight: dict[int, _InFlight] = {}
         self._offered: list[deque[tuple[float, list[int]]]] = [deque() for _ in range(_REMINDERS)]
-        """What was told of, and when, by the number of reminders before: each queue is in the order of time."""
+        """(time, sequences) of offers, by the number of reminders before; each queue is in the order of time."""
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def hello(self) -> None:
-        """Introduce this actor. Once, before anything else; it is repeated by itself when the learner asks."""
+        """Introduce this actor: once, before anything else. The channel repeats it by itself when the learner asks."""
         held = tuple(self._held)
         arena = self._arena_name if self._is_shared else ""
         self._send(Hello(self.actor_id, self._incarnation, held, arena, self._first_sequence()))
 
     def request(self, want: int) -> None:
-        """Say how many tickets this actor wants to have under way: a level, not an increment.
+        """Set how many tickets this actor wants to have under way: a level, not an increment.
 
         The learner keeps it filled by itself: a ticket is under way from its grant until its trajectory is acknowledged
-        or refused, or `fail`. With max_staleness 0 it deals whole batches instead. 0 asks for no more.
+        or refused, or `fail`. With max_staleness 0 the learner grants whole batches instead.
+
+        Args:
+            want: tickets; 0 asks for no more.
         """
         self._want = want
         self._send(TicketRequest(want))
 
     def offer_engines(self, engines: Engines) -> None:
-        """Say which servers the learner may send weights to. It is repeated by itself, in case it gets lost."""
+        """Name the servers that the learner may send weights to. The channel repeats it: a message may get lost."""
         if engines != self._engines:
             self._engines = engines
             self._send(engines)
@@ -184,10 +195,16 @@ class ActorChannel:
     def send(self, trajectory: Trajectory) -> bool:
         """Hand over a finished trajectory, or an unroll of one; it is never lost while this process lives.
 
-        It is offered to the learner at once where nothing else waits for an answer, otherwise at the next `poll` or
-        when enough of them have gathered. Returns True if it lies in the arena, False if the arena is full and it waits
-        here for acknowledgements (then finish no more episodes for a while). Raises RecordTooLarge where it can never
-        fit, RecordError where its metadata is too large: `fail` its ticket then.
+        The learner is offered it at once where nothing else waits for an answer, otherwise at the next `poll` or when
+        enough of them have gathered.
+
+        Returns:
+            True if it lies in the arena; False if the arena is full and it waits here for acknowledgements: finish no
+            more episodes for a while.
+
+        Raises:
+            RecordTooLarge: it does not fit even into an empty arena. `fail` its ticket.
+            RecordError: its metadata is too large. `fail` its ticket.
         """
         encoded = encode_record(trajectory)
         ticket_id = trajectory.ticket_id
@@ -213,23 +230,37 @@ class ActorChannel:
         return False
 
     def fail(self, ticket_id: int, reason: str) -> None:
-        """Give a ticket back: its episode came to nothing. ValueError where this actor does not hold it."""
+        """Give a ticket back whose episode failed.
+
+        Args:
+            reason: for the learner's log.
+
+        Raises:
+            ValueError: this actor does not hold the ticket.
+        """
         if self._held.pop(ticket_id, None) is None:
             raise ValueError(f"ticket {ticket_id} is not held by {self.actor_id}: it was finished or given back before")
         # The text may come from anywhere, and msgpack takes no lone surrogates.
         self._send(TicketFailed(ticket_id, reason[:_MAX_REASON].encode(errors="replace").decode()))
 
     def report(self, stats: dict[str, float]) -> None:
-        """Figures for the learner's metrics; the latest ones travel with each heartbeat."""
+        """Set the metrics that each heartbeat brings to the learner, by name."""
         self._stats = {name: float(value) for name, value in stats.items()}
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """What the learner said, waiting up to `timeout_s` seconds for something. Also sends what is due.
+        """Receive messages of the learner, and send what is due.
 
-        Grant holds only tickets that are new to this actor; WeightsAnnounced comes when the version differs from the
-        last one; Revoked also follows the refusal of an unroll, as the rest of its episode is wanted no more.
-        HelloWanted was answered already: it says that the learner is another, or had given this actor up. Raises
-        LearnerLost.
+        Args:
+            timeout_s: seconds to wait for a message.
+
+        Returns:
+            Events. Grant holds only tickets that are new to this actor. WeightsAnnounced comes when the version differs
+            from the last one. Revoked also follows the refusal of an unroll, since the remaining turns of its episode
+            are not wanted any more. HelloWanted was answered already: the learner is another one, or had given this
+            actor up.
+
+        Raises:
+            LearnerLost: see `learner_timeout_s`, or the run has ended.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -265,8 +296,7 @@ class ActorChannel:
         return self._arena.used / self._arena.capacity
 
     def close(self) -> None:
-        """Say goodbye and remove the arena. Tickets still held are granted to others; unacknowledged data is
-        dropped."""
+        """Leave, and remove the arena. The learner grants tickets still held to others; unacknowledged data is lost."""
         self._send(Goodbye())
         self._socket.close()
         self._end_context()
@@ -385,11 +415,11 @@ class ActorChannel:
                 held.pop(ended, None)
 
     def _first_sequence(self) -> int:
-        """All records below have been answered."""
+        """Sequence below which all records have been answered."""
         return min(self._in_flight, default=self._next_sequence)
 
     def _revoked_by_refusal(self, sequence: int) -> list[Revoked]:
-        """What the refusal of a record means for an episode that goes on."""
+        """Revoke the ticket of an episode that goes on, one of whose unrolls was refused."""
         row, _, ended = self._in_flight.get(sequence, (b"", None, 0))
         if ended != _GOES_ON:
             return []
@@ -407,7 +437,7 @@ class ActorChannel:
         self._offer_all_again()
 
     def _lay(self, ticket_id: int, ended: int, encoded: EncodedTrajectory) -> bool:
-        """Into the arena. False where it has no room now."""
+        """Write a record into the arena. Returns False where it has no room now."""
         try:
             place = self._arena.write(encoded)
         except RecordTooLarge:
@@ -437,9 +467,11 @@ class ActorChannel:
         self._offer(self._in_flight, 0, is_reminder=True)
 
     def _offer(self, sequences: Iterable[int], reminders: int | None = 0, is_reminder: bool = False) -> None:
-        """Tell the learner of records in flight; what was answered meanwhile is left out.
+        """Offer records in flight to the learner, without those answered meanwhile.
 
-        reminders: how many there were before; None: there are some under way. is_reminder: records do not travel.
+        Args:
+            reminders: number of reminders before; None: some are due already.
+            is_reminder: send the descriptors without the records.
         """
         batch: list[int] = []
         num_bytes = 0
@@ -499,10 +531,10 @@ class ActorChannel:
         return bool(events & zmq.POLLIN)
 
     async def readable(self, timeout_s: float) -> None:
-        """Until a message can be read, something waits to be sent, or the time is over, a heartbeat's at most.
+        """Wait until a message can be read, something waits to be sent, or the time is over, a heartbeat at most.
 
         ZeroMQ's descriptor is edge-triggered and stands for commands, not messages: it tells nothing once ZMQ_EVENTS
-        was looked at or anything was sent. So the events are looked at before waiting, and again after each `_send`.
+        was read or anything was sent. So the events are read before waiting, and again after each `_send`.
         """
         loop = asyncio.get_running_loop()
         descriptor = self._socket.getsockopt(zmq.FD)

@@ -1,4 +1,4 @@
-"""An actor's channels to all learner ranks, as one: fair shares for the ranks, and no free place while any has work.
+"""An actor's channels to all learner ranks as one: fair shares for the ranks, no idle slot while any rank has tickets.
 
 Invariant: a trajectory, a failure and an acknowledgement go by the channel by which their ticket came.
 """
@@ -18,10 +18,12 @@ from impala_llm.trajectory import Trajectory
 
 
 class ActorChannels:
-    """The methods of `ActorChannel`, over several of them, rank by rank. They share one ZeroMQ context and its threads.
+    """Offers the methods of `ActorChannel` over one channel for each rank. All share one ZeroMQ context.
 
-    connect: makes the channel to a rank, in this context. share_every_s: how often places that a rank did not fill go
-    to others.
+    Args:
+        connect: makes the channel to a rank, in the context given.
+        num_ranks: learner ranks.
+        share_every_s: seconds between two times that slots which a rank did not fill go to others.
     """
 
     def __init__(
@@ -47,11 +49,16 @@ class ActorChannels:
         self._version: int | None = None
 
     def hello(self) -> None:
+        """Introduce this actor to all ranks, see `ActorChannel.hello`."""
         for channel in self._channels:
             channel.hello()
 
     def request(self, want: int) -> None:
-        """As `ActorChannel.request`, for all ranks together."""
+        """Divide a request over all ranks, see `ActorChannel.request`.
+
+        Args:
+            want: tickets to hold at a time, of all ranks together.
+        """
         self._want = want
         self._levels = [-(-want // len(self._channels))] * len(self._channels)
         for channel, level in zip(self._channels, self._levels, strict=True):
@@ -59,23 +66,27 @@ class ActorChannels:
         self._next_share = time.monotonic() + self._share_every_s
 
     def send(self, trajectory: Trajectory) -> bool:
-        """See `ActorChannel.send`. ValueError where its ticket was not granted to this actor."""
+        """Send to the rank that granted the trajectory's ticket, see `ActorChannel.send`.
+
+        Raises:
+            ValueError: the ticket was not granted to this actor.
+        """
         return self._channel_of(trajectory.ticket_id).send(trajectory)
 
     def fail(self, ticket_id: int, reason: str) -> None:
-        """See `ActorChannel.fail`."""
+        """Report to the rank that granted the ticket, see `ActorChannel.fail`."""
         self._channel_of(ticket_id).fail(ticket_id, reason)
 
     def report(self, stats: dict[str, float]) -> None:
-        """Figures for the learner's metrics. To the first rank: ranks add theirs up."""
+        """Report metrics to the first rank, since ranks add theirs up; see `ActorChannel.report`."""
         self._channels[0].report(stats)
 
     def offer_engines(self, engines: Engines) -> None:
-        """See `ActorChannel.offer_engines`. To the first rank: it is the one that publishes."""
+        """Offer servers to the first rank, which is the one that publishes; see `ActorChannel.offer_engines`."""
         self._channels[0].offer_engines(engines)
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
-        """See `ActorChannel.poll_async`. A version is reported once, by the rank that announces it first."""
+        """Collect events of all ranks, see `ActorChannel.poll_async`. Each version is reported once."""
         deadline = time.monotonic() + timeout_s
         while True:
             events = [event for channel in self._channels for event in self._taken(channel)]
@@ -87,20 +98,21 @@ class ActorChannels:
 
     @property
     def held(self) -> list[Ticket]:
-        """See `ActorChannel.held`."""
+        """Tickets held, of all ranks; see `ActorChannel.held`."""
         return [ticket for channel in self._channels for ticket in channel.held]
 
     @property
     def num_unacknowledged(self) -> int:
-        """See `ActorChannel.num_unacknowledged`."""
+        """Sum over ranks, see `ActorChannel.num_unacknowledged`."""
         return sum(channel.num_unacknowledged for channel in self._channels)
 
     @property
     def arena_fill(self) -> float:
-        """Of the fullest arena, in [0, 1]."""
+        """Share of the fullest arena in use, in [0, 1]."""
         return max(channel.arena_fill for channel in self._channels)
 
     def close(self) -> None:
+        """Close all channels and their context."""
         for channel in self._channels:
             channel.close()
         self._context.term()
@@ -112,7 +124,7 @@ class ActorChannels:
         return channel
 
     def _taken(self, channel: ActorChannel) -> list[Event]:
-        """What a rank said, as far as the actor must hear it."""
+        """Return a rank's events, without versions that another rank has announced already."""
         events: list[Event] = []
         for event in channel.poll():
             match event:
@@ -129,8 +141,8 @@ class ActorChannels:
         return events
 
     def _share_out(self) -> None:
-        """Each rank is offered an equal share of the places, and what others did not fill of theirs, for want of
-        tickets, in the last while."""
+        """Request an equal share of the slots from each rank, and more from those that filled theirs where others, for
+        lack of tickets, did not."""
         self._peaks = [max(peak, len(c.held)) for peak, c in zip(self._peaks, self._channels, strict=True)]
         now = time.monotonic()
         if now < self._next_share:

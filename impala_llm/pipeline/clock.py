@@ -1,4 +1,4 @@
-"""Time in which this process ran, for deadlines on the silence of others.
+"""Clock that counts only time in which this process ran, for deadlines on the silence of others.
 
 Invariant: a gap between two ticks counts for at most `max_gap_s`. A process that was stopped (SIGSTOP, a suspended
 machine) or busy elsewhere thus never takes its own absence for the silence of its peers.
@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 
 class ActiveClock:
-    """Seconds since construction, long gaps between ticks shortened. For one thread.
+    """Seconds since construction, with long gaps between ticks shortened. For one thread.
 
-    max_gap_s: seconds that a gap counts at most. monotonic: source of real time, in seconds.
+    Args:
+        max_gap_s: seconds that a gap counts at most.
+        monotonic: source of real time, in seconds.
     """
 
     def __init__(self, max_gap_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +26,7 @@ class ActiveClock:
         """Seconds, as of the last tick."""
 
     def tick(self) -> float:
-        """Take note of the time that passed. Returns the new `now`."""
+        """Add the time since the last tick. Returns the new `now`."""
         real = self._monotonic()
         self.now += min(real - self._last_tick, self._max_gap_s)
         self._last_tick = real

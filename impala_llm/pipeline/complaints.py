@@ -1,4 +1,4 @@
-"""Log lines about peers that misbehave, without letting them fill the log."""
+"""Rate-limited warnings: log lines about peers that misbehave, without letting them fill the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Complaints:
-    """Logs the first of a kind, and then at most one in `interval_s` seconds, with the number that was left out."""
+    """Logs the first warning of a kind, then at most one in `interval_s` seconds with the number of those left out."""
 
     def __init__(self, interval_s: float = 10.0) -> None:
         self._interval_s = interval_s
@@ -19,8 +19,13 @@ class Complaints:
         self._num_silent: Counter[str] = Counter()
 
     def log(self, kind: str, text: str) -> None:
-        """kind: what is counted together. text: this case of it; a peer may have chosen it, so that what is not
-        printable is escaped: it could forge lines of the log, or steer the terminal that shows it."""
+        """Log a warning, unless one of its kind was logged a moment ago.
+
+        Args:
+            kind: name under which warnings are counted together.
+            text: details. A peer may have chosen them, so unprintable characters are escaped: they could forge lines of
+                the log, or control the terminal that shows it.
+        """
         now = time.monotonic()
         if now - self._last.get(kind, -math.inf) < self._interval_s:
             self._num_silent[kind] += 1

@@ -1,11 +1,11 @@
-"""Who may talk to a learner's encrypted socket: answers ZeroMQ's questions about keys, and counts whom it refused.
+"""ZAP authenticator: decides which keys may connect to a learner's encrypted sockets, and counts refused connections.
 
 Invariant: a connection reaches a socket only if its public key lay in the authorised folder at its handshake; where
 nobody answers (no gatekeeper, or one that has ended) nobody gets in.
 
-Two sources are joined here. libzmq asks about keys over ZAP (ZeroMQ RFC 27), which gives the name of who is let in. It
-does not ask about a peer that has no key, the wrong learner's key, or speaks something else: such a one shows only as a
-connection that ends before its handshake succeeds, among the events of the socket. pyzmq's own authenticator knows
+Two sources are combined. libzmq asks about keys over ZAP (ZeroMQ RFC 27); the answer names an admitted peer. libzmq
+does not ask about a peer without a key, with the wrong learner's key, or with another protocol: such a peer shows only
+as a connection that ends before its handshake succeeds, among the events of the socket. pyzmq's own authenticator knows
 neither these nor folders that change, and runs an event loop a context.
 """
 
@@ -27,8 +27,8 @@ from impala_llm.pipeline.keys import AuthorisedKeys, LearnerKeys
 ZAP_DOMAIN = b"impala_llm"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _LET_IN = (b"200", b"OK")
-# A temporary error in the sense of RFC 27: the peer tries again by itself, and gets in once it is authorised. After
-# 400 it would never try again.
+# A temporary error in the sense of RFC 27: the peer tries again by itself, until it is authorised. After 400 it would
+# never try again.
 _REFUSED = (b"300", b"the key is not authorised")
 _USER_ID = "User-Id"
 
@@ -51,7 +51,14 @@ _EVENTS = (
 
 
 def user_id(frame: zmq.Frame) -> str | None:
-    """Name of the key of the peer that sent a frame (received with copy=False); None where it came in clear text."""
+    """Name of the key of the peer that sent a frame.
+
+    Args:
+        frame: received with copy=False.
+
+    Returns:
+        None where the frame came in clear text.
+    """
     try:
         name = frame.get(_USER_ID)
     except zmq.ZMQError:
@@ -64,10 +71,12 @@ def user_id(frame: zmq.Frame) -> str | None:
 class _Handshakes:
     """Connections of a socket whose handshake may still be under way.
 
-    Events do not tell whose handshake it was that succeeded or failed. With one under way it is that one; with several
-    it is known how many of them are done, and that a connection that ends at once was not among those.
+    Events do not tell whose handshake succeeded or failed. With one under way it is that one; with several it is known
+    how many of them are done, and that a connection that ends at once was not among those.
 
-    pending: file descriptors. num_done: of them.
+    Attributes:
+        pending: file descriptors.
+        num_done: how many of them are done.
     """
 
     pending: set[int] = field(default_factory=set)
@@ -77,12 +86,12 @@ class _Handshakes:
         self.pending.add(descriptor)
 
     def done(self) -> None:
-        """One of them has succeeded, or failed with a word."""
+        """Count a handshake that has succeeded, or failed with an event."""
         self.num_done += 1
         self._forget()
 
     def ended_without(self, descriptor: int) -> bool:
-        """Whether a connection, which has ended now, was never done with its handshake."""
+        """Remove a connection that ended. Returns whether its handshake was never done."""
         if descriptor not in self.pending:
             return False
         self.pending.remove(descriptor)
@@ -96,11 +105,14 @@ class _Handshakes:
 
 
 class Gatekeeper:
-    """Guards the sockets of a context that it is asked to `watch`, in a thread of its own, until `close`.
+    """Authenticates the peers of the sockets given to `watch` (by `sockets.router`), in its own thread until `close`.
 
-    `sockets.router` does the asking. One for a context: zmq.ZMQError where it has one already.
+    Args:
+        context: of the sockets. It can have one gatekeeper.
+        keys: of the learner. Its authorised folder is read for each handshake, so keys may come and go meanwhile.
 
-    keys: of the learner. Its authorised folder is looked at for each handshake, so keys may come and go meanwhile.
+    Raises:
+        zmq.ZMQError: the context has a gatekeeper already.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LearnerKeys) -> None:
@@ -127,11 +139,11 @@ class Gatekeeper:
 
     @property
     def refused(self) -> int:
-        """Connections that ended before they were let in, since the start. Repeated attempts of a peer all count."""
+        """Connections refused since the start. Each attempt of a peer counts."""
         return self._num_refused
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Count the connections of a socket. Before it is bound."""
+        """Count the refused connections of a socket, which is not bound yet."""
         name = f"inproc://gatekeeper-{id(self)}-{len(self._guarded)}"
         socket.monitor(name, _EVENTS)
         monitor = self._context.socket(zmq.PAIR)
@@ -144,7 +156,7 @@ class Gatekeeper:
         self._wake()
 
     def close(self) -> None:
-        """End the thread; whoever asks from then on is refused. After the guarded sockets, or in their thread."""
+        """End the thread; later peers are refused. Call it after closing the guarded sockets, or in their thread."""
         if self._closing:
             return
         for socket in self._guarded:
@@ -191,7 +203,14 @@ class Gatekeeper:
                 socket.close()
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """The reply to a question: version, request id, domain, address, routing id, mechanism, public key."""
+        """Answer a ZAP request.
+
+        Args:
+            question: version, request id, domain, address, routing id, mechanism, public key.
+
+        Returns:
+            The frames of the reply.
+        """
         version, request_id, _, address, _, mechanism, *credentials = question
         name = None
         if mechanism == b"CURVE" and len(credentials) == 1:
@@ -205,7 +224,7 @@ class Gatekeeper:
         return [version, request_id, *status, (name or "").encode(), b""]
 
     def _note(self, handshakes: _Handshakes, message: list[bytes]) -> bool:
-        """Take in an event of a socket. Returns False after the last one."""
+        """Handle an event of a socket. Returns False after the last one."""
         event = parse_monitor_message(message)
         kind, place = zmq.Event(event["event"]), event["endpoint"].decode()
         match kind:

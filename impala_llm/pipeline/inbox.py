@@ -1,7 +1,6 @@
-"""The queue of what the receiver has taken in and the learner has not seen yet. What bounds it is the replay arena,
-where its trajectories lie.
+"""Queue of trajectories from the receiver to the learner. The replay arena, where the trajectories lie, bounds it.
 
-Invariant: a trajectory that was put is drained exactly once, in order. An error of the receiver reaches whoever drains.
+Invariant: a trajectory that was put is drained exactly once, in order. An error of the receiver is raised by `drain`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from impala_llm.trajectory import Trajectory
 
 
 class ReceiverError(RuntimeError):
-    """The receiver has died; the cause is attached."""
+    """The receiver has died. Its `__cause__` is the reason."""
 
 
 class Inbox:
-    """Thread-safe."""
+    """A queue for any number of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,20 +27,24 @@ class Inbox:
         return len(self._trajectories)
 
     def put(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append them."""
+        """Append trajectories."""
         with self._lock:
             self._trajectories.extend(trajectories)
 
     def fail(self, error: BaseException) -> None:
-        """From now on `drain` raises."""
+        """Make `drain` raise from now on."""
         self._error = error
 
     def is_ready(self) -> bool:
-        """`drain` gives something, or raises."""
+        """Return whether `drain` would return something, or raise."""
         return bool(self._trajectories) or self._error is not None
 
     def drain(self) -> list[Trajectory]:
-        """All that is inside, oldest first. Raises ReceiverError."""
+        """Take everything out, oldest first.
+
+        Raises:
+            ReceiverError: the receiver has died.
+        """
         if self._error is not None:
             raise ReceiverError(f"the receiver has died: {self._error}") from self._error
         with self._lock:

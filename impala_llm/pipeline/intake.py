@@ -1,12 +1,12 @@
-"""Intake: from records that actors offer to trajectories in the replay arena. For one thread at a time.
+"""Ingest: copies records that actors offer into the replay arena, as trajectories. For one thread at a time.
 
-Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged) or
-refused, or known already and acknowledged again. While the arena is full it stays queued. One of the version that the
-learner is making waits until that is announced: servers have a version before the slowest of them has it.
+Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged), or
+refused, or a duplicate that is acknowledged again. While the arena is full it stays queued. A record of the version
+that the learner is about to announce waits for the announcement: the first servers have it before the slowest one.
 
-Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. Whatever
-a record or descriptor says, nothing raises out of here. Should our own code fail all the same, then before the ledger
-was asked nothing has happened: the error is the peer's; afterwards it is an IntakeBroken.
+Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. No
+contents of a record or descriptor raise an error here. If our own code fails before the ledger was asked, nothing has
+changed and the error ends the peer's session; afterwards it is an IntakeBroken.
 """
 
 from __future__ import annotations
@@ -48,44 +48,52 @@ from impala_llm.trajectory import TrajectoryError
 _CLAIMED = np.array(
     [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
 )
-"""What a `tickets.Claim` is made of."""
+"""Facts of which a `tickets.Claim` consists."""
 _SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
-"""Places in a row: `wire.Descriptor`."""
+"""Columns of a row: the fields of `wire.Descriptor`."""
 
 
 _MANY, _MANY_WORDS = 512, 1 << 20
-"""Records, and their words, that are worth the calls that a chunk takes: no more are made one. The sooner they are
-acknowledged, the sooner their actor goes on."""
+"""Records, and words, from which on a chunk is processed without waiting for more: earlier acknowledgements let actors
+go on earlier."""
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    """Why a record of so many tokens is not taken."""
+    """Reason for the refusal of a record with more tokens than `learner.token_budget`."""
     return f"it has {num_tokens} tokens, learner.token_budget is {max_tokens}: raise it, or lower engine.max_length"
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Records that were offered together. rows: int64[n, 5], a `wire.Descriptor` each. frames: one each, where records
-    come as frames."""
+    """Records that were offered together.
+
+    Attributes:
+        rows: int64[n, 5], a `wire.Descriptor` each.
+        frames: one for each record, where records come as frames; else empty.
+    """
 
     rows: np.ndarray
     frames: list[bytes]
 
     def split(self, count: int) -> tuple[_Chunk, _Chunk]:
-        """The first `count` records, and the others."""
+        """Split into the first `count` records and the others."""
         return _Chunk(self.rows[:count], self.frames[:count]), _Chunk(self.rows[count:], self.frames[count:])
 
     def only(self, places: list[int]) -> _Chunk:
-        """The records at these places."""
+        """Select the records at these indices."""
         return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
 
 
 @dataclass(slots=True)
 class Offers:
-    """What an actor process has offered and was not answered yet.
+    """Records that an actor process has offered and that were not answered yet.
 
-    reader: of its arena; None where its records come as frames. first_sequence: all below were answered before.
-    refused: reasons of the refusals, by sequence. early: what waits for a version, beside that version.
+    Attributes:
+        reader: of its arena; None where its records come as frames.
+        first_sequence: sequence below which all were answered before.
+        refused: reasons of the refusals, by sequence.
+        queue: chunks to take, oldest first.
+        early: (version, chunk) of records that wait for the announcement of that version.
     """
 
     reader: ArenaReader | None
@@ -101,12 +109,16 @@ class Offers:
         self._seen_below = self.first_sequence
 
     def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
-        """Queue what is new. Returns the sequences of what was settled before: to be acknowledged again.
+        """Queue new records.
 
-        rows: int64[n, 5], a `wire.Descriptor` each. frames: a record each, or none at all.
+        Args:
+            rows: int64[n, 5], a `wire.Descriptor` each.
+            frames: a record each, or none at all.
+
+        Returns:
+            Sequences of records that were settled before, to be answered again.
         """
-        # Its own copy, as that of several chunks put together is: compiled code for read-only rows would be code of its
-        # own, and be compiled when the first of the other kind comes.
+        # A writable copy, as rows of several chunks are: numba would compile its code once more for read-only rows.
         rows = rows.copy()
         sequences = rows[:, 0]
         follows = not self._seen and sequences[0] == self._seen_below
@@ -130,12 +142,16 @@ class Offers:
         return settled
 
     def announced(self, version: int) -> None:
-        """What waited for this version, or an older one, is next."""
+        """Queue the records that waited for this version or an older one."""
         while self.early and self.early[0][0] <= version:
             self.queue.append(self.early.popleft()[1])
 
     def look_up(self, sequences: list[int]) -> tuple[list[int], list[int]]:
-        """Of records that are only named: which were settled before, and which never came."""
+        """Classify records that are named without their bytes.
+
+        Returns:
+            Sequences that were settled before, and sequences that never arrived.
+        """
         waiting = self._waiting()
         lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
         return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
@@ -145,7 +161,7 @@ class Offers:
         return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
 
     def answered_below(self, sequence: int) -> None:
-        """The actor has an answer to all below: what of them was not seen here was answered by an earlier process."""
+        """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
         if sequence > self._seen_below:
             self._seen_below = sequence
             self._seen = {later for later in self._seen if later >= sequence}
@@ -157,7 +173,7 @@ class Offers:
             self._seen_below += 1
 
     def next_chunk(self) -> _Chunk:
-        """What was offered first, with what was offered after it and may be judged together with it."""
+        """Take the chunk that was offered first, joined with later ones that can be processed together with it."""
         chunks = [self.queue.popleft()]
         num_records = num_words = 0
         while self.queue:
@@ -173,7 +189,7 @@ class Offers:
 
     @property
     def num_gaps(self) -> int:
-        """Records that were seen before one with a smaller sequence: few, in an actor that is sound."""
+        """Number of records that arrived before one with a smaller sequence. Small for an actor without defects."""
         return len(self._seen)
 
 
@@ -183,14 +199,19 @@ class IntakeBroken(RuntimeError):
 
 @dataclass(slots=True)
 class Settled:
-    """Sequences to acknowledge, and (sequence, reason) to refuse."""
+    """Answers for an actor: sequences to acknowledge, and (sequence, reason) to refuse."""
 
     acks: list[int] = field(default_factory=list)
     refusals: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Intake:
-    """vocab_size: token ids must lie below. max_tokens: of a record, at most (learner.token_budget)."""
+    """Copies records into the replay arena, checks them, and passes valid ones on to the ledger and the inbox.
+
+    Args:
+        vocab_size: bound that token ids must lie below.
+        max_tokens: of a record (learner.token_budget).
+    """
 
     def __init__(
         self,
@@ -204,10 +225,17 @@ class Intake:
         self._vocab_size = vocab_size
         self._max_tokens = min(max_tokens, MAX_TOKENS)
         self.totals: Counter[str] = Counter()
-        """received_bytes, trajectories_refused, trajectories_unwanted."""
+        """Counters: received_bytes, trajectories_refused, trajectories_unwanted."""
 
     def take(self, offers: Offers, actor_id: str) -> Settled:
-        """Settle what an actor has offered first, as far as there is room for it."""
+        """Settle the chunk that an actor has offered first, as far as there is room for it.
+
+        Returns:
+            Answers; none where there is no room.
+
+        Raises:
+            IntakeBroken: our own code failed after the ledger was asked.
+        """
         settled = Settled()
         chunk = self._possible(offers.next_chunk(), actor_id, settled)
         starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
@@ -235,7 +263,7 @@ class Intake:
         return settled
 
     def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
-        """The chunk without what cannot even be looked at, which is refused."""
+        """Refuse records of impossible sizes. Returns the chunk without them."""
         sizes = chunk.rows[:, _NUM_WORDS]
         largest = self._arena.capacity // 8
         if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
@@ -259,7 +287,14 @@ class Intake:
         return chunk.only(good)
 
     def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
-        """int64[n, FACTS]: see `kernels.take_records`. ArenaError where the actor's arena was truncated."""
+        """Copy and check records.
+
+        Returns:
+            int64[n, FACTS], see `kernels.take_records`.
+
+        Raises:
+            ArenaError: the actor's arena was truncated.
+        """
         rows = chunk.rows
         facts = np.empty((len(rows), FACTS), np.int64)
         rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, kernels.LARGE)
@@ -278,9 +313,13 @@ class Intake:
     def _judge(
         self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
     ) -> list[int]:
-        """Keep or refuse each record that was copied. version: the learner's.
+        """Keep or refuse each record that was copied.
 
-        Returns the places of those that must wait for the next version.
+        Args:
+            version: the learner's.
+
+        Returns:
+            Indices of records that must wait for the next version.
         """
         rows = chunk.rows
         early: list[int] = []
@@ -314,8 +353,14 @@ class Intake:
         actor_id: str,
         settled: Settled,
     ) -> list[int]:
-        """Of these places, whose records are not as they should be: refuse what cannot be kept, with a reason. Returns
-        the places of those that must wait."""
+        """Refuse invalid records, with a reason.
+
+        Args:
+            places: indices of records that are invalid or of a later version than the learner's.
+
+        Returns:
+            Indices of those that must wait for the next version.
+        """
         early = []
         for place in places:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
@@ -332,7 +377,7 @@ class Intake:
     def _turn_away(
         self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
     ) -> None:
-        """The ledger does not want this record."""
+        """Answer a record that the ledger did not accept, and free its space."""
         self._arena.cancel(start, row[_NUM_WORDS])
         if answer is Verdict.DUPLICATE:
             settled.acks.append(row[_SEQUENCE])
@@ -344,13 +389,13 @@ class Intake:
             settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
 
     def _explain(self, row: list[int], start: int, facts: Facts) -> str | None:
-        """Why a record that was copied cannot be kept; None where all that is wrong is that it came too early."""
+        """Reason why a record that was copied cannot be kept; None where it only came too early."""
         if facts[OUTCOME] == kernels.TORN:
             return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
         if facts[OUTCOME] != kernels.COPIED:
             if self._max_tokens < facts[NUM_TOKENS] <= MAX_TOKENS:
                 return too_long(facts[NUM_TOKENS], self._max_tokens)
-            # The slow rules say which of them it breaks.
+            # The slow checks tell which rule it breaks.
             try:
                 decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
             except (RecordError, TrajectoryError) as error:
@@ -363,7 +408,7 @@ class Intake:
         return None
 
     def _explain_claim(self, ticket_id: int, facts: Facts) -> str:
-        """What of a record's claim is not as its ticket was granted."""
+        """Reason why a record does not match its ticket."""
         task_id, group_id, oldest = facts[TASK_ID], facts[GROUP_ID], facts[OLDEST_VERSION]
         ticket = self._ledger.lookup(ticket_id)
         if ticket is None:  # the learner's thread has ended it meanwhile

@@ -1,7 +1,7 @@
 """Compiled loops over bytes: copying with a checksum, and the checks of a trajectory's arrays.
 
-Everything here releases the GIL, so that the learner's thread computes meanwhile, and touches only the arrays it is
-given. Invariant: no input makes a loop read or write outside of its arrays; what lies in shared memory is not trusted.
+All functions release the GIL, so that the learner's thread computes meanwhile, and touch only the arrays they are
+given. Invariant: no input makes a loop read or write outside of its arrays; shared memory is not trusted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NO_NUMBER = np.float32(0)
 _NO_ACTION = np.uint8(0)
 _NOTHING, _EIGHT = np.uint64(0), np.uint64(8)
 _BLOCK = 64
-"""Words that are summed and then stored: a multiple of a cache line's 8, little enough for the innermost cache."""
+"""Words that are summed and then stored: a multiple of a cache line's 8, small enough for the level 1 cache."""
 _TAKEN_BLOCK = 256
-"""The same where it is checked as well: more, since there is more to begin with each."""
+"""The same where the words are checked as well: larger, since each block has a higher fixed cost."""
 LARGE = 4096
-"""Words of what is streamed past the caches: the other process's core reads it from memory anyway, and copies
-there meanwhile, at half the speed where both fight for the memory's bandwidth."""
+"""Words from which on a record is written past the caches: the other process's core reads it from memory anyway, at
+half the speed while both compete for the memory's bandwidth."""
 
 
 _compiled = compiled()
@@ -38,18 +38,25 @@ _compiled = compiled()
 
 @_compiled
 def _mixed(word: int, key: int) -> int:
-    """x + low(x)·high(x) of x = word XOR key, modulo 2^64: low and high are its halves. A flipped bit k of the low half
-    changes it by ±2^k·(1 + high), of the high half by ±2^k·(2^32 + low): never by a multiple of 2^64."""
+    """Mix a word: x + low(x)·high(x) modulo 2^64 of x = word XOR key, where low and high are the halves of x.
+
+    A flipped bit k of the low half changes it by ±2^k·(1 + high), of the high half by ±2^k·(2^32 + low): never by a
+    multiple of 2^64.
+    """
     word = word ^ key
     return word + (word & _LOW) * (word >> np.uint64(32))
 
 
 @_compiled
 def checksum(words: np.ndarray, first: int = 0) -> int:
-    """Sum over i of mixed(words[i], (first + i)·k), modulo 2^64. words: uint64[n]. first: as for `copy_checksum`.
+    """Checksum: sum over i of mixed(words[i], (first + i)·k), modulo 2^64, with k = `_STEP`.
 
-    Any flipped bit changes it; other accidents, words that moved among them, almost surely. Not against adversaries.
-    At memory speed, where a CRC is ten times slower.
+    A flipped bit always changes it, other accidents (such as moved words) almost surely. It does not protect against
+    adversaries. It runs at memory speed, ten times faster than a CRC.
+
+    Args:
+        words: uint64[n].
+        first: as for `copy_checksum`.
     """
     total = np.uint64(0)
     key = np.uint64(first) * _STEP
@@ -60,9 +67,13 @@ def checksum(words: np.ndarray, first: int = 0) -> int:
 
 @_compiled
 def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Copy uint64[n] to uint64[n] in one pass. Returns the checksum of what was copied.
+    """Copy uint64[n] to uint64[n] in one pass.
 
-    first: place of source[0] in a larger whole, whose checksum is the sum of those of its pieces, modulo 2^64.
+    Args:
+        first: index of source[0] in a larger array, whose checksum is the sum of those of its pieces, modulo 2^64.
+
+    Returns:
+        The checksum of the words that were copied.
     """
     total = np.uint64(0)
     key = np.uint64(first) * _STEP
@@ -75,8 +86,8 @@ def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int
 
 @intrinsic
 def _borrowed(typing: Any, array: Any) -> Any:
-    """The same array, which its caller keeps alive: slices of it need no count of references. Each count is an atomic
-    instruction, and one of those in a loop waits for all stores that were streamed before it."""
+    """Return the array without reference counting, for a caller that keeps it alive. Each count is an atomic
+    instruction, and in a loop it would wait for all streamed stores before it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -89,8 +100,8 @@ def _borrowed(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def _stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -> Any:
-    """target[place : place + 8] = source[index : index + 8], uint64, by a store that leaves the caches alone: the old
-    content is not fetched first. The target's place lies at a multiple of 64 bytes in memory."""
+    """Set target[place : place + 8] = source[index : index + 8], uint64, by a store past the caches: the old contents
+    are not fetched first. The address of target[place] is a multiple of 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -106,7 +117,7 @@ def _stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) 
 
 @intrinsic
 def _prefetch(typing: Any, source: Any, index: Any) -> Any:
-    """Ask for the line of source[index] before it is needed; it may lie outside."""
+    """Prefetch the cache line of source[index], which may lie outside of the array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         of = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -122,7 +133,7 @@ def _prefetch(typing: Any, source: Any, index: Any) -> Any:
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Streamed stores are seen by others before whatever is stored after this."""
+    """Make streamed stores visible to others before any later store."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -133,16 +144,16 @@ def _fence(typing: Any) -> Any:
 
 @_compiled
 def _stream_checksum(target: np.ndarray, source: np.ndarray, first: int) -> int:
-    """`copy_checksum` past the caches. Others may see the words only after a `_fence`."""
+    """`copy_checksum` with stores past the caches. Others may see the words only after a `_fence`."""
     total = np.uint64(0)
-    # numba has no other way to an address than this; a target that begins within a word has no whole lines.
+    # The only way to an address in numba; a target that begins within a word has no whole lines.
     lead = (-(target.ctypes.data >> 3)) & 7 if target.ctypes.data & 7 == 0 else source.size
     lead = min(lead, source.size)
     end = lead + (source.size - lead) // 8 * 8
     total += copy_checksum(target[:lead], source[:lead], first)
     for begin in range(lead, end, _BLOCK):
         block = source[begin : min(begin + _BLOCK, end)]
-        # Two loops over what is in the innermost cache after the first: together they would not become vector code.
+        # Two loops, the second over words in the level 1 cache: one loop would not become vector code.
         total += checksum(block, first + begin)
         for i in range(0, block.size, 8):
             _stream_line(target, begin + i, block, i)
@@ -174,10 +185,14 @@ def _check_span(
 ) -> None:
     """Check items of one of the first four arrays by the rules of `Trajectory`.
 
-    field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards. ids, versions, numbers: the same memory as uint32,
-    int32 and float32; the items are `count` from the begin-th on. mask: uint8[T], whose first-th byte belongs to the
-    first item. findings: int64[_FINDINGS], updated. All numbers are uint64: numba then needs no branch for places that
-    count from the end, and loops without branches become vector code.
+    All integers are uint64: numba then needs no branch for negative indices, and loops without branches become vector
+    code.
+
+    Args:
+        field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards.
+        ids, versions, numbers: the same memory as uint32, int32 and float32; the items are [begin, begin + count).
+        mask: uint8[T], of which mask[first] belongs to the first item.
+        findings: int64[_FINDINGS], updated.
     """
     bad = False
     if field == 0:
@@ -211,11 +226,19 @@ def _check_span(
 def _take_checked(
     target: np.ndarray, source: np.ndarray, first: int, mask: np.ndarray, block: np.ndarray, findings: np.ndarray
 ) -> int:
-    """Copy the first four arrays past the caches and check them on the way. Returns the checksum of these words.
+    """Copy the first four arrays past the caches and check them on the way.
 
-    target, source: uint64[2·T]. first: place of source[0] in its record. mask: uint8[T], a copy already. block:
-    uint64[_TAKEN_BLOCK], to work with: each word is fetched once from the source, which may change meanwhile, and all
-    that is said of it is said of what was fetched. Others may see the target only after a `_fence`.
+    Others may see the target only after a `_fence`.
+
+    Args:
+        target, source: uint64[2·T].
+        first: index of source[0] in its record.
+        mask: uint8[T], copied already.
+        block: uint64[_TAKEN_BLOCK], scratch memory. Each word is fetched once from the source, which may change
+            meanwhile; the checks and the checksum are of the fetched words.
+
+    Returns:
+        The checksum of these words.
     """
     num_items = np.uint64(mask.size)
     end = np.uint64(source.size)
@@ -255,8 +278,8 @@ def _take_checked(
 
 @_compiled
 def _check_turns(turns: np.ndarray, mask: np.ndarray) -> bool:
-    """Whether the spans int32[2·K] are in order, disjoint and cover just the actions of uint8[T], which holds 0 and 1,
-    one action at least and none at its beginning."""
+    """Return whether the spans int32[2·K] are in order, disjoint and cover exactly the actions of the mask uint8[T],
+    which holds only 0 and 1, at least one action, and none at its beginning."""
     num_actions = np.int64(0)
     bytes_seen = np.uint8(0)
     for i in range(mask.size):
@@ -283,9 +306,10 @@ def _check_turns(turns: np.ndarray, mask: np.ndarray) -> bool:
 
 @_compiled
 def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) -> int:
-    """Complete the record whose header, of so many words, lies at ring[start:]: copy its block, uint64[n], behind it.
+    """Complete a record whose header of `num_header` words lies at ring[start:]: copy its block, uint64[n], behind it.
 
-    Returns the checksum of the whole record, as int64.
+    Returns:
+        The checksum of the whole record, as int64.
     """
     middle = start + num_header
     total = checksum(ring[start:middle])
@@ -298,13 +322,13 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
 
 
 COPIED, TORN, INVALID = 1, 2, 3
-"""What `take_records` says of a record. Torn: it lies outside of the source, or its checksum disagrees. Invalid: it is
+"""Outcomes of `take_records`. Torn: the record lies outside of the source, or its checksum disagrees. Invalid: it is
 whole, but breaks a rule."""
 
 
 @_compiled
 def is_utf8(text: np.ndarray) -> bool:
-    """Whether uint8[n] is UTF-8 by RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF."""
+    """Return whether uint8[n] is UTF-8 by RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF."""
     i = 0
     while i < text.size:
         first = np.int64(text[i])
@@ -336,7 +360,7 @@ def is_utf8(text: np.ndarray) -> bool:
 
 @_compiled
 def _check_names(names: np.ndarray, num_stats: int) -> bool:
-    """Whether uint8[n] holds this many names, different and none of them empty, with a zero byte between two."""
+    """Return whether uint8[n] holds `num_stats` different, non-empty names, with a zero byte between two."""
     if num_stats == 0:
         return names.size == 0
     starts = np.empty(num_stats + 1, np.int64)
@@ -367,7 +391,7 @@ def _check_names(names: np.ndarray, num_stats: int) -> bool:
 
 @_compiled
 def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
-    """Where the arrays of a record of this size begin, by its header uint64[11]; 0 where that is impossible."""
+    """Word at which the arrays of a record of this size begin, by its header uint64[11]; 0 where it is invalid."""
     num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
     if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
         return 0
@@ -388,7 +412,7 @@ def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_
 
 @_compiled
 def _check_metadata(record: np.ndarray, block_start: int) -> bool:
-    """Whether a record's header and texts keep the rules, as far as `_find_block` does not look."""
+    """Return whether a record's header and texts keep the rules that `_find_block` does not check."""
     num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
     num_names = np.int64(record[4] >> np.uint64(32))
     score = record[9:10].view(np.float64)[0]
@@ -396,7 +420,7 @@ def _check_metadata(record: np.ndarray, block_start: int) -> bool:
     if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
         return False
     text = record[11 + num_stats : block_start].view(np.uint8)
-    # Each on its own: a letter may not begin in one text and end in the next.
+    # Each text by itself: a character may not begin in one text and end in the next.
     begin = 0
     good = True
     for shift in range(0, 64, 16):
@@ -421,12 +445,17 @@ def take_records(
     large: int,
     facts: np.ndarray,
 ) -> None:
-    """Copy records and check the copies, which nobody else can change any more.
+    """Copy records and check the copies, which nobody else can change. Layout and rules: record.py.
 
-    source, target: uint64. rows: int64[n, 5], a `wire.Descriptor` each: where it lies in the source (start and length
-    in words) and its checksum. starts: int64[n], where each goes; there is room. large: words from which on a record is
-    streamed. facts: int64[n, record.FACTS], set; the first of a row is one of COPIED, TORN and INVALID, and the others
-    are meant where it is COPIED. Layout and rules: record.py.
+    Args:
+        source, target: uint64.
+        rows: int64[n, 5], a `wire.Descriptor` each: position in the source (start and length in words) and checksum.
+        starts: int64[n], word of the target where each record goes; there is room.
+        magic, max_tokens, max_stats, max_text: constants of record.py.
+        vocab_size: bound that token ids must lie below.
+        large: words from which on a record is written past the caches.
+        facts: int64[n, record.FACTS], set. The first of a row is one of COPIED, TORN and INVALID; the others are valid
+            where it is COPIED.
     """
     source, target = _borrowed(source), _borrowed(target)
     kept_space, kept_findings = np.empty(_TAKEN_BLOCK, np.uint64), np.empty(_FINDINGS, np.int64)
@@ -439,7 +468,7 @@ def take_records(
         record = target[starts[n] : starts[n] + size]
         taken = source[start : start + size]
         total = copy_checksum(record[:11], taken[:11])
-        # From here on only the copy is believed.
+        # From here on only the copy is read.
         begin = _find_block(record[:11], size, magic, max_tokens, max_stats, max_text)
         num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
         end = begin + 2 * num_tokens
@@ -456,7 +485,7 @@ def take_records(
         facts[n, 0] = INVALID
         for i in range(1, 11):
             facts[n, 2 + i] = np.int64(record[i])
-        # Where the text of episode_id lies: behind the values of the stats.
+        # Begin and end of the text of episode_id: behind the values of the stats.
         facts[n, 13] = 8 * (11 + (facts[n, 6] & 0xFFFFFFFF))
         facts[n, 14] = facts[n, 13] + (facts[n, 5] & 0xFFFF)
         if begin == 0 or not _check_metadata(record, begin):
@@ -477,9 +506,11 @@ def take_records(
 
 @_compiled
 def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
-    """How many of these records were copied, are of the ticket that their row says, and of no later version.
+    """Count the records that were copied, are of their row's ticket, and of no later version.
 
-    rows, facts: as for `take_records`.
+    Args:
+        rows, facts: as for `take_records`.
+        version: the learner's.
     """
     count = 0
     for n in range(rows.shape[0]):
@@ -489,9 +520,14 @@ def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
 
 @_compiled
 def lay_end_to_end(sizes: np.ndarray, unit: int, starts: np.ndarray) -> int:
-    """Where pieces of these sizes begin, one behind the other at multiples of `unit`. Returns where the last one ends.
+    """Place pieces one behind the other, at multiples of `unit`.
 
-    sizes, starts: int64[n]; starts is set.
+    Args:
+        sizes: int64[n].
+        starts: int64[n], set: where each begins.
+
+    Returns:
+        The end of the last one.
     """
     end = 0
     for n in range(sizes.size):
@@ -502,7 +538,7 @@ def lay_end_to_end(sizes: np.ndarray, unit: int, starts: np.ndarray) -> int:
 
 @_compiled
 def _tail_word(data: np.ndarray) -> int:
-    """The last, incomplete word of uint8[n], filled up with zeros; 0 where there is none."""
+    """Last, incomplete word of uint8[n], padded with zeros; 0 where there is none."""
     word = np.uint64(0)
     begin = data.size // 8 * 8
     for i in range(begin, data.size):
@@ -512,7 +548,7 @@ def _tail_word(data: np.ndarray) -> int:
 
 @_compiled
 def bytes_checksum(data: np.ndarray) -> int:
-    """The `checksum` of uint8[n], read as words with the lowest byte first, the last one filled up with zeros."""
+    """Compute the `checksum` of uint8[n], read as little-endian words, the last one padded with zeros."""
     num_words = data.size // 8
     total = checksum(data[: num_words * 8].view(np.uint64))
     if data.size % 8:
@@ -521,12 +557,15 @@ def bytes_checksum(data: np.ndarray) -> int:
 
 
 def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
-    """Copy uint8[n] to uint8[n] past the caches, in one pass. Returns the `bytes_checksum` of what was copied.
+    """Copy uint8[n] to uint8[n] past the caches, in one pass.
 
-    For data that is larger than the caches or will be read by another core. Fastest where the target lies at a multiple
-    of 8.
+    For data that is larger than the caches or will be read by another core. Fastest where the target's address is a
+    multiple of 8.
+
+    Returns:
+        The `bytes_checksum` of the bytes that were copied.
     """
-    # Read-only for all callers: code for the other kind of array would take as long again to compile.
+    # Read-only for all callers: numba would compile once more for writable arrays.
     source = source.view()
     source.flags.writeable = False
     total: int = _stream_bytes(target, source)

@@ -6,13 +6,13 @@ no key is ever overwritten; a secret is never printed.
 A folder on the learner's host (an actor's host has copies of the two files marked *):
 
     learner.secret.json
-    learner.public.json *           how actors know the learner
+    learner.public.json *           by which actors recognise the learner
     NAME.secret.json *              of the actors on one host; may be deleted here once it is there
-    authorised/NAME.public.json     whom the learner lets in; NAME is what it calls them
+    authorised/NAME.public.json     actors that may connect; NAME is their name in the learner's log
 
 Each file is a JSON object: "format", "public_key" and, in secret files, "secret_key", both as 40 characters of Z85
-(ZeroMQ RFC 32). Deleting a file from authorised/ revokes that key: connections made from then on are refused, those
-that stand stay until they break. A file added there is good from then on. Neither needs a restart.
+(ZeroMQ RFC 32). Deleting a file from authorised/ revokes that key: later connections are refused, existing
+ones stay until they break. A file added there is valid at once. Neither needs a restart.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class LearnerKeys:
-    """What a learner needs. secret, public: Z85, 40 bytes. authorised: folder of the public keys of its actors."""
+    """Keys of a learner.
+
+    Attributes:
+        secret, public: its own key pair, Z85, 40 bytes each.
+        authorised: folder of the public keys of its actors.
+    """
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -64,7 +69,12 @@ class LearnerKeys:
 
 @dataclass(frozen=True)
 class ActorKeys:
-    """What an actor needs. secret, public: its own, learner: the learner's public key; Z85, 40 bytes."""
+    """Keys of an actor.
+
+    Attributes:
+        secret, public: its own key pair, Z85, 40 bytes each.
+        learner: the learner's public key, Z85, 40 bytes.
+    """
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -74,8 +84,13 @@ class ActorKeys:
 def make_keys(directory: Path, actors: Sequence[str] = (_DEFAULT_ACTOR,)) -> None:
     """Make a key pair for each named actor, and the learner's where the folder has none yet.
 
-    Raises KeyFileError, before anything is made, where an actor has a key already or the folder is open to others;
-    ValueError where a name cannot be part of a file name.
+    Args:
+        directory: folder of the keys, made if missing.
+        actors: names.
+
+    Raises:
+        KeyFileError: an actor has a key already, or the folder is open to others. Nothing was made.
+        ValueError: a name cannot be part of a file name, or is used twice.
     """
     for name in actors:
         if check_name("actor", name) == "learner" or actors.count(name) > 1:
@@ -97,7 +112,11 @@ def make_keys(directory: Path, actors: Sequence[str] = (_DEFAULT_ACTOR,)) -> Non
 
 
 def load_learner_keys(directory: Path) -> LearnerKeys:
-    """Keys of a learner. KeyFileError where one is missing, malformed or open to others; also for authorised ones."""
+    """Load the keys of a learner, and check those of its actors.
+
+    Raises:
+        KeyFileError: a key, or an authorised one, is missing, malformed or open to others.
+    """
     directory = directory.expanduser()
     secret, public = _read_secret(directory / LEARNER_SECRET)
     _check_same(directory / LEARNER_PUBLIC, public)
@@ -110,9 +129,13 @@ def load_learner_keys(directory: Path) -> LearnerKeys:
 
 
 def load_actor_keys(directory: Path, name: str | None = None) -> ActorKeys:
-    """Keys of an actor and the public one of its learner. KeyFileError where one is missing, malformed or open.
+    """Load the keys of an actor and the public key of its learner.
 
-    name: whose; None: the only actor's in the folder.
+    Args:
+        name: of the actor; None: the only one in the folder.
+
+    Raises:
+        KeyFileError: a key is missing, malformed or open to others.
     """
     directory = directory.expanduser()
     if name is None:
@@ -131,7 +154,7 @@ def load_actor_keys(directory: Path, name: str | None = None) -> ActorKeys:
 
 
 class AuthorisedKeys:
-    """The keys in a folder, read again when a file in it has come, gone or changed. For one thread."""
+    """Public keys in a folder, read again when a file in it was added, removed or changed. For one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -140,7 +163,14 @@ class AuthorisedKeys:
         self._complaints = Complaints()
 
     def name(self, public_key: bytes) -> str | None:
-        """Whose key (Z85) this is; None where it is not authorised. Files that cannot be used authorise nobody."""
+        """Find the name that a key belongs to. Files that cannot be used authorise nobody.
+
+        Args:
+            public_key: Z85, 40 bytes.
+
+        Returns:
+            None where the key is not authorised.
+        """
         try:
             seen = self._look()
         except OSError as error:
@@ -158,13 +188,13 @@ class AuthorisedKeys:
         return self._names.get(public_key)
 
     def _look(self) -> list[tuple[str, int, int, int]]:
-        # The folder's own time of change would not tell of a file that was written over.
+        # The folder's own time of change does not tell of a file that was overwritten.
         seen = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if not entry.name.endswith(PUBLIC_SUFFIX):
                     continue
-                # One that goes meanwhile, or a link into nothing, concerns only itself.
+                # A file that is removed meanwhile, or a broken link, is left out.
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
                     seen.append((entry.name, status.st_ino, status.st_mtime_ns, status.st_size))
@@ -172,7 +202,7 @@ class AuthorisedKeys:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `impala-llm keys`. Returns the exit code; 2 for bad input."""
+    """Run the command `impala-llm keys`. Returns the exit code; 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="impala-llm keys",
         description="Make the keys with which actors on other hosts and the learner know each other and encrypt what "
@@ -247,7 +277,15 @@ def _write(path: Path, content: dict[str, str], mode: int) -> None:
 
 
 def _check_private(path: Path, fix: str, handle: int | None = None) -> None:
-    """KeyFileError where others may use a file or folder; `handle`: of the open file, which nobody can exchange."""
+    """Check that only this user can use a file or folder.
+
+    Args:
+        fix: command that mends its mode.
+        handle: descriptor of the open file, which nobody can replace; None: the path is checked.
+
+    Raises:
+        KeyFileError: others can use it.
+    """
     status = os.stat(path) if handle is None else os.fstat(handle)
     if status.st_uid != os.geteuid():
         raise KeyFileError(
@@ -260,7 +298,7 @@ def _check_private(path: Path, fix: str, handle: int | None = None) -> None:
 
 
 def _read_secret(path: Path) -> tuple[bytes, bytes]:
-    """Secret and public key of a file that is safe to use, in a folder that is."""
+    """Read the secret and public key of a file that only this user can use, in a folder for which the same holds."""
     if path.parent.is_dir():
         _check_private(path.parent, "chmod 700")
     content = _read(path, secret=True)

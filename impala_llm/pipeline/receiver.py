@@ -1,12 +1,12 @@
-"""The learner rank's end of the channel: takes trajectories in, grants tickets, announces weights.
+"""Learner rank's end of the channel: receives trajectories, grants tickets, announces weights.
 
-Invariant: a trajectory is acknowledged once it lies, valid, in the replay arena, which outlives this process, and it
-gets there once. What is malformed, or says it is what its ticket is not, is refused and counted; no message of a peer
-can end the receiver: an error in dealing with one ends that peer's session.
+Invariant: a trajectory is acknowledged once it lies, valid, in the replay arena, which outlives this process, and each
+is stored once. Malformed records, and records that do not match their ticket, are refused and counted. No message of a
+peer can end the receiver: an error in handling one ends that peer's session.
 
-One thread at a time serves the sockets and all that belongs to actors: the receiver's own, or the learner's while that
-waits for trajectories (shifts.py). Both use at any time the ledger and the queue (each has a lock) and the ends of
-tickets in the arena. Messages: see wire.py.
+One thread at a time serves the sockets and the sessions of actors: the receiver's own, or the learner's while it waits
+for trajectories (shifts.py). Both may use at any time the ledger and the queue, each of which has a lock, and
+`ReplayArena.end`. Messages: see wire.py.
 """
 
 from __future__ import annotations
@@ -70,24 +70,25 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MAX_GAP_S = 0.5
 _RETRY_S = 0.1
-"""Between two attempts to take in what waits for room, where nothing says that there is some."""
+"""Seconds between two attempts to store records that wait for room, where no space was freed."""
 _CHECK_S, _CHECKED_AT_ONCE = 0.5, 100
-"""Time between two looks at all actors, for each so many of them that there are."""
+"""Seconds between two checks of all actors, for every so many actors."""
 _HEARTBEATS_PER_S = 100
-"""Of all actors together: where they are more, each is asked for fewer."""
+"""Heartbeats of all actors together; each of many actors is asked for fewer."""
 _HEARTBEATS_MISSED = 3
-"""So many in a row count as silence, where actors send them more rarely than they would."""
+"""Missed heartbeats in a row that count as silence, where actors are asked for fewer."""
 _MAX_FRAMES_A_TURN = 1000
 _MAX_REASON = 1000
 _TAKE_OVER_S = 3.0
-"""Silence of an actor after which another process may take its name; one that is seen to be dead needs none."""
+"""Seconds of silence of an actor after which another process may take its name; 0 where it is known to be dead."""
 _MAX_STEPS_SHARE = 0.1
-"""Of the replay arena, which has a fifth more than the buffer may take up."""
+"""Share of the replay arena for trained trajectories of versions on no board; see `must_keep`. The arena has a fifth
+more than the buffer needs."""
 _MAX_REMEMBERED = 1 << 14
-"""Most refusals, and most sequences out of order, that are remembered of an actor."""
+"""Limit of refusals, and of sequences out of order, that are remembered of an actor."""
 
 _Address = tuple[int, bytes]
-"""Which of the receiver's sockets, and the routing id there."""
+"""(index of the receiver's socket, routing id there)."""
 
 
 @dataclass(slots=True)
@@ -99,33 +100,41 @@ class _Session:
     offers: Offers
     last_heard: float
     heartbeat_s: int = 0
-    """The time between two heartbeats that it was asked for last."""
+    """Seconds between two heartbeats that it was asked for last."""
     seems_dead: bool = False
     granted_at: dict[int, float] = field(default_factory=dict)
 
     def is_dead(self) -> bool:
-        """Whether its process has ended, as far as this can be seen: of an actor on this host."""
+        """Return whether its process has ended; always False for an actor on another host."""
         reader = self.offers.reader
         return reader is not None and not reader.has_writer()
 
     def may_be_silent(self, timeout_s: float) -> float:
-        """Seconds of silence, at least `timeout_s`, that such an actor may keep."""
+        """Seconds of silence, at least `timeout_s`, after which it counts as lost."""
         return max(timeout_s, _HEARTBEATS_MISSED * self.heartbeat_s)
 
 
 class Receiver:
-    """Takes trajectories in for one learner rank. Start it, then `drain` in the training loop.
+    """Receives trajectories for one learner rank. Call `start`, then `drain` in the training loop.
 
     A step of the learner: `drain` until there is a batch, `trained`, train, publish the weights, `announce`.
 
-    endpoint: `RunDirectory.endpoint(rank)`, or tcp://127.0.0.1:<port or *>. ledger: used by this receiver alone from
-    now on, except for reading. vocab_size: token ids must lie below. arena: where trajectories are kept; what an
-    earlier process left there, and in the ledger's journal, is gone on from. heartbeat_timeout_s: silence after which
-    an actor is given up; one that dies on this host is noticed within about a second. grant_resend_s: a granted ticket
-    that its actor does not list as held after so long is sent again. ticket_timeout_s: a ticket that has brought
-    nothing after so long at an actor that lives is taken from it: that counts as a failure. bind, keys: a tcp endpoint
-    for actors on other hosts, which come with keys; see sockets.router. max_tokens: of a trajectory that is taken.
-    published: the version that actors find on the board, where that is not the ledger's.
+    Args:
+        endpoint: `RunDirectory.endpoint(rank)`, or tcp://127.0.0.1:<port or *>.
+        ledger: only this receiver changes it from now on.
+        vocab_size: bound that token ids must lie below.
+        run_dir: of the run, with the arenas of actors on this host.
+        arena: stores the trajectories. `start` takes over those that an earlier process left there, with the ledger's
+            journal.
+        heartbeat_timeout_s: seconds of silence after which an actor is given up; the death of one on this host is
+            noticed within about a second.
+        grant_resend_s: seconds after which a granted ticket that its actor does not list as held is sent again.
+        ticket_timeout_s: seconds after which a ticket without a trajectory is taken from a living actor, and counts as
+            failed.
+        bind: tcp endpoint for actors on other hosts.
+        keys: of the learner, for `bind`; see sockets.router.
+        max_tokens: limit of a trajectory.
+        published: version that actors find on the board, where that is not the ledger's.
     """
 
     def __init__(
@@ -160,8 +169,8 @@ class Receiver:
         self._actor_stats: dict[str, dict[str, float]] = {}
         self._engines: dict[str, dict[int, str]] = {}
         self._steps: dict[int, None] = {}
-        """What steps have trained on of which a later process would know nothing, by `unroll_id`."""
-        # For whoever serves.
+        """Trajectories of trained steps whose versions are on no board yet, by `unroll_id`. Used as an ordered set."""
+        # For the thread that serves.
         self._clock = ActiveClock(max_gap_s=_MAX_GAP_S)
         self._intake = Intake(arena, ledger, self._inbox, vocab_size, max_tokens)
         self._sessions: dict[_Address, _Session] = {}
@@ -171,13 +180,13 @@ class Receiver:
         self._announced = self._published = ledger.version if published is None else published
         self._next_check = 0.0
         self._actors: dict[str, _Session] = {}
-        """The same as the sessions, by actor id."""
+        """Sessions by actor id."""
         self._offered: dict[_Address, _Session] = {}
-        """Those that have offered something in this turn."""
+        """Sessions that have offered records in this turn."""
         self._waiting: dict[_Address, _Session] = {}
-        """Those of which something waits, for room or for its version, since an earlier turn."""
+        """Sessions with records that wait, for room or for their version, since an earlier turn."""
         self._taken_in_at = (0, 0.0)
-        """Version, and time, when what waits was tried last."""
+        """(version, time) of the last attempt to store records that wait."""
         self._complaints = Complaints()
         self._shifts = Shifts(_POLL_S)
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -185,9 +194,15 @@ class Receiver:
     # --- the learner's thread
 
     def start(self) -> None:
-        """Bind the sockets, take over what an earlier process left, and begin. Raises zmq.ZMQError where an endpoint is
-        taken, ValueError where it needs keys. Raises this process's limit of descriptors as far as it may: each
-        connection takes one, and libzmq ends a process that has none left."""
+        """Bind the sockets, take over the trajectories that an earlier process left, and begin.
+
+        Increases this process's limit of file descriptors as far as allowed: each connection takes one, and libzmq
+        ends a process that has none left.
+
+        Raises:
+            zmq.ZMQError: an endpoint is in use.
+            ValueError: an endpoint needs keys.
+        """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._context = zmq.Context()
@@ -212,26 +227,37 @@ class Receiver:
 
     @property
     def endpoint(self) -> str:
-        """For actors of this host. Once started, with the real port."""
+        """Endpoint for actors of this host; once started, with the real port."""
         return self.endpoints[0]
 
     def drain(self, timeout_s: float) -> list[Trajectory]:
-        """All trajectories that have arrived, oldest first, waiting up to `timeout_s` seconds for the first.
+        """Take all trajectories that have arrived. For one thread.
 
-        Their arrays are writable and belong to the caller; their memory is used again when they were trained on or
-        evicted and the last of them is gone. After `close` it gives what was acknowledged last. For one thread. Raises
-        ReceiverError where the receiver has died.
+        After `close` it returns those that were acknowledged last.
+
+        Args:
+            timeout_s: seconds to wait for the first.
+
+        Returns:
+            Trajectories, oldest first. Their arrays are writable and belong to the caller; their memory is used again
+            once they were trained on or evicted and nothing refers to them.
+
+        Raises:
+            ReceiverError: the receiver has died.
         """
         if timeout_s > 0 and not self._inbox.is_ready() and self._thread.is_alive():
-            with contextlib.suppress(Exception):  # which the queue tells of
+            with contextlib.suppress(Exception):  # the queue raises it
                 self._shifts.help(self._serve, self._inbox.is_ready, timeout_s)
         return self._inbox.drain()
 
     def trained(self, unroll_ids: Iterable[int]) -> None:
-        """These trajectories go into the step that makes the next version: before the first weight changes.
+        """Note the trajectories of the step that makes the next version, before the first weight changes.
 
-        unroll_ids: `Trajectory.unroll_id`, of a whole episode its ticket's id. They stay until that version, or a later
-        one, is announced as kept: a learner that dies before finds them again. See `TicketLedger.trained`.
+        They stay stored until that version, or a later one, is announced as kept or published: a learner that is
+        restarted before finds them again. See `TicketLedger.trained`.
+
+        Args:
+            unroll_ids: see `Trajectory.unroll_id`; of a whole episode it is the ticket's id.
         """
         step = list(unroll_ids)
         self._ledger.trained(step)
@@ -239,17 +265,25 @@ class Receiver:
         self._shifts.nudge()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
-        """See `TicketLedger.evicted`. What a step has trained on that may yet be lost stays for a later process."""
+        """Note trajectories that were dropped, see `TicketLedger.evicted`.
+
+        Those of a trained step whose version is on no board yet stay stored for a restarted learner.
+        """
         dropped = list(unroll_ids)
         self._ledger.evicted(dropped)
         self._arena.end(number for number in dropped if number not in self._steps)
         self._shifts.nudge()
 
     def announce(self, version: int, published: bool = True, kept: bool = False) -> None:
-        """The learner has made this version; tell all actors, if its weights are published.
+        """Note that the learner has made a version, and announce it to all actors where its weights are published.
 
-        kept: a learner that is started again goes on from it, as from one that is published. Until then the
-        trajectories of its step stay for that learner, see `must_keep`. ValueError where the version is not a new one.
+        Args:
+            published: it is on the board of engines.
+            kept: it is on the board of kept versions. A restarted learner goes on from either; until one holds, the
+                trajectories of its step stay stored, see `must_keep`.
+
+        Raises:
+            ValueError: the version is not a new one.
         """
         self._ledger.advance(version, kept=published or kept)
         if published:
@@ -260,49 +294,54 @@ class Receiver:
         self._shifts.nudge(urgent=True)
 
     def needs_weights(self) -> bool:
-        """Whether nothing can come any more until a version is published that is not yet. Tickets that ended without a
-        trajectory leave a batch short, and those after them demand what the step without it was to make."""
+        """Return whether no trajectory can arrive until a later version is published.
+
+        Tickets that ended without a trajectory leave a batch short, and later ones demand the version of the step that
+        the batch was for.
+        """
         return not self._inbox.is_ready() and self._ledger.needs_newer_than(self._published)
 
     def announce_late(self, version: int) -> None:
-        """The learner's version, which was not published as it was made, is now."""
+        """Announce the learner's version, which was published some time after it was made."""
         self._published = version
         self._shifts.nudge(urgent=True)
 
     def must_keep(self) -> bool:
-        """Whether what was trained on since a version was kept takes up so much of the replay arena that the version
-        under way should be."""
+        """Return whether the trajectories of steps since the last version on a board fill so much of the replay arena
+        that the next version should be kept."""
         return self._arena.share_of(self._steps) > _MAX_STEPS_SHARE
 
     @property
     def is_full(self) -> bool:
-        """Something that actors offer waits for room in the replay arena."""
+        """Whether records that actors offer wait for room in the replay arena."""
         return any(session.offers.queue for session in list(self._waiting.values()))
 
     def interrupted(self) -> None:
-        """See `TicketLedger.interrupted`."""
+        """Note that this process was told to end, see `TicketLedger.interrupted`."""
         self._ledger.interrupted()
 
     def lost_members(self, group_id: int) -> int:
-        """See `TicketLedger.lost_members`."""
+        """Number of a group's tickets that can bring no trajectory, see `TicketLedger.lost_members`."""
         return self._ledger.lost_members(group_id)
 
     def actor_stats(self) -> dict[str, dict[str, float]]:
-        """Latest figures of each connected actor, by actor id."""
+        """Latest metrics of each connected actor, by actor id."""
         with self._lock:
             return {actor_id: dict(stats) for actor_id, stats in self._actor_stats.items()}
 
     def engines(self) -> dict[int, str]:
-        """Servers that the connected actors want weights to be sent to: opening -> URL; see `wire.Engines`."""
+        """Servers that the connected actors offer for weights: opening -> URL; see `wire.Engines`."""
         with self._lock:
             return {opening: url for engines in self._engines.values() for opening, url in engines.items()}
 
     def counters(self) -> dict[str, float]:
-        """Those of the ledger, and totals since the start (received_bytes, trajectories_refused: malformed ones,
-        trajectories_unwanted: of superseded or unknown tickets, recovered: found after a restart, messages_malformed,
-        actors_lost, sessions_broken: those ended by an error of our own, tickets_expired, peers_refused: connections
-        without an authorised key) and levels now (actors, queue_trajectories, arena_fill: share of the replay arena in
-        use)."""
+        """Counters by name: those of the ledger and those of the receiver.
+
+        Totals since the start: received_bytes, trajectories_refused (malformed), trajectories_unwanted (of superseded
+        or unknown tickets), recovered (found after a restart), messages_malformed, actors_lost, sessions_broken (ended
+        by an error of our own), tickets_expired, peers_refused (connections without an authorised key). Current levels:
+        actors, queue_trajectories, arena_fill (share of the replay arena in use).
+        """
         with self._lock:
             taken = ("received_bytes", "trajectories_refused", "trajectories_unwanted")
             names = ("messages_malformed", "actors_lost", "sessions_broken", "tickets_expired", "recovered")
@@ -317,12 +356,12 @@ class Receiver:
             }
 
     def shutdown(self, reason: str = "the run is over") -> None:
-        """Tell all actors, those that come later too, to end. Grants nothing from now on."""
+        """Tell all actors to end, later ones too. No ticket is granted from now on."""
         self._shutdown_reason = reason
         self._shifts.nudge(urgent=True)
 
     def close(self) -> None:
-        """End the thread and free the sockets; messages that were sent are delivered within a second or not at all."""
+        """End the thread and close the sockets; messages that were sent are delivered within a second or dropped."""
         self._shifts.stop()
         self._thread.join()
         self._context.term()
@@ -331,7 +370,7 @@ class Receiver:
             if endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    # --- for whoever serves
+    # --- the thread that serves
 
     def _recover(self) -> None:
         kept = self._arena.recovered()
@@ -345,7 +384,7 @@ class Receiver:
                 len(names),
                 ", ".join(names),
             )
-        # Of a process with another budget: a step would fail on it, now and after each restart.
+        # Taken by a process with another budget: a step would fail on it, now and after each restart.
         long = [t for t in found if t.num_tokens > self._max_tokens]
         for t in long:
             reason = too_long(t.num_tokens, self._max_tokens).removeprefix("it ")
@@ -373,8 +412,8 @@ class Receiver:
         try:
             self._turn(ready)
         except BaseException as error:
-            # Ctrl-C and signals too: nobody knows how far this turn came, so there is no other after it. Noted before
-            # anybody is told to stop, so that whoever drains learns of it.
+            # Ctrl-C and signals too: the state after an interrupted turn is unknown, so it is the last one. The error
+            # is noted before the stop, so that `drain` raises it.
             self._inbox.fail(error)
             self._shifts.stop()
             raise
@@ -386,7 +425,11 @@ class Receiver:
             self._gatekeeper.close()
 
     def _turn(self, ready: set[object]) -> None:
-        """ready: which of the sockets have something to read, and the bell."""
+        """Handle messages, store records, check actors, grant tickets.
+
+        Args:
+            ready: descriptors that are readable: sockets, and that of `Shifts`.
+        """
         if self._shifts.bell in ready:
             self._shifts.silence()
         self._clock.tick()
@@ -453,7 +496,7 @@ class Receiver:
             self._end_broken(address, error)
 
     def _at_the_risk_of(self, session: _Session, what: Callable[[_Session], None]) -> None:
-        """Do something for a peer. An error ends its session, and nothing else."""
+        """Call a function for a peer. An error ends only its session."""
         try:
             what(session)
         except IntakeBroken:
@@ -462,7 +505,7 @@ class Receiver:
             self._end_broken(session.address, error)
 
     def _end_broken(self, address: _Address, error: Exception) -> None:
-        """Of whoever is there nothing is certain any more. An actor that lives introduces itself again."""
+        """End the session at an address after an error of our own. An actor that lives introduces itself again."""
         self._count("sessions_broken")
         _log.error("an error in dealing with the peer %r ends its session", address[1], exc_info=error)
         if (session := self._sessions.get(address)) is not None:
@@ -472,7 +515,7 @@ class Receiver:
         identity = address[1]
         if identity != f"{hello.actor_id}#{hello.incarnation:016x}".encode():
             raise WireError(f"actor {hello.actor_id!r} speaks as {identity!r}: the two do not belong together")
-        # From here on the routing id stands for the key: half of it is a random number that nobody else knows.
+        # From here on the routing id stands for the key: half of it is a random number that only this actor knows.
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
@@ -484,7 +527,7 @@ class Receiver:
             if (other := self._actors.get(hello.actor_id)) is not None:
                 silence = self._clock.now - other.last_heard
                 if not other.is_dead() and silence < other.may_be_silent(_TAKE_OVER_S):
-                    # Two that live would take each other's place for ever.
+                    # Two living processes would replace each other for ever.
                     text = f"{hello.actor_id} is here already: give each actor an index of its own"
                     self._complaints.log("two processes have the name of one actor", text)
                     return
@@ -507,7 +550,7 @@ class Receiver:
         self._send_version([session])
 
     def _send_home(self, address: _Address) -> None:
-        """An actor of an earlier run of this name: its tickets and records mean nothing here."""
+        """Shut down an actor of an earlier run of this name, whose tickets and records are invalid here."""
         text = f"{address[1][:_MAX_REASON]!r} belongs to another run, which has ended: start it again"
         self._complaints.log("an actor of another run was sent home", text)
         self._send(address, Shutdown(text[:_MAX_REASON]))
@@ -541,7 +584,7 @@ class Receiver:
             settled = session.offers.add(rows, frames)
             self._offered[session.address] = session
         for sequence in settled:
-            # Its answer was lost on the way, and is the same again.
+            # Its answer was lost: repeat it.
             if (reason := session.offers.refused.get(sequence)) is not None:
                 self._send(session.address, Refused(sequence, reason))
             else:
@@ -550,7 +593,7 @@ class Receiver:
             self._lose(session, f"it babbles: {session.offers.num_gaps} records came without those before them")
 
     def _take_in_all(self) -> None:
-        """What was offered in this turn, and what waits, where something has changed for it."""
+        """Store the records offered in this turn, and those that wait where room or version have changed."""
         tried, self._offered = self._offered, {}
         if self._waiting:
             version, tried_at = self._taken_in_at
@@ -628,16 +671,16 @@ class Receiver:
         if silence > session.may_be_silent(self._heartbeat_timeout_s):
             self._lose(session, f"silent for {silence:.1f} s")
         elif session.is_dead():
-            # Given up at the second look: what it sent last may still be on its way.
+            # Given up at the second check: its last messages may still be on their way.
             if session.seems_dead:
                 self._lose(session, "its process is dead")
             session.seems_dead = True
 
     def _expire(self, session: _Session) -> None:
-        """Take from an actor what it has had for too long."""
+        """Revoke the tickets that an actor has had for too long."""
         now = self._clock.now
         still_open = [ticket.ticket_id for ticket in self._ledger.open_tickets(session.actor_id)]
-        # What it brought along (`resumed`) counts from when it was first seen here.
+        # Tickets that it brought along (`resumed`) count from their first check here.
         session.granted_at = {ticket_id: session.granted_at.get(ticket_id, now) for ticket_id in still_open}
         late = [i for i, granted_at in session.granted_at.items() if now - granted_at > self._ticket_timeout_s]
         if late:
@@ -656,7 +699,11 @@ class Receiver:
         self._drop(session, left=False)
 
     def _drop(self, session: _Session, left: bool = True) -> None:
-        """left: the actor goes by itself, or is sent."""
+        """Remove a session; its tickets are granted to others.
+
+        Args:
+            left: the actor leaves by itself, or was told to.
+        """
         del self._sessions[session.address], self._actors[session.actor_id]
         self._waiting.pop(session.address, None)
         for ticket in self._ledger.actor_lost(session.actor_id, left):
@@ -680,7 +727,7 @@ class Receiver:
     def _send_items(
         self, address: _Address, kind: Callable[[tuple[Any, ...]], Message], items: Sequence[object]
     ) -> None:
-        """In as many messages of this kind as it takes."""
+        """Send items in as many messages as needed."""
         for first in range(0, len(items), MAX_ITEMS):
             self._send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
@@ -688,15 +735,19 @@ class Receiver:
         self._send_frame(address, encode(message, self._run_dir.run_id))
 
     def _send_frame(self, address: _Address, frame: bytes) -> None:
-        # ROUTER drops what is for a peer that is gone or does not read; all that matters is sent again.
+        # ROUTER drops messages for a peer that is gone or does not read; all important ones are sent again.
         self._sockets[address[0]].send_multipart([address[1], frame], zmq.NOBLOCK)
 
 
 def _receive(socket: zmq.Socket[bytes], from_afar: bool) -> tuple[list[bytes], str | None]:
-    """A message's frames, and the name of the key of who sent it. There must be one."""
+    """Receive a message, which must be there.
+
+    Returns:
+        Its frames, and the name of the sender's key; None on this host.
+    """
     if not from_afar:
         return socket.recv_multipart(zmq.NOBLOCK), None
-    # Uncopied, as copies do not know whence they came.
+    # Without copies: only original frames know their sender.
     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     return [frame.bytes for frame in frames], user_id(frames[0])
 

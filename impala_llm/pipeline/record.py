@@ -9,7 +9,7 @@
     block         the arrays, as `Trajectory.block` holds them
 
 Invariant: `decode_record` returns a valid trajectory or raises RecordError, whatever the bytes. `kernels.take_records`
-applies the same rules at memory speed; what it turns away goes through `decode_record` for the reason.
+applies the same rules at memory speed; a record that it rejects goes through `decode_record` for the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, bloc
 
 MAX_TOKENS = 1 << 24
 MAX_TEXT_BYTES = (1 << 16) - 1
-"""Of each text, and of all names of stats together."""
+"""Maximum size of each text, and of all names of stats together."""
 MAX_STATS = 256
 MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
 HEADER_WORDS = 11
@@ -36,8 +36,8 @@ _BITS = struct.Struct("<q")
 _PADDING = [bytes(-length % 8) for length in range(8)]
 _BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
 
-# What is known of a record, as a row of integers: what the compiled checks say, then its header from the second word,
-# then where the text of its episode_id begins and ends, in bytes.
+# Facts of a record, a row of integers: results of the compiled checks, then its header from the second word on, then
+# begin and end of the text of its episode_id, in bytes.
 OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
 NUM_TOKENS, NUM_TURNS, TEXTS, STATS, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(3, 13)
 EPISODE_BEGIN, EPISODE_END = range(13, 15)
@@ -48,12 +48,17 @@ Facts = Sequence[int]
 
 
 class RecordError(ValueError):
-    """Bytes that are no valid record, or a trajectory that cannot become one."""
+    """Bytes that are no valid record, or a trajectory that cannot be encoded."""
 
 
 class EncodedTrajectory(NamedTuple):
-    """A record in two parts: what comes before the block, as bytes, a multiple of 8; block: uint64[n]. num_words: of 8
-    bytes, of both together."""
+    """A record in two parts.
+
+    Attributes:
+        header: bytes before the block, a multiple of 8.
+        block: uint64[n].
+        num_words: words of 8 bytes of both parts.
+    """
 
     header: bytes
     block: np.ndarray
@@ -61,7 +66,11 @@ class EncodedTrajectory(NamedTuple):
 
 
 def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
-    """The record of a trajectory, without copying its arrays. RecordError where its metadata is too large."""
+    """Encode a trajectory without copying its arrays.
+
+    Raises:
+        RecordError: its metadata is too large.
+    """
     t = trajectory
     num_tokens = len(t.tokens)
     stats = t.stats
@@ -106,12 +115,16 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
 
 
 class _StatsError(ValueError):
-    """What stats has too much of."""
+    """Stats with too many entries, too long names or a zero byte in a name."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _stats_layout(names: tuple[str, ...]) -> tuple[str, int, struct.Struct]:
-    """Of stats with these names: the names as they are written, their bytes, and the header with its values."""
+    """Prepare to write stats with these names.
+
+    Returns:
+        (names joined by zero bytes, number of their bytes, format of the header with the values).
+    """
     joined = "\0".join(names)
     num_bytes = len(joined.encode())
     if len(names) > MAX_STATS or num_bytes > MAX_TEXT_BYTES or joined.count("\0") > max(0, len(names) - 1):
@@ -123,13 +136,17 @@ def _stats_layout(names: tuple[str, ...]) -> tuple[str, int, struct.Struct]:
 
 
 def record_bytes(trajectory: Trajectory) -> bytes:
-    """The whole record in one piece."""
+    """Encode a trajectory as one piece of bytes. Raises RecordError as `encode_record`."""
     encoded = encode_record(trajectory)
     return encoded.header + encoded.block.tobytes()
 
 
 def facts_of(record: memoryview) -> Facts:
-    """The header of a record, unchecked. RecordError where it is shorter, or begins with another magic."""
+    """Read the header of a record without checking its values.
+
+    Raises:
+        RecordError: the record is shorter than a header, or begins with another magic number.
+    """
     if record.nbytes < _WORDS.size or record.nbytes % 8:
         raise RecordError(f"a record of {record.nbytes} bytes: a multiple of 8, {_WORDS.size} at least, is expected")
     magic, *words = _WORDS.unpack_from(record)
@@ -142,7 +159,11 @@ def facts_of(record: memoryview) -> Facts:
 
 
 def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
-    """METADATA_FIELDS by name. RecordError where a text is no UTF-8, or stats have not a name each."""
+    """Read METADATA_FIELDS by name.
+
+    Raises:
+        RecordError: a text is no UTF-8, or the names of stats are not as many as their values, or not all different.
+    """
     num_stats = facts[STATS] & 0xFFFFFFFF
     start = 8 * HEADER_WORDS
     values = struct.unpack_from(f"<{num_stats}d", record, start)
@@ -175,13 +196,17 @@ def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
 
 
 def block_start(facts: Facts) -> int:
-    """Where the block begins in a record, in words."""
+    """Index of the first word of the block in a record."""
     num_text = sum(_text_lengths(facts))
     return HEADER_WORDS + (facts[STATS] & 0xFFFFFFFF) + -(-num_text // 8)
 
 
 def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
-    """The trajectory in a record, with every rule checked. RecordError says what is wrong."""
+    """Decode a record and check every rule.
+
+    Raises:
+        RecordError: a rule is broken; the message says which.
+    """
     view = memoryview(record).cast("B")
     facts = facts_of(view)
     for name, place, low, high in (
@@ -210,6 +235,6 @@ def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
 
 
 def _text_lengths(facts: Facts) -> tuple[int, ...]:
-    """Bytes of the five texts."""
+    """Lengths of the five texts in bytes."""
     packed = facts[TEXTS]
     return (*(packed >> shift & 0xFFFF for shift in (0, 16, 32, 48)), facts[STATS] >> 32 & 0xFFFFFFFF)

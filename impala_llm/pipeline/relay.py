@@ -1,9 +1,9 @@
-"""Brings the learner's weights to another host, once for all of its engines. The other end: weight_server.py.
+"""Relay: fetches the learner's weights to another host, once for all of its engines. The server is weight_server.py.
 
-Invariant: what a relay publishes on its host's board is a version of the learner's board, whole and with its checksums
-compared, and versions only grow. A relay, a server or a cable may fail at any moment: what was received of a version
-stays, and the fetching goes on at the first chunk that is missing. The server keeps a version for as long as it is
-being fetched, and versions that come meanwhile are skipped; one that was overwritten nevertheless is dropped.
+Invariant: a relay publishes on its host's board only whole versions of the learner's board, with their checksums
+compared, and versions only grow. A relay, a server or the network may fail at any moment: chunks that were received are
+kept, and the download continues at the first missing chunk. The server keeps a version while it is being fetched, and
+versions published meanwhile are skipped; a version that was overwritten nevertheless is dropped.
 
     loop:  newest?  ->  contents of it  ->  chunks, `window` of them asked for at a time  ->  verify, publish locally
 """
@@ -50,8 +50,13 @@ _JOIN_S = 10.0
 class RelayStats:
     """Counters since the start.
 
-    versions: published here. dropped: begun, and overwritten by the learner meanwhile. reconnects: for want of an
-    answer. malformed: messages that were no answer. damaged: chunks, or whole versions, with a wrong checksum.
+    Attributes:
+        versions: published on this host's board.
+        bytes_received: of chunks.
+        dropped: downloads ended because the learner had overwritten the version.
+        reconnects: connections made anew because no answer came.
+        malformed: messages that were no valid answer.
+        damaged: chunks, or whole versions, with a wrong checksum.
     """
 
     versions: int = 0
@@ -65,10 +70,18 @@ class RelayStats:
 class WeightRelay:
     """Fetches versions to the board in `directory`, in a thread of its own from `start` to `close`, or by `turn`.
 
-    directory: of this host's board. make_socket: gives a DEALER connected to the learner's weight server; called at
-    first and whenever an answer is overdue, in the thread that works. num_slots: of the board, as for WeightPublisher.
-    chunk_bytes: asked for at a time. window: chunks asked for and not yet answered. answer_s: how long to wait for any
-    answer before the connection is made anew. poll_s: pause between two questions for the newest version.
+    Args:
+        directory: of this host's board.
+        make_socket: returns a DEALER socket connected to the learner's weight server; called at first and whenever an
+            answer is overdue, in the thread that works.
+        num_slots: of the board, as for WeightPublisher.
+        chunk_bytes: size of a request.
+        window: requests without an answer at a time.
+        answer_s: seconds to wait for an answer before the connection is made anew.
+        poll_s: seconds between two requests for the newest version.
+
+    Raises:
+        ValueError: chunk_bytes or window is out of range.
     """
 
     def __init__(
@@ -104,11 +117,11 @@ class WeightRelay:
         self._thread = threading.Thread(target=self._run, name="weight-relay", daemon=True)
 
     def start(self) -> None:
-        """Begin to fetch in the background."""
+        """Begin to fetch in the background thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close the connection. What was received of a version stays for the next relay."""
+        """End the thread and close the connection. Chunks that were received are kept for the next relay."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
@@ -116,12 +129,17 @@ class WeightRelay:
             self._disconnect()
 
     def turn(self, timeout_s: float = math.inf) -> int | None:
-        """Ask for the newest version, and fetch and publish it, or one that the server keeps, where this host does not
-        have it yet. For as long as it progresses, if not told otherwise.
+        """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.
 
-        Returns the version that was published. None where there is none newer, or it could not be fetched: because of
-        the server's silence, because the version was overwritten, or for want of time; call again. Raises WeightsError
-        where the local board cannot be written.
+        Args:
+            timeout_s: seconds for all of it; by default as long as chunks arrive.
+
+        Returns:
+            The version that was published; None where there is none newer, or it could not be fetched because the
+            server was silent, the version was overwritten, or the time was over: call again.
+
+        Raises:
+            WeightsError: the local board cannot be written.
         """
         deadline = time.monotonic() + timeout_s
         latest = self._ask(LatestRequest(self._number()), deadline)
@@ -173,7 +191,7 @@ class WeightRelay:
             self._disconnect()
 
     def _fetch(self, download: Download, deadline: float) -> bool:
-        """Receive all chunks that are missing; False where the version is gone, or time is up."""
+        """Receive all missing chunks. Returns False where the version is gone, or the time is over."""
         waiting = download.missing()[::-1]
         asked: dict[int, ChunkPlace] = {}
         version = download.contents.version
@@ -196,7 +214,7 @@ class WeightRelay:
                 continue
             reply, data = received
             if reply.request not in asked:
-                continue  # answer to a question from before
+                continue  # answer to an earlier request
             if isinstance(reply, Gone):
                 self.stats.dropped += 1
                 return False
@@ -210,7 +228,7 @@ class WeightRelay:
         return True
 
     def _ask(self, request: Request, deadline: float) -> Reply | None:
-        """Send a request and wait for its answer; None where there is none in time."""
+        """Send a request and wait for its answer. Returns None where there is none in time."""
         if self._send(request):
             until = min(deadline, time.monotonic() + self._answer_s)
             while (received := self._receive(until)) is not None:
@@ -230,7 +248,7 @@ class WeightRelay:
         return True
 
     def _receive(self, deadline: float) -> tuple[Reply, bytes] | None:
-        """The next answer and its data. None after `answer_s` without one, at the deadline, and when told to stop."""
+        """Receive an answer and its data. Returns None after `answer_s`, at the deadline, and after `close`."""
         until = min(deadline, time.monotonic() + self._answer_s)
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
             if self._socket is None or not self._socket.poll(int(1000 * min(left, _POLL_S)) + 1):

@@ -1,10 +1,10 @@
-"""What a relay has received of one version, in files that outlive the relay.
+"""Download of one version by a relay, in files that outlive the relay.
 
-Invariant: a chunk counts as received only after its bytes lie in the file and their checksum agreed; so whoever opens
-the files again after a kill goes on at the first chunk that is missing.
+Invariant: a chunk counts as received only after its bytes lie in the file and their checksum agreed; so a relay that
+opens the files after a kill goes on at the first missing chunk.
 
-    download           the weights, then the files beside them, end to end; kept, for its pages, for the next version
-    download.progress  32 bytes that name the contents and the chunk size, then a byte for each chunk: 1 is received
+    download           the weights, then the files beside them, end to end; its pages are used for the next version
+    download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ class ChunkPlace:
 
 
 class Download:
-    """The received part of one version. One at a time in a directory: the second raises WeightsError.
+    """Received part of one version. A directory has one at a time.
 
-    directory: of the local board. contents: what the server said; a partial download of the same contents is gone on
-    with. chunk_bytes: of all chunks but the last of a file. Raises WeightsError where memory is short.
+    Args:
+        directory: of the local board.
+        contents: the server's description of the version; a partial download of the same contents is continued.
+        chunk_bytes: size of all chunks but the last of a file.
+
+    Raises:
+        WeightsError: memory is short, or another relay uses the directory.
     """
 
     def __init__(self, directory: Path, contents: Contents, chunk_bytes: int) -> None:
@@ -71,7 +76,7 @@ class Download:
             os.close(self._handle)
             raise WeightsError(f"cannot reserve {total} bytes for {self._source}: {error}. Free memory") from error
         self._progress = os.open(directory / _PROGRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        # The number of the request is another each time.
+        # The number of the request differs each time.
         identity = encode(dataclasses.replace(contents, request=0)) + chunk_bytes.to_bytes(8, "little")
         digest = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         known = os.pread(self._progress, _DIGEST_BYTES + len(self._chunks), 0)
@@ -83,11 +88,11 @@ class Download:
         self._missing = {chunk.index: chunk for chunk in self._chunks if received[chunk.index] != 1}
 
     def missing(self) -> list[ChunkPlace]:
-        """Chunks that were not received yet, in order."""
+        """List the chunks that were not received yet, in order."""
         return list(self._missing.values())
 
     def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
-        """Store a chunk. False, and it is still missing, where length or checksum disagree."""
+        """Store a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
         target = self._data[chunk.position : chunk.position + chunk.length]
         if len(data) != chunk.length or kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
             return False
@@ -96,14 +101,22 @@ class Download:
         return True
 
     def tensors(self) -> dict[str, TensorBytes]:
-        """The whole version, every checksum compared. WeightsError where one differs."""
+        """Return the tensors of the complete version, without a copy.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
         start, end = self._sections[WEIGHTS_FILE]
         manifest = self.contents.manifest
         weights = parse_weights(self._data[start:end], manifest, str(self._source))
         return weights.tensors(manifest, str(self._source), verify=True)
 
     def files(self) -> dict[str, bytes]:
-        """The files beside the weights, every checksum compared. WeightsError where one differs."""
+        """Return the files beside the weights, name -> contents.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
         files = {}
         for name, _, checksum in self.contents.files:
             start, end = self._sections[name]
@@ -114,11 +127,11 @@ class Download:
         return files
 
     def forget(self) -> None:
-        """Nothing of it counts as received any more; the file stays for the next version."""
+        """Mark all chunks as missing; the file stays for the next version."""
         os.ftruncate(self._progress, 0)
 
     def close(self) -> None:
-        """Let go of the files; what was received stays in them."""
+        """Close the files; they keep the received chunks."""
         # The mapping, which may live on, has a descriptor of its own to the same lock.
         fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)

@@ -1,4 +1,4 @@
-"""What a weight relay and the learner's weight server say to each other, as bytes.
+"""Messages between a weight relay and the learner's weight server, as bytes.
 
 Invariant: `decode` returns a valid message or raises RelayWireError, whatever the bytes.
 
@@ -7,10 +7,10 @@ frame, its data. Every request carries a number, and its answer the same.
 
     code  message          from    meaning
     1     LatestRequest    relay   which version is the newest?
-    2     ManifestRequest  relay   what belongs to this version, or to one that is kept? I am going to fetch it
+    2     ManifestRequest  relay   which files has this version, or one that is kept? I am going to fetch it
     3     ChunkRequest     relay   bytes of a file of this version
     11    Latest           server  the newest version
-    12    Contents         server  sizes and checksums of all that belongs to a version
+    12    Contents         server  sizes and checksums of all files of a version
     13    Chunk            server  the bytes
     14    Gone             server  the version was overwritten: ask for the newest
 """
@@ -29,7 +29,7 @@ from impala_llm.pipeline.weight_slots import WEIGHTS_FILE, Manifest
 SCHEMA_VERSION = 2
 MAX_CHUNK_BYTES = 16 << 20
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES
-"""Of any frame: the limit to set on the sockets."""
+"""Limit of any frame, to be set on the sockets."""
 MAX_REQUEST_BYTES = 1024
 _MAX_TENSORS = 1 << 20
 _MAX_FILES = 64
@@ -44,6 +44,8 @@ class RelayWireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LatestRequest:
+    """Request for the number of the newest version."""
+
     request: int
 
     def __post_init__(self) -> None:
@@ -52,7 +54,11 @@ class LatestRequest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestRequest:
-    """have: the version that the relay has; -1 where it has none. The answer may be of any version above."""
+    """Request for the contents of a version, or of another one that is newer than the relay's.
+
+    Attributes:
+        have: version that the relay has; -1 where it has none.
+    """
 
     request: int
     version: int
@@ -66,7 +72,7 @@ class ManifestRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest:
-    """Bytes [offset, offset + length) of a file, the weights or one of `Contents.files`."""
+    """Request for bytes [offset, offset + length) of a file: the weights, or one of `Contents.files`."""
 
     request: int
     version: int
@@ -83,7 +89,11 @@ class ChunkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """version: -1 where nothing was published yet."""
+    """Answer to LatestRequest.
+
+    Attributes:
+        version: newest one; -1 where nothing was published yet.
+    """
 
     request: int
     version: int
@@ -95,7 +105,11 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The fields of the version's `Manifest`, and files: name -> (bytes, checksum) of what lies beside the weights."""
+    """Answer to ManifestRequest: the fields of the version's `Manifest`, and its other files.
+
+    Attributes:
+        files: (name, bytes, checksum) of each file beside the weights.
+    """
 
     request: int
     version: int
@@ -126,13 +140,17 @@ class Contents:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the version."""
+        """Manifest of the version."""
         return Manifest(self.version, self.num_bytes, self.header_checksum, self.checksums)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """checksum: `kernels.bytes_checksum` of the data, which follows as a frame."""
+    """Answer to ChunkRequest. The data follows as a frame.
+
+    Attributes:
+        checksum: `kernels.bytes_checksum` of the data.
+    """
 
     request: int
     checksum: int
@@ -144,6 +162,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
+    """Answer where the version was overwritten, or never existed."""
+
     request: int
     version: int
 
@@ -161,14 +181,18 @@ _CODES: dict[type[Request | Reply], int] = {kind: code for code, kind in (*_REQU
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The message as a frame."""
+    """Encode a message as a frame."""
     values = [getattr(message, field.name) for field in dataclasses.fields(message)]
     frame: bytes = msgpack.packb([SCHEMA_VERSION, _CODES[type(message)], *values])
     return frame
 
 
 def decode_request(frame: bytes) -> Request:
-    """What a relay sent. RelayWireError for anything else, with what is wrong."""
+    """Decode a relay's message.
+
+    Raises:
+        RelayWireError: it is not valid; the message says why.
+    """
     if len(frame) > MAX_REQUEST_BYTES:
         raise RelayWireError(f"a request of {len(frame)} bytes: at most {MAX_REQUEST_BYTES} are allowed")
     code, values = _unpack(frame)
@@ -178,7 +202,11 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """What a server sent. RelayWireError for anything else, with what is wrong."""
+    """Decode a server's message.
+
+    Raises:
+        RelayWireError: it is not valid; the message says why.
+    """
     if len(frame) > MAX_FRAME_BYTES:
         raise RelayWireError(f"a reply of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are allowed")
     code, values = _unpack(frame)

@@ -1,6 +1,6 @@
-"""What crosses to other hosts besides trajectories: weights, over an encrypted connection.
+"""Weights to other hosts over an encrypted connection: both ends, with their sockets.
 
-Invariant: sockets, gatekeeper and context of an end are gone when its context manager is left.
+Invariant: sockets, gatekeeper and context of an end are closed when its context manager is left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from impala_llm.pipeline.relay_wire import MAX_FRAME_BYTES
 from impala_llm.pipeline.weight_server import WeightServer
 
 _QUEUE = 64
-"""Messages that wait for a peer; a chunk of weights is some megabytes."""
+"""Maximum of messages that wait for a peer; a chunk of weights has some megabytes."""
 
 
 @contextlib.contextmanager
 def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Iterator[WeightServer]:
-    """Serve a learner's board at a tcp endpoint while entered. Errors as of `sockets.router`."""
+    """Serve a learner's board at a tcp endpoint while entered.
+
+    Args:
+        board: directory of the board.
+        keys: of the learner; None: clear text, on this host only.
+
+    Raises:
+        ValueError, zmq.ZMQError: see `sockets.router`.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     gatekeeper = Gatekeeper(context, keys) if keys is not None else None
     try:
@@ -44,7 +52,12 @@ def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Itera
 
 @contextlib.contextmanager
 def relay_weights(board: Path, endpoint: str, keys: ActorKeys | None) -> Iterator[WeightRelay]:
-    """Bring the weights that are served at an endpoint to this host's board while entered."""
+    """Fetch the weights that are served at an endpoint to this host's board while entered.
+
+    Args:
+        board: directory of this host's board.
+        keys: of an actor; None: clear text, on this host only.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     identity = f"relay#{secrets.randbits(63):016x}".encode()
     relay = WeightRelay(board, lambda: sockets.dealer(context, endpoint, identity, MAX_FRAME_BYTES, keys, _QUEUE))

@@ -1,6 +1,7 @@
-"""Where processes of others meet this one to form a group: a listening socket on the one address that they can reach.
+"""Listening sockets at which other processes meet this one to form a process group.
 
-Invariant: it is bound to the address by which this host talks to them, loopback for those on this host, never to all.
+Invariant: a socket is bound to the address by which this host reaches those processes, loopback for those on this host,
+never to all addresses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _BACKLOG = 128
 
 
 class Listener(NamedTuple):
-    """descriptor: of the listening socket; it belongs to the caller."""
+    """A listening socket. Its file descriptor belongs to the caller."""
 
     address: str
     port: int
@@ -22,8 +23,12 @@ class Listener(NamedTuple):
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host that another one sees. Sends nothing. Raises OSError where there is no way."""
-    # Of a datagram socket connecting means only to ask for the route.
+    """Find the address of this host that another one sees. Sends nothing.
+
+    Raises:
+        OSError: there is no route to the host.
+    """
+    # Connecting a datagram socket only looks up the route.
     family, _, _, _, target = system.getaddrinfo(host, port, type=system.SOCK_DGRAM)[0]
     with system.socket(family, system.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -31,7 +36,11 @@ def address_towards(host: str, port: int) -> str:
 
 
 def check_known(host: str) -> None:
-    """Raises OSError where this host has no address for a name."""
+    """Check that this host finds an address for a name.
+
+    Raises:
+        OSError: it does not.
+    """
     try:
         system.getaddrinfo(host, None)
     except UnicodeError as error:  # a part of the name is empty or too long
@@ -39,18 +48,26 @@ def check_known(host: str) -> None:
 
 
 def try_to_listen(endpoint: TcpEndpoint) -> None:
-    """Raises OSError where somebody listens at this address and port, or the address is none of this host's."""
+    """Check that this process could listen at an address and port.
+
+    Raises:
+        OSError: a process listens there already, or the address is not this host's.
+    """
     host = None if endpoint.host == "*" else endpoint.host
     found = system.getaddrinfo(host, endpoint.port, type=system.SOCK_STREAM, flags=system.AI_PASSIVE)
     family, _, _, _, address = found[0]
     with system.socket(family, system.SOCK_STREAM) as probe:
-        # As ZeroMQ does: connections of an earlier listener that still linger are no hindrance.
+        # As ZeroMQ does: lingering connections of an earlier listener do not count.
         probe.setsockopt(system.SOL_SOCKET, system.SO_REUSEADDR, 1)
         probe.bind(address)
 
 
 def listen_at(address: str) -> Listener:
-    """Listen at a free port of one of this host's addresses. Raises OSError."""
+    """Listen at a free port of one of this host's addresses.
+
+    Raises:
+        OSError: the address is not this host's.
+    """
     family = system.AF_INET6 if ":" in address else system.AF_INET
     with system.socket(family, system.SOCK_STREAM) as listener:
         listener.bind((address, 0))

@@ -1,11 +1,11 @@
-"""Replay arena: where a learner rank keeps the trajectories that it has acknowledged, in memory that outlives it.
+"""Replay arena: stores the trajectories that a learner rank has acknowledged, in memory that outlives the process.
 
 Life of a record: reserved → copied into and checked → committed → ended (it was trained on or evicted) → its space is
-used again, once nothing views it any more.
+used again, once no array views it any more.
 
-Invariants. What is committed is whole: the index names a record only after its last byte, so a process that is killed
+Invariants. Committed records are whole: the index names a record only after its last byte, so a process that is killed
 at any moment leaves whole records behind, and the next one finds them with `recovered`. Space is used again only after
-the record has ended and the last array that views it is gone: a trajectory in anybody's hands never changes.
+the record has ended and the last array that views it is gone: a trajectory never changes while it is referred to.
 
 File: a page with the header; the index, int64[max_records, 8]; then the records (record.py), at multiples of 64 bytes.
 """
@@ -53,18 +53,22 @@ _STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
 _ROW_WORDS = 8
 _MAX_SERIAL = 1 << 62
 _MANY = 1024
-"""Dropped records whose space is taken back although there is room without it: many at once cost less."""
+"""Number of dropped records at which their space is reclaimed although there is room: many at once cost less."""
 _INTEGERS = {"group_id": GROUP_ID, "task_id": TASK_ID, "unroll_index": UNROLL_INDEX}
 
 
 class _Stored:
-    """A committed record: its fields by name, as a `DeferredTrajectory` asks for them, and the right to its space,
-    which goes back when the last reference is gone."""
+    """A committed record. It reads fields by name for a `DeferredTrajectory`; its space is given back when the last
+    reference to it is gone."""
 
     __slots__ = ("_arena", "_facts", "_place", "row")
 
     def __init__(self, arena: ReplayArena, row: int, facts: np.ndarray, place: int) -> None:
-        """facts: int64[n, FACTS], of which those at `place` are its own."""
+        """Make the owner of the record in a row of the index.
+
+        Args:
+            facts: int64[n, FACTS], of which facts[place] are of this record.
+        """
         self._arena = arena
         self.row = row
         self._facts: np.ndarray | Facts = facts
@@ -85,22 +89,27 @@ class _Stored:
         return block if name == "block" else block_views(block, facts[NUM_TOKENS], facts[NUM_TURNS])[name]
 
     def __del__(self) -> None:
-        # From whichever thread: only this, the arena's owner does the rest.
+        # In any thread: only note it. The thread of the arena reclaims the space.
         self._arena.dropped.append(self.row)
 
 
 class _KeptWords(np.ndarray):
-    """A view of the arena that keeps its record. Arrays made from it have it as their base, since its own base is a
+    """A view of the arena that keeps its record alive. It is the base of arrays made from it, since its own base is a
     mapping and no array."""
 
     keeper: _Stored
 
 
 class ReplayArena:
-    """For one thread, but for `end`, which any thread may call, and the trajectories, which may die in any thread.
+    """Store of trajectories. For one thread; only `end` may be called, and trajectories may be freed, in any thread.
 
-    path: made anew, or taken over from a process that is gone. capacity: bytes for records, rounded down to a multiple
-    of 64. max_records: at once. Raises ArenaError where there is no room, or where the file there has another size.
+    Args:
+        path: file, created, or taken over from a process that has ended.
+        capacity: bytes for records, rounded down to a multiple of 64.
+        max_records: records stored at a time.
+
+    Raises:
+        ArenaError: there is no room, or the file has another size.
     """
 
     def __init__(self, path: Path, capacity: int, max_records: int) -> None:
@@ -122,7 +131,7 @@ class ReplayArena:
             -1, _ROW_WORDS
         )
         self.dropped: deque[int] = deque()
-        """Rows of records of which nothing is left but their bytes."""
+        """Rows of the index whose records nothing refers to any more."""
         self._lock = threading.Lock()
         self._by_unroll: dict[int, _Stored] = {}
         self._free = _FreeSpace()
@@ -138,20 +147,23 @@ class ReplayArena:
 
     @property
     def used(self) -> int:
-        """Bytes that records take up."""
+        """Bytes in use by records."""
         given_back = _rounded(self._index[list(self.dropped), _SIZE]).sum()
         return 8 * (self._used - int(given_back))
 
     def recovered(self) -> list[Trajectory]:
-        """Once: what an earlier process had committed and not ended, in the order in which it was committed."""
+        """Take the trajectories that an earlier process committed and did not end, in order of commit. Works once."""
         recovered, self._recovered = self._recovered, []
         return recovered
 
     def reserve(self, sizes: np.ndarray) -> np.ndarray:
-        """Room for records of these sizes, int64[n] in words: where each goes, int64[m], for as many of the first ones
-        as there is room.
+        """Reserve room for as many of the first records as fit. Each must then be committed or cancelled.
 
-        Each of them must be committed or cancelled.
+        Args:
+            sizes: int64[n], in words.
+
+        Returns:
+            Start words, int64[m] with m <= n.
         """
         if len(self.dropped) >= _MANY or len(sizes) > len(self._free_rows):
             self._reclaim()
@@ -164,7 +176,7 @@ class ReplayArena:
             start = self._free.take(total)
         if start is not None:
             return starts + start
-        # Not in one piece: one by one.
+        # No extent holds all of them: one by one.
         found = []
         for size in _rounded(sizes).tolist():
             start = self._free.take(size)
@@ -174,30 +186,36 @@ class ReplayArena:
         return np.array(found, np.int64)
 
     def cancel(self, start: int, size: int) -> None:
-        """Give back what was reserved."""
+        """Give back the reserved words of one record."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
     def text(self, start: int, begin: int, end: int) -> str:
-        """UTF-8 in the record at `start`, which was checked: bytes [begin, end) of it."""
+        """Decode bytes [begin, end) of the record at word `start`, which are known to be UTF-8."""
         base = self._begin + 8 * start
         return str(self._bytes[base + begin : base + end], "utf-8")
 
     def extent(self, row: int) -> tuple[int, int]:
-        """Start and size of the record that this row of the index is for, in words."""
+        """Start and size, in words, of the record in a row of the index."""
         start, size = self._index[row, _START : _SIZE + 1].tolist()
         return start, size
 
     def record(self, start: int, size: int) -> memoryview:
-        """A record's bytes, valid until its space is given back."""
+        """Bytes of a record, valid until its space is given back. No copy."""
         begin = self._begin + 8 * start
         return self._bytes[begin : begin + 8 * size]
 
     def commit(
         self, starts: np.ndarray, sizes: np.ndarray, checksums: np.ndarray, facts: np.ndarray
     ) -> list[Trajectory]:
-        """These records, of which `facts` are known, are whole, valid and wanted: keep them.
+        """Keep records that are whole, valid and wanted.
 
-        All int64[n], sizes in words, but facts: int64[n, FACTS].
+        Args:
+            starts, sizes: int64[n], in words.
+            checksums: int64[n].
+            facts: int64[n, FACTS], see record.py.
+
+        Returns:
+            Their trajectories.
         """
         count = len(starts)
         if not count:
@@ -210,28 +228,32 @@ class ReplayArena:
         self._serial += count
         self._index[rows, _START : _SERIAL + 1] = entries
         trajectories = self._keep(rows, facts)
-        self._index[rows, _STATE] = _COMMITTED  # the last: now, and not before, they are there
+        self._index[rows, _STATE] = _COMMITTED  # last: from here on the records count
         return trajectories
 
     def end(self, unroll_ids: Iterable[int]) -> None:
-        """These were trained on or evicted (`Trajectory.unroll_id`): a later process need not find their records."""
+        """End records that were trained on or evicted: a later process does not find them.
+
+        Args:
+            unroll_ids: see `Trajectory.unroll_id`; unknown ones are ignored.
+        """
         with self._lock:
             found = [self._by_unroll.pop(number, None) for number in unroll_ids]
         self._index[[stored.row for stored in found if stored is not None], _STATE] = _ENDED
 
     def share_of(self, unroll_ids: Iterable[int]) -> float:
-        """What these take up of the records or of the bytes that there is room for, whichever is more."""
+        """Return the share of the arena that these take up: of its records or of its bytes, whichever is larger."""
         with self._lock:
             found = [self._by_unroll.get(number) for number in unroll_ids]
         rows = [stored.row for stored in found if stored is not None]
         return max(len(rows) / len(self._index), int(_rounded(self._index[rows, _SIZE]).sum()) / self._num_words)
 
     def view(self, start: int, size: int) -> _KeptWords:
-        """uint64[size] at `start`."""
+        """View uint64[size] at word `start`, without a copy."""
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
 
     def _keep(self, rows: Sequence[int], facts: np.ndarray) -> list[Trajectory]:
-        """Trajectories of the records of these rows of the index."""
+        """Make the trajectories of records in these rows of the index."""
         self._used += int(_rounded(self._index[rows, _SIZE]).sum())
         ticket_ids = facts[:, TICKET_ID].tolist()
         unrolls = facts[:, UNROLL_INDEX].tolist()
@@ -250,7 +272,7 @@ class ReplayArena:
         starts = self._index[rows, _START]
         order = np.argsort(starts)
         starts, ends = starts[order], (starts + _rounded(self._index[rows, _SIZE]))[order]
-        # What lies end to end is put together before it is given back.
+        # Adjacent records are joined before their space is given back.
         gaps = np.flatnonzero(starts[1:] != ends[:-1])
         for first, last in zip([0, *(gaps + 1)], [*gaps, len(rows) - 1], strict=True):
             self._give(int(starts[first]), int(ends[last]))
@@ -262,7 +284,7 @@ class ReplayArena:
         self._free.give(start, end)
 
     def _recover(self) -> list[Trajectory]:
-        """Rebuild what lives in this process's memory from the index."""
+        """Rebuild the state in this process's memory from the index. Returns the trajectories found."""
         found = []
         end = 0
         committed = np.flatnonzero(self._index[:, _STATE] == _COMMITTED)
@@ -300,8 +322,8 @@ def _rounded(sizes: np.ndarray) -> np.ndarray:
 class _FreeSpace:
     """Extents [start, end) of free space. Invariant: no two of them touch.
 
-    Records are taken from the front of one extent until it is used up; the next one is then the largest. What ends in
-    the order in which it came thus makes a ring, and what ends in another order is put together where it touches.
+    Records are taken from the front of one extent until it is used up; the next one is then the largest. Records that
+    end in the order of their arrival thus make a ring; extents of others are joined where they touch.
     """
 
     def __init__(self) -> None:
@@ -309,10 +331,10 @@ class _FreeSpace:
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
-        """A heap of (-size, start): of all extents but the one in use, and of some that are no more."""
+        """Heap of (-size, start) of all extents except the one in use, and of some that no longer exist."""
 
     def take(self, size: int) -> int | None:
-        """Start of a piece of this size; None where no extent is large enough."""
+        """Take a piece of this size. Returns its start; None where no extent is large enough."""
         if self._back - self._front < size:
             start = self._largest()
             if start is None or self._by_start[start] - start < size:
@@ -327,7 +349,7 @@ class _FreeSpace:
         return start
 
     def give(self, start: int, end: int) -> None:
-        """[start, end) is free."""
+        """Give [start, end) back, joined with the extents that it touches."""
         if start == end:
             return
         if end in self._by_start:
@@ -350,7 +372,7 @@ class _FreeSpace:
                 self._by_size = sorted((start - end, start) for start, end in self._by_start.items())
 
     def _largest(self) -> int | None:
-        """Start of the largest extent but the one in use."""
+        """Start of the largest extent except the one in use; None where there is none."""
         while self._by_size:
             negative, start = self._by_size[0]
             if self._by_start.get(start) == start - negative:
@@ -372,9 +394,9 @@ def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | Non
                 populate(mapping, write=True)
                 return mapping
             if not any(mapping[: len(header)]):
-                return None  # its maker died before it was done
+                return None  # its maker died before writing the header
         if size == 0:
-            return None  # and so here, before it had room
+            return None  # its maker died before reserving memory
     finally:
         os.close(handle)
     raise ArenaError(

@@ -1,22 +1,22 @@
-"""The run directory: the place of a run for its sockets, arenas and weight slots, and the rule for who may delete it.
+"""Run directory: holds the sockets, arenas and weight slots of a run, and says who may delete them.
 
-Invariant: the owner holds a lock (flock) on the directory from its first moment to its last; the kernel frees it with
-the process, whatever ends it, and everybody sees it, from other PID namespaces too. Only who holds the lock removes
-what lies inside. Everybody else attaches and creates files inside.
+Invariant: the owner holds a lock (flock) on the directory from its creation to its removal; the kernel frees it with
+the process, whatever ends it, and every process sees it, from other PID namespaces too. Only the holder of the lock
+removes files inside. All other processes attach and create files inside.
 
-Each run has a random number, its run id, made at the first start and kept when a dead owner's run is gone on with. The
-files of the run lie in a folder of that name: a process of an earlier run of the same name finds none of them.
+Each run has a random number, its run id, made at the first start and kept when a dead owner's run is resumed. The files
+of the run lie in a folder of that name: a process of an earlier run of the same name finds none of them.
 
 Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
 
     run.json                run id, API key of the run's SGLang servers, and the owner's process id for error messages
     <run id>/learner-<rank>.sock    the socket of a learner rank
     <run id>/learner-<rank>.replay  the replay arena of a learner rank
-    <run id>/learner-<rank>.journal what became of its tickets
+    <run id>/learner-<rank>.journal the journal of its tickets
     <run id>/<actor id>.arena       the arena of an actor
     <run id>/weights/               the weight board
-    <run id>/kept/                  the same for learners alone: versions that actors were not given
-    <run id>/began                  when the run began to train
+    <run id>/kept/                  the weight board of versions that only a restarted learner reads
+    <run id>/began                  the time at which the run began to train
 """
 
 from __future__ import annotations
@@ -52,14 +52,21 @@ class RunDirectoryError(RuntimeError):
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` where it may become part of a file name; ValueError otherwise."""
+    """Return `name` where it may become part of a file name.
+
+    Args:
+        what: noun for the error message.
+
+    Raises:
+        ValueError: it may not.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{what} is {name!r}: use 1 to 64 letters, digits, '.', '_' or '-', not starting with a sign")
     return name
 
 
 def shared_memory() -> Path:
-    """Where run directories lie by default: /dev/shm, or the directory for temporary files where there is none."""
+    """Default parent of run directories: /dev/shm, or the directory for temporary files where there is none."""
     shared_memory = Path("/dev/shm")
     return shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
 
@@ -70,16 +77,22 @@ def _run_path(run_name: str, base: Path | None) -> Path:
 
 
 class RunDirectory:
-    """Paths inside a run directory. Made by `create` (the owner) or `attach` (everybody else).
+    """Paths inside a run directory. Made by `create` (the owner) or `attach` (all others).
 
-    run_id: of the run, in [1, 2^63). path: folder of its files.
+    Attributes:
+        run_id: of the run, in [1, 2^63).
+        path: folder of its files.
 
     >>> with RunDirectory.create("docs-example") as run:            # doctest: +SKIP
     ...     receiver = Receiver(run.endpoint(rank=0), ...)
     """
 
     def __init__(self, root: Path, run_id: int, lock: int | None = None) -> None:
-        """lock: descriptor of the locked directory; None: attached."""
+        """Make the object for a directory that exists.
+
+        Args:
+            lock: descriptor of the locked directory; None: attached.
+        """
         self.run_id = run_id
         # Half of the number, since a socket's path must be short.
         self.path = root / f"{run_id & 0xFFFFFFFF:08x}"
@@ -89,17 +102,23 @@ class RunDirectory:
 
     @classmethod
     def for_learner(cls, run_name: str, resume: bool) -> RunDirectory:
-        """The supervisor's, where there is one (`SUPERVISED`); else see `create`."""
+        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one.
+
+        Args:
+            resume: see `take_over` of `create`.
+        """
         return cls.attach(run_name) if os.environ.get(SUPERVISED) else cls.create(run_name, take_over=resume)
 
     @classmethod
     def create(cls, run_name: str, base: Path | None = None, take_over: bool = False) -> RunDirectory:
-        """Make the directory of a run and own it until `remove`; a dead owner's directory of that name goes first.
+        """Make the directory of a run and own it until `remove`. A dead owner's directory of that name goes first.
 
-        take_over: a dead owner's run is gone on with instead: what its learner acknowledged is in there.
+        Args:
+            base: parent directory; None: see `shared_memory`.
+            take_over: resume a dead owner's run instead, with all trajectories that its learner has acknowledged.
 
-        base: parent directory; /dev/shm by default, the directory for temporary files where there is no /dev/shm.
-        Raises RunDirectoryError when the owner is alive or the path belongs to another user.
+        Raises:
+            RunDirectoryError: the owner is alive, or the path belongs to another user.
         """
         root = _run_path(run_name, base)
         while (lock := _lock(root, run_name, make=True)) is None:
@@ -115,7 +134,7 @@ class RunDirectory:
             run.path.mkdir(mode=0o700, exist_ok=True)
             new = root / (_RUN_FILE + ".new")
             new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid(), "server_key": server_key}))
-            os.replace(new, root / _RUN_FILE)  # last: who finds it finds the rest
+            os.replace(new, root / _RUN_FILE)  # last: a process that finds it finds all other files
             return run
         except BaseException:
             os.close(lock)
@@ -123,15 +142,19 @@ class RunDirectory:
 
     @classmethod
     def attach(cls, run_name: str, base: Path | None = None, timeout_s: float | None = 0.0) -> RunDirectory:
-        """Use the directory that another process owns, waiting up to `timeout_s` seconds for it to appear; None: for
-        ever, which is said once.
+        """Use the directory that another process owns.
 
-        Raises RunDirectoryError when it does not exist by then, or its owner is dead, or it belongs to another user.
+        Args:
+            base: as for `create`.
+            timeout_s: seconds to wait for it to appear; None: for ever, which is logged once.
+
+        Raises:
+            RunDirectoryError: it does not exist by then, its owner is dead, or it belongs to another user.
         """
         root = _run_path(run_name, base)
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         is_said = False
-        # What a dead owner left is about to be replaced by the next start: as good as nothing.
+        # The next start will replace the files of a dead owner: they do not count.
         while not _has_owner(root) or (run_id := _read_run_id(root)) is None:
             if timeout_s is None and not is_said:
                 _log.warning(
@@ -147,11 +170,15 @@ class RunDirectory:
         return cls(root, run_id)
 
     def has_ended(self) -> bool:
-        """Whether its owner has removed it, or another run has taken the name: nothing of this one will come back."""
+        """Return whether the run is over: its owner has removed the directory, or another run has taken the name."""
         return not self.path.is_dir()
 
     def endpoint(self, rank: int = 0) -> str:
-        """ZeroMQ endpoint of a learner rank. RunDirectoryError where the path is too long for a socket."""
+        """ZeroMQ endpoint of a learner rank.
+
+        Raises:
+            RunDirectoryError: the path is too long for a socket.
+        """
         path = self.path / f"learner-{rank}.sock"
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise RunDirectoryError(
@@ -161,7 +188,11 @@ class RunDirectory:
         return f"ipc://{path}"
 
     def arena_path(self, actor_id: str) -> Path:
-        """File of an actor's arena. ValueError where the id cannot be part of a file name."""
+        """File of an actor's arena.
+
+        Raises:
+            ValueError: the id cannot be part of a file name.
+        """
         return self.path / f"{check_name('actor_id', actor_id)}.arena"
 
     def replay_path(self, rank: int = 0) -> Path:
@@ -173,7 +204,7 @@ class RunDirectory:
         return self.path / f"learner-{rank}.journal"
 
     def began_at(self) -> float:
-        """When the first learner asked, in seconds of `time.monotonic`, which all processes of this host share."""
+        """Time of the first call in this run, in seconds of `time.monotonic`, which all processes of a host share."""
         path = self.path / "began"
         with contextlib.suppress(FileNotFoundError):
             return float(path.read_text())
@@ -185,7 +216,7 @@ class RunDirectory:
 
     @property
     def kept_path(self) -> Path:
-        """Directory of the weight board that learners alone read: versions that were not published to actors."""
+        """Directory of the board of kept versions, which were not published to engines: only learners read it."""
         return self.path / "kept"
 
     @property
@@ -195,11 +226,15 @@ class RunDirectory:
 
     @property
     def server_key(self) -> str:
-        """API key of the SGLang servers that the run starts: who may read the run's folder may use them."""
+        """API key of the SGLang servers that the run starts, for all who may read the run's folder."""
         return str(_read(self._root)["server_key"])
 
     def remove(self) -> None:
-        """Delete the directory and everything in it. Only the owner may; a second call does nothing."""
+        """Delete the directory and everything in it. A second call does nothing.
+
+        Raises:
+            RunDirectoryError: this process attached to it, and does not own it.
+        """
         if not self._owned:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
         if self._lock is not None:
@@ -217,9 +252,13 @@ class RunDirectory:
 
 
 def find_run(run_name: str, base: Path | None = None) -> int | None:
-    """Run id of what a dead owner has left under this name; None where there is nothing.
+    """Find the run that a dead owner has left under this name.
 
-    RunDirectoryError where its owner lives, or it belongs to another user.
+    Returns:
+        Its run id; None where there is none.
+
+    Raises:
+        RunDirectoryError: its owner lives, or it belongs to another user.
     """
     root = _run_path(run_name, base)
     if _has_owner(root):
@@ -228,7 +267,7 @@ def find_run(run_name: str, base: Path | None = None) -> int | None:
 
 
 def left_bytes(run_name: str, base: Path | None = None) -> int:
-    """What the files under this name take up."""
+    """Bytes on disk, or in memory, of the files under this name."""
     total = 0
     for folder, _, names in os.walk(_run_path(run_name, base)):
         for name in names:
@@ -238,9 +277,13 @@ def left_bytes(run_name: str, base: Path | None = None) -> int:
 
 
 def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5.0) -> None:
-    """Remove what a dead owner left of a run; nothing to do where there is nothing. For supervisors, after the end.
+    """Remove the directory that a dead owner left, if there is one. For supervisors, after the end of a run.
 
-    timeout_s: how long to wait for an owner that is being killed. RunDirectoryError where it still lives then.
+    Args:
+        timeout_s: seconds to wait for an owner that is being killed.
+
+    Raises:
+        RunDirectoryError: the owner is still alive then.
     """
     root = _run_path(run_name, base)
     deadline = time.monotonic() + timeout_s
@@ -259,14 +302,14 @@ def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5
 
 
 def _check_ours(root: Path) -> None:
-    # /dev/shm is writable for everybody: never follow what another user has put there.
+    # /dev/shm is writable for every user: never follow links that another user has put there.
     status = os.lstat(root)
     if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
         raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: choose another run name")
 
 
 def _open(root: Path) -> int | None:
-    """A descriptor of the directory; None where there is none. RunDirectoryError where it is another user's."""
+    """Open the directory; None where there is none. Raises RunDirectoryError where it is another user's."""
     try:
         _check_ours(root)
         return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -275,9 +318,13 @@ def _open(root: Path) -> int | None:
 
 
 def _lock(root: Path, run_name: str, make: bool) -> int | None:
-    """A descriptor that holds the lock of a run's directory. None where that has gone meanwhile: try again.
+    """Lock the directory of a run.
 
-    RunDirectoryError where somebody holds it.
+    Returns:
+        A descriptor that holds the lock; None where the directory was removed meanwhile: try again.
+
+    Raises:
+        RunDirectoryError: another process holds the lock.
     """
     if make:
         with contextlib.suppress(FileExistsError):
@@ -290,7 +337,7 @@ def _lock(root: Path, run_name: str, make: bool) -> int | None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # It may be one who looks whether there is an owner, for a moment.
+                # The holder may be a process that checks for an owner, for a moment.
                 if attempt + 1 == _LOCK_TRIES:
                     raise _in_use(root, run_name) from None
                 time.sleep(_LOCK_INTERVAL_S)
@@ -313,7 +360,7 @@ def _in_use(root: Path, run_name: str) -> RunDirectoryError:
 
 
 def _has_owner(root: Path) -> bool:
-    """Whether a living process holds the lock."""
+    """Return whether a living process holds the lock."""
     if (handle := _open(root)) is None:
         return False
     try:
@@ -326,7 +373,7 @@ def _has_owner(root: Path) -> bool:
 
 
 def _read_run_id(root: Path) -> int | None:
-    """None where there is no run, or one that is being made or removed."""
+    """Read the run id; None where there is no run, or one that is being made or removed."""
     value = _read(root).get("run_id")
     return value if type(value) is int and 0 < value < 2**63 else None
 
@@ -344,13 +391,13 @@ def _read(root: Path) -> dict[str, object]:
 
 
 def _empty(root: Path) -> None:
-    """Remove what is in a directory whose lock is held, also while actors that end make and remove files in it."""
-    (root / _RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to what is half deleted
+    """Remove all files in a directory whose lock is held, also while ending actors create and remove files in it."""
+    (root / _RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to a directory that is half deleted
     for path in root.iterdir():
         while os.path.lexists(path):
             try:
                 path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
             except OSError as error:
-                # A file that came or went after it was listed: what is left is listed again.
+                # A file was created or removed after the listing: list again.
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                     raise

@@ -1,4 +1,4 @@
-"""The safetensors file format, as much of it as a file that is rewritten in place needs.
+"""Safetensors file format: the part that a file which is rewritten in place needs.
 
 8 bytes: length n of the header, little endian; n bytes: JSON, padded with blanks; then the tensors without gaps, at the
 offsets that the header gives. Invariant: tensors are laid in order of falling item size, so each is aligned to its own.
@@ -21,18 +21,18 @@ ITEM_SIZES: dict[str, int] = {
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 MAX_HEADER_BYTES = 100_000_000
-"""Of the JSON in a file: the limit of the format's reference implementation."""
+"""Limit of the JSON in a file, by the format's reference implementation."""
 _MAX_OFFSET = 2**63
 _MAX_DIMENSIONS = 64
 
 
 class LayoutError(ValueError):
-    """A description of tensors, or a header, that is not valid."""
+    """Invalid description of tensors, or invalid header."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies: bytes [start, end) of the file, dtype by its safetensors name."""
+    """Position of a tensor: bytes [start, end) of the file; dtype by its safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,8 +42,13 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """header: the file's first bytes. places: by tensor name, in the order of the file. num_bytes: of the whole
-    file."""
+    """Layout of a file.
+
+    Attributes:
+        header: first bytes of the file.
+        places: by tensor name, in the order of the file.
+        num_bytes: of the whole file.
+    """
 
     header: bytes
     places: dict[str, TensorPlace]
@@ -81,9 +86,13 @@ def plan(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def parse(data: memoryview) -> dict[str, TensorPlace]:
-    """The tensors in a file, by name, in the order of the file.
+    """Find the tensors in a file.
 
-    LayoutError where the header is malformed or leaves the file, and where tensors overlap or leave gaps.
+    Returns:
+        Positions by name, in the order of the file.
+
+    Raises:
+        LayoutError: the header is malformed or exceeds the file, or tensors overlap or leave gaps.
     """
     try:
         (length,) = _LENGTH.unpack(data[: _LENGTH.size])

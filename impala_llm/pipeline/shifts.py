@@ -1,11 +1,14 @@
-"""Shifts: two threads take turns at the same work. One was started for it; the other wants what comes out of it, and
-does it itself while it has nothing else to do.
+"""Leader and followers for two threads: the thread that serves is the leader, and the two take turns at it.
 
-So what has arrived is not handed from thread to thread while somebody waits for it: no switch between two threads that
-share one interpreter lock (leader and followers: Schmidt et al., Pattern-Oriented Software Architecture 2, 2000).
+A background thread serves as a rule. A consumer thread that waits for the results serves by itself meanwhile, so that
+nothing is handed from thread to thread while somebody waits for it: two threads that share one interpreter lock would
+have to switch (Schmidt et al., Pattern-Oriented Software Architecture 2, 2000, "Leader/Followers").
 
-Invariant: one of the two works at any time, never both, and each sees all that the other did. The worker takes over
-when the guest has stayed away for a moment, so that nothing lies undone for longer than that.
+Invariant: one of the two serves at any time, never both, and each sees all that the other did. The background thread
+leads again when the consumer has been away for a moment (`_LINGER_S`), so no work waits for longer than that.
+
+Names below: the worker is the background thread, the guest the consumer, the bell the read end of a wake-up pipe and
+the button its write end.
 """
 
 from __future__ import annotations
@@ -17,22 +20,23 @@ import time
 from collections.abc import Callable
 
 _LINGER_S = 0.005
-"""A guest that left is waited for so long: most come again at once."""
+"""Seconds that the background thread waits for a consumer that left: most come again at once."""
 
 Serve = Callable[[float], None]
-"""Does what there is to do, waiting for something up to so many seconds, or until the bell can be read."""
+"""Does all work there is. Waits for some up to so many seconds, or until the wake-up pipe is readable."""
 
 
 class Shifts:
-    """The worker's thread calls `work`, the guest's `help`; anybody may `nudge` and `stop`.
+    """Lets two threads take turns: the background thread calls `work`, the consumer `help`, any thread `nudge`, `stop`.
 
-    idle_s: longest wait of a serve.
+    Args:
+        idle_s: longest wait of one call of `Serve`, in seconds.
     """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
         self.bell, self._button = os.pipe()
-        """A descriptor that ends a serve's wait; `silence` it then."""
+        """Read end of the wake-up pipe: a descriptor that ends the wait of `Serve`, which then calls `silence`."""
         os.set_blocking(self.bell, False)
         os.set_blocking(self._button, False)
         self._changed = threading.Condition()
@@ -44,18 +48,28 @@ class Shifts:
         self._stopping = False
 
     def work(self, serve: Serve) -> None:
-        """Serve until `stop`, but for the guest's shifts. An error of the worker's stops all."""
+        """Serve until `stop`, except while the consumer does. An error in this thread stops both.
+
+        Args:
+            serve: does the work.
+        """
         try:
             while not self._stopping:
                 serve(self._idle_s)
                 if self._guest_is_here:
                     self._rest()
-                    serve(0.0)  # what was nudged for meanwhile rang no bell
+                    serve(0.0)  # a nudge meanwhile has written nothing to the pipe
         finally:
             self.stop()
 
     def help(self, serve: Serve, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Serve instead of the worker until there is what the guest waits for, or the time is over, or `stop`."""
+        """Serve instead of the background thread, until `is_done`, `stop` or the end of the time.
+
+        Args:
+            serve: does the work.
+            is_done: returns whether the result that the consumer waits for is there.
+            timeout_s: seconds to serve at most.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             with self._changed:
@@ -71,8 +85,11 @@ class Shifts:
                 self._guest_left = time.monotonic()
 
     def nudge(self, urgent: bool = False) -> None:
-        """There is something to do of which no descriptor tells. Not urgent: it may wait for the guest's next shift, or
-        for a few milliseconds."""
+        """Tell the leader that there is work of which no descriptor tells.
+
+        Args:
+            urgent: False: it may wait until the consumer serves again, or for a few milliseconds.
+        """
         if self._stopping:
             return
         if self._guest_is_here or not self._worker_rests:
@@ -83,7 +100,7 @@ class Shifts:
                 self._changed.notify_all()
 
     def silence(self) -> None:
-        """The bell has been heard."""
+        """Empty the wake-up pipe."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.bell, 1 << 16)
 
@@ -95,12 +112,12 @@ class Shifts:
         self._ring()
 
     def close(self) -> None:
-        """Free the descriptors, once nobody works any more."""
+        """Free the descriptors, once neither thread serves any more."""
         os.close(self.bell)
         os.close(self._button)
 
     def _ring(self) -> None:
-        # A full pipe is full of earlier calls: it will be heard.
+        # A full pipe is full of earlier wake-ups: it will be read.
         with contextlib.suppress(BlockingIOError):
             os.write(self._button, b"!")
 
@@ -108,7 +125,7 @@ class Shifts:
         with self._changed:
             self._worker_rests = True
             self._changed.notify_all()
-            # The guest gives no notice when it leaves: mostly it is back at once, and a notice would wake this thread.
+            # The consumer does not notify when it leaves: mostly it is back at once, and that would wake this thread.
             while not self._stopping and (self._guest_is_here or not self._is_due()):
                 self._changed.wait(_LINGER_S)
             self._worker_rests = False

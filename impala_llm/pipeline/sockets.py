@@ -1,7 +1,7 @@
-"""Makes the sockets between actors and learner ranks, all of their options in one place.
+"""ZeroMQ sockets between actors and learner ranks, with all of their options.
 
-Invariant: a socket that reaches beyond this host is encrypted and lets in only authorised keys; what is asked to be
-otherwise raises before anything is opened.
+Invariant: a socket that reaches beyond this host is encrypted and accepts only authorised keys; any other request
+raises before a socket is opened.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HANDSHAKE_MS = 10_000
 _CONNECT_MS = 5_000
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
-# A peer that neither sends nor answers for so long is cut off, and connects again when it can. Any message that
-# arrives counts, so the largest one must come through in this time.
+# A peer that neither sends nor answers for so long is disconnected, and connects again when it can. Any message counts,
+# so the largest one must arrive within this time.
 _HEARTBEAT_MS = 3_000
-# A learner has many peers, and hears what each of them sends by itself.
+# A learner has many peers, and each sends heartbeats of its own.
 _ROUTER_HEARTBEAT_MS = 15_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
-# What encryption adds to a message (RFC 26: 8 bytes of command name, 8 of nonce, 16 of authenticator, 1 of flags).
+# Bytes that encryption adds to a message (RFC 26: 8 of command name, 8 of nonce, 16 of authenticator, 1 of flags).
 _CURVE_OVERHEAD = 33
 _DEFAULT_QUEUE = 1000
 
@@ -43,21 +43,27 @@ def router(
     gatekeeper: Gatekeeper | None = None,
     queue_messages: int = _DEFAULT_QUEUE,
 ) -> zmq.Socket[bytes]:
-    """A learner's ROUTER socket, bound.
+    """Make and bind a learner's ROUTER socket.
 
-    An actor that connects again takes its routing id over, even while its old connection seems to be there.
+    An actor that connects again takes its routing id over, even while its old connection seems to exist.
 
-    endpoint: ipc:///path or tcp://address:port, `*` as port for any free one (then see zmq.LAST_ENDPOINT).
-    max_message_bytes: a peer that sends a larger frame is cut off. gatekeeper: of this context; encrypts and lets in
-    authorised keys only; None: clear text, on this host only. queue_messages: waiting for or from each peer at most.
-    Raises ValueError where the endpoint needs keys or is malformed, zmq.ZMQError where it is taken or not of this host.
+    Args:
+        endpoint: ipc:///path or tcp://address:port, `*` as port for any free one (then see zmq.LAST_ENDPOINT).
+        max_message_bytes: a peer that sends a larger frame is disconnected.
+        gatekeeper: of this context: the socket is encrypted and accepts authorised keys only; None: clear text, on
+            this host only.
+        queue_messages: maximum of messages that wait for, or from, each peer.
+
+    Raises:
+        ValueError: the endpoint needs keys or is malformed.
+        zmq.ZMQError: the endpoint is in use, or not of this host.
     """
     check_bind(endpoint, has_keys=gatekeeper is not None)
     if endpoint.startswith("ipc://"):
         _refuse_if_taken(Path(endpoint.removeprefix("ipc://")))
     socket = context.socket(zmq.ROUTER)
     try:
-        # Gone over in this order: a gatekeeper watches from before the first connection.
+        # In this order: the gatekeeper watches from before the first connection.
         _set_common(socket, max_message_bytes, encrypted=gatekeeper is not None, queue_messages=queue_messages)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
@@ -65,7 +71,7 @@ def router(
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, gatekeeper.keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            # Without it libzmq lets everybody in when no gatekeeper answers.
+            # Without it libzmq accepts every peer when no gatekeeper answers.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             gatekeeper.watch(socket)
         if endpoint.startswith("tcp://"):
@@ -95,10 +101,16 @@ def dealer(
     keys: ActorKeys | None = None,
     queue_messages: int = _DEFAULT_QUEUE,
 ) -> zmq.Socket[bytes]:
-    """An actor's DEALER socket, connecting; it connects by itself again whenever it must.
+    """Make an actor's DEALER socket. It connects in the background, again whenever it must.
 
-    endpoint: of a `router`, which need not be there yet. identity: routing id. keys: None: clear text, on this host
-    only. The other arguments as in `router`. Raises ValueError where the endpoint needs keys or is malformed.
+    Args:
+        endpoint: of a `router`, which need not exist yet.
+        identity: routing id.
+        max_message_bytes, queue_messages: as for `router`.
+        keys: of the actor; None: clear text, on this host only.
+
+    Raises:
+        ValueError: the endpoint needs keys or is malformed.
     """
     check_connect(endpoint, has_keys=keys is not None)
     socket = context.socket(zmq.DEALER)
@@ -133,7 +145,7 @@ def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, encrypted: bo
 
 
 def _set_tcp(socket: zmq.Socket[bytes], heartbeat_ms: int) -> None:
-    # A cable that is pulled closes no socket. ZeroMQ's heartbeats find it; the kernel's find a peer whose ZeroMQ hangs.
+    # A lost network closes no socket. ZeroMQ's heartbeats detect it; the kernel's detect a peer whose ZeroMQ hangs.
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -143,12 +155,12 @@ def _set_tcp(socket: zmq.Socket[bytes], heartbeat_ms: int) -> None:
 
 
 def _numeric_localhost(endpoint: TcpEndpoint) -> TcpEndpoint:
-    # libzmq takes no names to bind to, and `localhost` may stand for either family where one side has only the other.
+    # libzmq binds to no names, and `localhost` may mean either family where one side has only the other.
     return replace(endpoint, host="127.0.0.1") if endpoint.host.lower() == "localhost" else endpoint
 
 
 def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
-    """Whether a host has no IPv4 address. A name that cannot be looked up now is taken for one that has."""
+    """Return whether a host has no IPv4 address; False for a name that cannot be looked up now."""
     try:
         found = system.getaddrinfo(endpoint.host, None, type=system.SOCK_STREAM)
     except OSError:
@@ -157,9 +169,10 @@ def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
 
 
 def _refuse_if_taken(path: Path) -> None:
-    """ZMQError where somebody listens at a path, or it is no socket: libzmq would delete it without a word.
+    """Check that a path is free, or the socket of a dead process: libzmq would delete any file there silently.
 
-    What a dead process left is not in the way.
+    Raises:
+        zmq.ZMQError: a process listens there, or the file is no socket.
     """
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
@@ -168,7 +181,7 @@ def _refuse_if_taken(path: Path) -> None:
     if not is_socket:
         raise zmq.ZMQError(errno.EEXIST, f"{path} is a file that is no socket: move it away")
     with system.socket(system.AF_UNIX, system.SOCK_STREAM) as probe:
-        # A listener that is stopped, or has a full queue, listens all the same: do not wait for it.
+        # A listener that is stopped, or has a full queue, counts as well: do not wait for it.
         probe.setblocking(False)
         code = probe.connect_ex(os.fspath(path))
     if code not in (errno.ECONNREFUSED, errno.ENOENT):

@@ -1,4 +1,4 @@
-"""The order in which tasks are played: endless, reproducible, without gaps.
+"""Order in which tasks are played: endless, reproducible, without gaps.
 
 Invariant: over all ranks together, each epoch holds every task exactly once.
 """
@@ -11,20 +11,24 @@ import numpy as np
 
 
 class TaskOrder:
-    """The endless order of (task, group), reproducible from (tasks, group_size, seed) and a position.
+    """Endless order of (task, group), reproducible from (tasks, group_size, seed) and a position.
 
-    Each epoch is a fresh shuffle of all tasks. Ranks take places rank, rank + world_size, ... of the one global
-    order: so no task is skipped or repeated in an epoch, however many ranks share it. The global place is the
+    Each epoch is a new shuffle of all tasks. Ranks take positions rank, rank + world_size, ... of the one global
+    order: so no task is skipped or repeated in an epoch, however many ranks share it. The global position is the
     group's id.
+
+    Args:
+        tasks: ids, all different, the same on all ranks.
+        group_size: tickets of a group.
+        seed: of the shuffles and the tickets.
+
+    Raises:
+        ValueError: there are no tasks or repeated ones, group_size is below 1, or rank is outside of the world.
     """
 
     def __init__(
         self, tasks: Sequence[int], group_size: int = 1, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
-        """tasks: ids, all different, the same on all ranks. group_size: tickets of one group.
-
-        Raises ValueError for no or repeated tasks, a group_size below 1 or a rank outside of the world.
-        """
         if not tasks:
             raise ValueError("tasks is empty: there is nothing to play")
         if len(set(tasks)) != len(tasks):
@@ -43,13 +47,13 @@ class TaskOrder:
         self._shuffled = self._tasks
 
     def next(self) -> tuple[int, int]:
-        """The next (task_id, group_id) of this rank."""
+        """Take the next (task_id, group_id) of this rank."""
         group_id = self._num_taken * self._world_size + self._rank
         self._num_taken += 1
         return self.task_of(group_id), group_id
 
     def task_of(self, group_id: int) -> int:
-        """The task of a group."""
+        """Id of the task of a group."""
         epoch, place = divmod(group_id, len(self._tasks))
         if epoch != self._epoch:
             self._epoch = epoch
@@ -58,11 +62,11 @@ class TaskOrder:
 
     @property
     def num_taken(self) -> int:
-        """How many groups this rank has taken."""
+        """Number of groups that this rank has taken."""
         return self._num_taken
 
     def skip_to(self, num_taken: int) -> None:
-        """Go on after this many groups."""
+        """Continue after this many groups."""
         self._num_taken = num_taken
 
     def ticket_seed(self, ticket_id: int) -> int:
@@ -71,18 +75,22 @@ class TaskOrder:
         return int(state[0] >> np.uint64(1))
 
     def state_dict(self) -> dict[str, int]:
-        """Position and what it refers to, as plain numbers."""
+        """State as plain numbers: the position, and the identity of the order."""
         return {"num_taken": self._num_taken, **self.identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a saved position. ValueError where it belongs to another order."""
+        """Continue at a saved position.
+
+        Raises:
+            ValueError: it belongs to another order.
+        """
         for name, value in self.identity().items():
             if state[name] != value:
                 raise ValueError(f"the saved task order has {name}={state[name]}, this run {value}: they must agree")
         self._num_taken = state["num_taken"]
 
     def identity(self) -> dict[str, int]:
-        """What decides the order, position aside."""
+        """Numbers that determine the order."""
         return {
             "num_tasks": len(self._tasks),
             "group_size": self.group_size,

@@ -1,4 +1,4 @@
-"""What is known of each ticket: plain records, shared by the ledger, its journal and its saved state."""
+"""Records of tickets and groups, shared by the ledger, its journal and its saved state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Leave to play one episode. Written by the learner rank, read by the actor.
+    """Permission to play one episode. Written by the learner rank, read by the actor.
 
-    ticket_id: the same in every run with the same task order; unique over all ranks.
-    task_id: what to play. group_id: tickets with the same one play the same task for a group-relative baseline.
-    seed: of the episode, in [0, 2^63).
-    min_version: the actor plays with at least this version of the weights, else the trajectory is refused.
+    Attributes:
+        ticket_id: the same in every run with the same task order; unique over all ranks.
+        task_id: task to play.
+        group_id: tickets with the same one play the same task, for a group-relative baseline.
+        seed: of the episode, in [0, 2^63).
+        min_version: oldest version of the weights that the actor may play with; else the trajectory is refused.
     """
 
     ticket_id: int
@@ -25,7 +27,7 @@ class Ticket:
 
 
 class State(Enum):
-    """Of a ticket; see tickets.py for what leads from one to the other."""
+    """State of a ticket; the transitions are in tickets.py."""
 
     READY = "ready"
     OPEN = "open"
@@ -40,8 +42,12 @@ ENDED = (State.TRAINED, State.EVICTED, State.REFUSED)
 
 @dataclass(slots=True)
 class Parts:
-    """Of a ticket whose episode comes in several unrolls. settled: by unroll, the version that is made of it, 0 where
-    it was evicted. num_unrolls: of the whole episode, once its last one is there."""
+    """Unrolls of a ticket whose episode comes in several.
+
+    Attributes:
+        settled: by unroll, the version of the step that trained on it; 0: it was evicted.
+        num_unrolls: of the whole episode, once its last one has arrived.
+    """
 
     settled: dict[int, int] = field(default_factory=dict)
     num_unrolls: int | None = None
@@ -53,7 +59,7 @@ FIRST_UNROLL = frozenset((0,))
 
 @dataclass(slots=True)
 class Entry:
-    """All that is known of a ticket."""
+    """Ledger entry of a ticket."""
 
     ticket: Ticket
     born_version: int
@@ -62,37 +68,37 @@ class Entry:
     attempts: int = 0
     episode_id: str | None = None
     unrolls: frozenset[int] = NO_UNROLLS
-    """Those that were received. Immutable, so that most entries share theirs: many small sets make the ledger slow."""
+    """Unrolls that were received. Immutable, so that most entries share theirs: many small sets are slow."""
     step: int = 0
-    """Version that is made of it, once it is trained on: it counts when that version is published."""
+    """Version of the step that trained on it, 0 before; the step counts when that version is published."""
     parts: Parts | None = None
-    """None as long as all there is is one unroll, the first and last."""
+    """None while there is only one unroll, the first and last."""
     losses: int = 0
-    """Actors that were lost while they had it."""
+    """Number of actors that were lost while they had it."""
     lost_by: str | None = None
-    """The last of them, until the ticket is granted again: one that comes back with it was not lost."""
+    """Last of these actors, until the ticket is granted again: if it comes back with the ticket, it was not lost."""
     crashes: dict[int, int] | None = None
-    """Steps that trained on it in which the learner died, by unroll."""
+    """By unroll, number of steps that trained on it in which the learner died."""
 
 
 @dataclass(slots=True)
 class Group:
-    """A group of which some ticket has not ended."""
+    """Group with a ticket that has not ended."""
 
     under_way: int
     """Tickets that have not ended."""
     num_lost: int = 0
     """Refused tickets. Their slots stay charged until the whole group has ended, so that a batch keeps its number of
-    groups: a group that is short of members is no room for part of another."""
+    groups: a short group leaves no room for a part of another."""
 
 
 def waiting(entry: Entry) -> frozenset[int]:
-    """Unrolls that are to be trained on or evicted."""
+    """Unrolls that still have to be trained on or evicted."""
     return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
 
 
 def entry_state(entry: Entry) -> list[Any]:
-    """As plain lists, strings and numbers."""
+    """Convert an entry to plain lists, strings and numbers."""
     t = entry.ticket
     return [
         *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
@@ -103,7 +109,7 @@ def entry_state(entry: Entry) -> list[Any]:
 
 
 def entry_from_state(values: list[Any]) -> Entry:
-    """What `entry_state` was made of; where it was open, at no actor."""
+    """Restore an entry from its `entry_state`; an open one is at no actor."""
     *ticket, born_version, state, attempts, episode_id, unrolls, step, saved, losses, crashes = values
     entry = Entry(Ticket(*ticket), born_version, State(state), None, attempts, episode_id, frozenset(unrolls), step)
     if saved is not None:

@@ -1,6 +1,6 @@
-"""What a ledger notes in its journal, and what the ledger of a later process reads out of it.
+"""Rows of a ledger's journal: how a ledger writes them, and how that of a later process reads them.
 
-Invariant: of a ticket's rows the last one counts. What has arrived is not noted: it is known from the replay arena.
+Invariant: the last of a ticket's rows counts. Arrivals are not noted: the replay arena holds them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from impala_llm.trajectory import MAX_TICKETS
 Row = tuple[int, ...]
 _ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
 _LOSSES_AT = 32
-"""In a ticket's row its losses stand above its attempts, from this bit on."""
+"""Bit of a row's field from which on a ticket's losses stand; its attempts are below."""
 _KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
 
 
 def note(entry: Entry) -> Row:
-    """Of a ticket that has ended, or (any other state) that lives."""
+    """Row of a ticket: its end, or that it has not ended."""
     ticket = entry.ticket
     kind = _KINDS.get(entry.state, _LIVE)
     tries = entry.attempts | entry.losses << _LOSSES_AT
@@ -29,22 +29,30 @@ def note(entry: Entry) -> Row:
 
 
 def read_tries(tries: int) -> tuple[int, int]:
-    """Attempts and losses, as a ticket's row has them."""
+    """Split a row's field into attempts and losses."""
     return tries & (1 << _LOSSES_AT) - 1, tries >> _LOSSES_AT
 
 
 def note_made(version: int) -> Row:
-    """The step that makes this version is over, whether or not it counts."""
+    """Row for a completed step, that of this version, whether or not it counts."""
     return _MADE, version, 0, 0, 0, 0
 
 
 def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
-    """One of several unrolls was trained on, by the step that makes this version, or (0) evicted."""
+    """Row for one of several unrolls that was trained on or evicted.
+
+    Args:
+        step: version of the step that trained on it; 0: it was evicted.
+    """
     return _SETTLED, ticket_id, unroll_index, step, 0, 0
 
 
 def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
-    """All that a later process must know of these tickets, in as few rows as it takes. version: see `note_made`."""
+    """Rows from which a later process restores these tickets, as few as possible.
+
+    Args:
+        version: of the newest completed step, see `note_made`.
+    """
     entries = list(entries)
     return [
         (_ORDER, *order.identity().values()),
@@ -68,24 +76,25 @@ def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Ro
 
 @dataclass
 class Past:
-    """What rows say of each ticket."""
+    """State of tickets, as read from rows. By ticket id."""
 
     last: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Its last row."""
+    """Last row."""
     settled: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of its unrolls that a step has settled which counts: that step's version, 0 where it was evicted."""
+    """By unroll that a step which counts has settled: that step's version; 0: it was evicted."""
     crashes: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of its unrolls: the steps that trained on them in which the learner died."""
+    """By unroll: number of steps that trained on it in which the learner died."""
 
     def end_of(self, ticket_id: int) -> State | None:
-        """None where it lives."""
+        """Final state of a ticket; None where it has not ended."""
         return _ENDS.get(self.last[ticket_id][0])
 
 
 def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
-    """Take the task order to where it was.
+    """Read rows, and move the task order to its position.
 
-    version: the newest that was published: steps that made a later one do not count.
+    Args:
+        version: newest one on a board: steps that made a later one do not count.
 
     Raises:
         ValueError: the rows are of another task order, or damaged.

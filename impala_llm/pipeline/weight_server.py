@@ -1,11 +1,12 @@
-"""Serves the learner's weight board to the relays of other hosts. The other end: relay.py.
+"""Weight server: serves the learner's weight board to the relays of other hosts. The client is relay.py.
 
-Invariant: what is sent of a version is whole and never changes: every chunk is read under a lease. A relay that
-misbehaves, or asks for what is no longer there, costs an answer or a log line, never the server.
+Invariant: the chunks of a version are of that version only, since each is read under a lease. A relay that misbehaves,
+or asks for a version that is overwritten, costs an answer or a log line, never the server.
 
-A version that a relay fetches is held for it while it asks for more of it, so that a learner faster than the network
-does not take it away each time; as many versions as the board has slots beyond two, which the publisher needs. A relay
-for which none can be held is given one that is held for another, if that is news to it.
+The version that a relay fetches is leased for it while it asks for more chunks, so that a learner faster than the
+network does not overwrite it each time. As many versions are leased as the board has slots beyond two, which the
+publisher needs. A relay for which no further one can be leased gets one that is leased for another, if it is newer than
+its own.
 """
 
 from __future__ import annotations
@@ -45,8 +46,14 @@ _JOIN_S = 10.0
 
 @dataclass
 class ServerStats:
-    """Counters since the start. requests: that were answered. malformed: messages that were no request. unsent:
-    answers that could not be sent because their relay does not read, or is gone."""
+    """Counters since the start.
+
+    Attributes:
+        requests: answered.
+        bytes_sent: of chunks.
+        malformed: messages that were no valid request.
+        unsent: answers that could not be sent because their relay does not read, or is gone.
+    """
 
     requests: int = 0
     bytes_sent: int = 0
@@ -56,7 +63,11 @@ class ServerStats:
 
 @dataclass
 class _Held:
-    """relays: that fetch it, and the time of their last request."""
+    """A leased version.
+
+    Attributes:
+        relays: time of the last request of each relay that fetches it, by routing id.
+    """
 
     lease: WeightLease
     stack: ExitStack
@@ -66,9 +77,11 @@ class _Held:
 class WeightServer:
     """Answers relays in a thread of its own, from `start` to `close`.
 
-    directory: of the board. socket: a ROUTER, bound, with `relay_wire.MAX_FRAME_BYTES` as message limit and a short
-    queue (each message that waits may be a chunk); it belongs to the server from now on. idle_s: a relay that has asked
-    for nothing for so long is gone.
+    Args:
+        directory: of the board.
+        socket: a ROUTER, bound, with `relay_wire.MAX_FRAME_BYTES` as message limit and a short queue (each waiting
+            message may be a chunk). The server owns it from now on.
+        idle_s: seconds without a request after which a relay counts as gone.
     """
 
     def __init__(self, directory: Path, socket: zmq.Socket[bytes], idle_s: float = 60.0) -> None:
@@ -86,7 +99,7 @@ class WeightServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, free what is held and close the socket."""
+        """End the thread, end all leases and close the socket."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
@@ -132,7 +145,7 @@ class WeightServer:
         self, relay: bytes, request: LatestRequest | ManifestRequest | ChunkRequest
     ) -> tuple[Reply, list[bytes]]:
         if isinstance(request, LatestRequest):
-            self._leave(relay)  # it is through with what it fetched
+            self._leave(relay)  # it has finished its download
             latest = self._reader.latest()
             return Latest(request.request, -1 if latest is None else latest), []
         version, has_room = request.version, len(self._held) < self._reader.num_slots() - 2
@@ -156,7 +169,7 @@ class WeightServer:
             return _contents(held.lease, request.request), []
 
     def _leave(self, relay: bytes) -> None:
-        """Hold nothing for a relay any more."""
+        """End the leases that only this relay needs."""
         for version, held in list(self._held.items()):
             held.relays.pop(relay, None)
             if not held.relays:

@@ -1,12 +1,12 @@
-"""The files of a weight board, as publisher, readers and relay share them: pointer, manifests, locks, mapped weights.
+"""Files of a weight board, shared by publisher, readers and relay: pointer, manifests, locks, mapped weights.
 
-Invariant: nothing that a file says is believed before it was checked: a manifest that is no manifest, or weights that
-are shorter than it says, give a WeightsError that names the file.
+Invariant: the contents of a file are checked before use: a malformed manifest, or weights that are shorter than it
+says, give a WeightsError that names the file.
 
     latest         JSON: the slot that holds the newest version; replaced by an atomic rename
     slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
     slot-<k>.json  the manifest of the slot, JSON; absent while the slot is written
-    slot-<k>.extra what the publisher keeps with a version and readers of weights do not need
+    slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
     its holder
     publisher.lock flock: exclusive while a publisher writes
@@ -44,8 +44,8 @@ _UINT64 = 2**64
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
 TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None]]
-"""The same, or instead of the bytes what writes them into a uint8[number of bytes]: from a GPU without a copy of the
-whole model."""
+"""TensorBytes, or, instead of the bytes, a function that writes them into a uint8[number of bytes]: from a GPU without
+a copy of the whole model on the host."""
 
 
 class WeightsError(RuntimeError):
@@ -53,15 +53,18 @@ class WeightsError(RuntimeError):
 
 
 class SlotsInUse(WeightsError):
-    """Readers hold all slots but that of the latest version. The message says who."""
+    """Readers hold all slots but that of the latest version. The message names the processes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a slot holds.
+    """Description of the weights in a slot. Checksums are `kernels.bytes_checksum`.
 
-    version: of the weights. num_bytes: of the weights file. header_checksum: of what comes before the first tensor.
-    checksums: of the tensors, in the order of the file. All are `kernels.bytes_checksum`.
+    Attributes:
+        version: of the weights.
+        num_bytes: of the weights file.
+        header_checksum: of the bytes before the first tensor.
+        checksums: of the tensors, in the order of the file.
     """
 
     version: int
@@ -77,12 +80,16 @@ class Manifest:
             raise ValueError(f"checksum {max(sums)} has more than 64 bits")
 
     def to_json(self) -> bytes:
-        """The content of a manifest file."""
+        """Contents of a manifest file."""
         return json.dumps(vars(self)).encode()
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Manifest:
-        """From what came out of JSON or a message. ValueError where a field is missing or none of its kind."""
+        """Make a manifest of values from JSON or a message.
+
+        Raises:
+            ValueError: a field is missing or of another type.
+        """
         try:
             return cls(**{**values, "checksums": tuple(values["checksums"])})
         except (KeyError, TypeError) as error:
@@ -91,14 +98,20 @@ class Manifest:
 
 @dataclass(frozen=True)
 class MappedWeights:
-    """A weights file in memory. data: uint8[bytes of the file]. places: of its tensors, in the order of the file."""
+    """A weights file in memory.
+
+    Attributes:
+        data: uint8[bytes of the file].
+        header: bytes before the first tensor.
+        places: of the tensors, in the order of the file.
+    """
 
     data: np.ndarray
     header: bytes
     places: dict[str, TensorPlace]
 
     def is_of(self, manifest: Manifest) -> bool:
-        """Whether the header in the file, which may have been rewritten, is the one parsed and the manifest's."""
+        """Return whether the header in the file, which may be rewritten, is the parsed one and the manifest's."""
         header = self.data[: len(self.header)]
         return (
             len(self.places) == len(manifest.checksums)
@@ -107,7 +120,15 @@ class MappedWeights:
         )
 
     def tensors(self, manifest: Manifest, source: str, verify: bool) -> dict[str, TensorBytes]:
-        """Views of all tensors. verify: compare checksums; WeightsError, naming the source, where one differs."""
+        """Return views of all tensors.
+
+        Args:
+            source: name of the file, for the error message.
+            verify: compare the checksums.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
         tensors: dict[str, TensorBytes] = {}
         for (name, place), checksum in zip(self.places.items(), manifest.checksums, strict=True):
             data = self.data[place.start : place.end]
@@ -118,14 +139,14 @@ class MappedWeights:
 
 
 def damaged(source: str, version: int, tensor: str) -> WeightsError:
-    """The error for a tensor whose checksum is not the one it was published with."""
+    """Make the error for a tensor whose checksum is not the published one."""
     return WeightsError(
         f"{source} is not what was published as version {version}: the checksum of tensor {tensor!r} differs"
     )
 
 
 class Slot:
-    """One slot of a board. Keeps its mappings of the weights file for as long as the file stays the same one."""
+    """One slot of a board. It keeps its mappings of the weights file until the file is replaced."""
 
     def __init__(self, board: Path, index: int) -> None:
         self.index = index
@@ -140,7 +161,11 @@ class Slot:
         self._mapped_file: tuple[int, int, int] | None = None
 
     def read_manifest(self) -> Manifest | None:
-        """What the slot holds now; None while it is written. WeightsError where the file is malformed."""
+        """Read the manifest. Returns None while the slot is written.
+
+        Raises:
+            WeightsError: the file is malformed.
+        """
         values = _read_json(self.manifest)
         try:
             return None if values is None else Manifest.from_values(values)
@@ -148,7 +173,7 @@ class Slot:
             raise WeightsError(f"{self.manifest}: {error}") from error
 
     def has_file_of(self, num_bytes: int) -> bool:
-        """Whether the slot has a weights file of this size, that can be written again in place."""
+        """Return whether the slot has a weights file of this size, which can be overwritten in place."""
         try:
             found = self.weights.lstat()
         except FileNotFoundError:
@@ -156,8 +181,14 @@ class Slot:
         return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
 
     def writable(self, num_bytes: int) -> np.ndarray:
-        """The weights file as uint8[num_bytes], resident; one of another size is replaced. For a publisher with the
-        exclusive lock. WeightsError where memory is short."""
+        """Map the weights file for writing, resident; a file of another size is replaced. Needs the exclusive lock.
+
+        Returns:
+            uint8[num_bytes].
+
+        Raises:
+            WeightsError: memory is short.
+        """
         is_new = not self.has_file_of(num_bytes)
         if is_new:
             self._writable = None
@@ -183,8 +214,11 @@ class Slot:
         return self._writable
 
     def mapped(self, manifest: Manifest) -> MappedWeights:
-        """The weights file, mapped read-only. For a reader with the shared lock. WeightsError where it is not what the
-        manifest says; the tensors' checksums are the caller's to compare."""
+        """Map the weights file read-only. Needs the shared lock. The checksums of the tensors are not compared.
+
+        Raises:
+            WeightsError: size or header of the file disagree with the manifest.
+        """
         try:
             handle = os.open(self.weights, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -213,8 +247,14 @@ class Slot:
 
 
 def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWeights:
-    """Find the tensors in uint8[bytes of a weights file]. WeightsError, naming the source, where the header is not that
-    of the manifest."""
+    """Find the tensors in uint8[bytes of a weights file].
+
+    Args:
+        source: name of the file, for the error message.
+
+    Raises:
+        WeightsError: the header is not that of the manifest.
+    """
     try:
         places = safetensors_layout.parse(data.data)
     except LayoutError as error:
@@ -230,7 +270,7 @@ def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWe
 
 
 def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], version: int) -> Manifest:
-    """Fill uint8[layout.num_bytes] with a version, in one pass over the tensors."""
+    """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest."""
     header = np.frombuffer(layout.header, np.uint8)
     sums = [kernels.stream_bytes(target[: header.size], header)]
     for name, place in layout.places.items():
@@ -249,7 +289,7 @@ def _identity(found: os.stat_result) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def flock(path: Path, operation: int) -> Iterator[bool]:
-    """Hold a lock on a file if it can be had at once; yields whether it could. Each call is a holder of its own."""
+    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own."""
     handle = os.open(path, os.O_RDWR)
     try:
         try:
@@ -263,7 +303,7 @@ def flock(path: Path, operation: int) -> Iterator[bool]:
 
 
 def holders(locks: Sequence[Path]) -> list[str]:
-    """The processes that have one of these lock files open, with their command lines, as far as they can be seen."""
+    """Find the processes that have one of these lock files open, with their command lines, as far as visible."""
     paths = {str(lock) for lock in locks}
     found = []
     for process in psutil.process_iter():
@@ -276,9 +316,12 @@ def holders(locks: Sequence[Path]) -> list[str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file: whoever opens it sees the old content or the new.
+    """Replace a file: a process that opens it sees the old contents or the new.
 
-    Waits for room where others have filled the file system; raises WeightsError where there is none in time.
+    Waits for room where others have filled the file system.
+
+    Raises:
+        WeightsError: there is no room in time.
     """
     new = path.with_name(path.name + ".new")
     deadline = time.monotonic() + _ROOM_TIMEOUT_S
@@ -299,7 +342,11 @@ def write_latest(board: Path, slot: int, version: int) -> None:
 
 
 def read_latest(board: Path) -> tuple[int, int] | None:
-    """(slot, version) of the newest version; None before the first. WeightsError where the file is malformed."""
+    """Read (slot, version) of the newest version; None before the first.
+
+    Raises:
+        WeightsError: the file is malformed.
+    """
     path = board / _LATEST
     values = _read_json(path)
     if values is None:

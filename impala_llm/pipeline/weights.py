@@ -1,12 +1,12 @@
-"""The weight board: versions of the weights in shared memory, from the learner to all engines of its host.
+"""Weight board: versions of the weights in shared memory, from the learner to all engines of its host.
 
-Invariant: what a reader holds a lease on is one whole version and stays so until the lease ends. The publisher writes
-only into slots that nobody leases, and says that a version is there after the last byte of it. So a publisher may be
-killed at any moment: the latest version stays readable, and the next publisher goes on with the same slots.
+Invariant: a leased version is whole and does not change until the lease ends. The publisher writes only into slots that
+nobody leases, and makes a version the latest after its last byte. So a publisher may be killed at any moment: the
+latest version stays readable, and the next publisher continues with the same slots.
 
 Weights are copied once in and, by a reader that wants its own, once out; checksums are computed in the same passes. The
-file of a slot keeps its size and pages from version to version: fresh pages cost several times the copy. Which files
-there are: weight_slots.py.
+file of a slot keeps its size and pages from version to version: fresh pages cost several times the copy. The files are
+described in weight_slots.py.
 """
 
 from __future__ import annotations
@@ -51,16 +51,21 @@ __all__ = [
 
 _RETRY_S = 0.005
 _ALONE_S = 60.0
-"""How long to wait for another publisher that ends."""
+"""Seconds to wait for another publisher that ends."""
 
 
 class WeightPublisher:
-    """The one writer of a board. For one thread.
+    """The only writer of a board. For one thread.
 
-    directory: of the board, `RunDirectory.weights_path`; made if missing, and a board that is there goes on.
-    num_slots: 2 at least: the latest version is never overwritten. 3 let one reader lag without holding up the
-    publisher. files: name -> content, what makes a slot a Hugging Face directory beside the weights (config.json,
-    tokenizer files).
+    Args:
+        directory: of the board, `RunDirectory.weights_path`; made if missing; an existing board is continued.
+        num_slots: 2 at least: the latest version is never overwritten. With 3 one reader may lag without holding up
+            the publisher.
+        files: name -> contents of the files that, with the weights, make a slot a Hugging Face directory (config.json,
+            tokenizer files).
+
+    Raises:
+        ValueError: num_slots is below 2, or a name in files is no plain file name.
     """
 
     def __init__(self, directory: Path, num_slots: int = 3, files: Mapping[str, bytes] | None = None) -> None:
@@ -84,10 +89,18 @@ class WeightPublisher:
                 write_atomically(slot.directory / name, content)
 
     def reserve(self, tensors: Mapping[str, TensorSource]) -> float:
-        """Make all slots resident for weights of this kind, so that no version has to wait for it.
+        """Reserve memory for all slots, so that no version has to wait for it.
 
-        tensors: as for `publish`; only dtypes and shapes count. Slots that are being read, or hold the latest version,
-        are left for later. Returns the seconds taken. Raises WeightsError where memory is short.
+        Slots that are being read, or hold the latest version, are left for later.
+
+        Args:
+            tensors: as for `publish`; only dtypes and shapes are used.
+
+        Returns:
+            Seconds taken.
+
+        Raises:
+            WeightsError: memory is short.
         """
         begin = time.monotonic()
         layout = self._plan(tensors)
@@ -105,11 +118,19 @@ class WeightPublisher:
     ) -> float:
         """Write a version and make it the latest.
 
-        tensors: name -> (dtype, shape, uint8[bytes], contiguous, or what writes them). timeout_s: how long to wait
-        while readers hold all other slots. extra: kept with the version, see `WeightLease.extra`. Returns the seconds
-        taken. Raises SlotsInUse where no slot becomes free in time; WeightsError where the version is below the latest,
-        where another publisher is at work, or where memory is short; ValueError where an array does not have its
-        tensor's size.
+        Args:
+            tensors: name -> (dtype, shape, contiguous uint8[bytes] or a function that writes them).
+            version: not below the latest.
+            timeout_s: seconds to wait while readers hold all other slots.
+            extra: kept with the version, see `WeightLease.extra`.
+
+        Returns:
+            Seconds taken.
+
+        Raises:
+            SlotsInUse: no slot becomes free in time.
+            WeightsError: the version is below the latest, another publisher is at work, or memory is short.
+            ValueError: an array does not have its tensor's size.
         """
         begin = time.monotonic()
         layout = self._plan(tensors)
@@ -147,7 +168,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
-        """No other publisher, such as a predecessor that was stopped and woke up, writes meanwhile."""
+        """Lock out other publishers, such as a predecessor that was stopped and continues."""
         while True:
             with flock(self.directory / PUBLISHER_LOCK, fcntl.LOCK_EX) as locked:
                 if locked:
@@ -159,12 +180,12 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _writable_slot(self, latest: tuple[int, int] | None, deadline: float) -> Iterator[Slot]:
-        """The slot of the oldest version that nobody reads, locked against readers."""
+        """Lock the slot of the oldest version that nobody reads, against readers."""
         latest_slot, latest_version = (None, None) if latest is None else latest
 
         def age(slot: Slot) -> int:
             manifest = slot.read_manifest()
-            # One that is newer than the latest was never announced: its publisher died just before.
+            # A version above the latest never became the latest: its publisher died just before.
             announced = manifest is not None and latest_version is not None and manifest.version <= latest_version
             return manifest.version if manifest is not None and announced else -1
 
@@ -196,23 +217,32 @@ class WeightLease:
         self._slot = slot
 
     def tensors(self, verify: bool = True) -> dict[str, TensorBytes]:
-        """name -> (dtype, shape, read-only uint8 array that maps the file), in the order of the file. No copy.
+        """Map all tensors without a copy. Valid until the lease ends.
 
-        Valid until the lease ends; copy what should live longer. verify: compare the checksums of all tensors, which
-        reads every byte once. Raises WeightsError where size, header or a checksum disagree.
+        Args:
+            verify: compare the checksums of all tensors, which reads every byte once.
+
+        Returns:
+            name -> (dtype, shape, read-only uint8 array that maps the file), in the order of the file.
+
+        Raises:
+            WeightsError: size, header or a checksum disagree.
         """
         return self._slot.mapped(self.manifest).tensors(self.manifest, str(self._slot.weights), verify)
 
     def extra(self) -> bytes:
-        """What `publish` was given beside the weights. Valid until the lease ends."""
+        """Bytes that `publish` was given beside the weights. Valid until the lease ends."""
         return self._slot.extra.read_bytes()
 
     def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
         """Copy all tensors, comparing their checksums in the same pass.
 
-        targets: name -> uint8[bytes of the tensor], writable and contiguous; exactly the names of the version. Raises
-        WeightsError, with the targets as they were, where a name or size disagrees; where a checksum does, the targets
-        are to be filled again before use.
+        Args:
+            targets: name -> uint8[bytes of the tensor], writable and contiguous; exactly the names of the version.
+
+        Raises:
+            WeightsError: a name or size disagrees, and the targets are unchanged; or a checksum does, and the targets
+                must be filled again before use.
         """
         weights = self._slot.mapped(self.manifest)
         for name in weights.places.keys() ^ targets.keys():
@@ -236,15 +266,15 @@ class WeightLease:
                 raise damaged(str(self._slot.weights), self.version, name)
 
     def file_bytes(self) -> np.ndarray:
-        """The whole weights file as a read-only uint8 array that maps it; tensors not verified. Valid until the lease
-        ends."""
+        """Map the whole weights file, read-only uint8, without comparing checksums. Valid until the lease ends."""
         return self._slot.mapped(self.manifest).data
 
 
 class WeightReader:
-    """A reader of a board; any number of them, in any process. For one thread.
+    """Reader of a board. A board has any number, in any process. For one thread. Slots stay mapped between leases.
 
-    Slots stay mapped from lease to lease. directory: as for WeightPublisher.
+    Args:
+        directory: as for WeightPublisher.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -252,21 +282,25 @@ class WeightReader:
         self._slots: dict[int, Slot] = {}
 
     def latest(self) -> int | None:
-        """The newest version on the board; None where nothing was published yet."""
+        """Newest version on the board; None before the first."""
         latest = read_latest(self.directory)
         return None if latest is None else latest[1]
 
     def num_slots(self) -> int:
-        """How many slots the board has."""
+        """Number of slots of the board."""
         return sum(1 for _ in self.directory.glob("slot-*/"))
 
     @contextlib.contextmanager
     def lease(self, version: int | None = None, timeout_s: float = 60.0) -> Iterator[WeightLease]:
-        """Hold a version: the one asked for, by default the latest.
+        """Lease a version while entered.
 
-        Raises WeightsError where the board has no such version (an old one may be overwritten: take the latest), where
-        the latest cannot be had within `timeout_s` seconds, which takes a publisher that died at a bad moment, or where
-        a file of the board is malformed.
+        Args:
+            version: None: the latest.
+            timeout_s: seconds to try.
+
+        Raises:
+            WeightsError: the board has no such version (an old one may be overwritten: take the latest), the latest
+                cannot be leased in time, since its publisher died, or a file of the board is malformed.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""Wire: what actors and learner ranks say to each other, as bytes.
+"""Messages between actors and learner ranks, as bytes.
 
 Invariant: `decode` returns a valid message or raises WireError, whatever the bytes.
 
@@ -7,21 +7,21 @@ A message is a ZeroMQ frame: CRC-32 of the rest (4 bytes), run id (8 bytes, both
 that has not heard it yet: one on another host learns it from the learner's first answer.
 
     code  message           from     meaning
-    1     Hello             actor    here I am, this is where my records lie, these tickets I still hold
-    2     TicketRequest     actor    how many tickets I want to have under way
-    3     DescriptorBatch   actor    records in my arena, or in the frames that follow, one each; or again, without them
-    4     TicketFailed      actor    my attempt at a ticket came to nothing
-    5     Heartbeat         actor    I live; the tickets that I hold, and want; my latest figures
-    6     Goodbye           actor    I leave: grant my tickets to others
-    7     Engines           actor    send new weights to these servers of mine yourself
-    10    HelloWanted       learner  I do not know you (I am new, or thought you dead): say Hello
+    1     Hello             actor    introduces the actor: its arena, the tickets that it still holds
+    2     TicketRequest     actor    number of tickets that the actor wants to have under way
+    3     DescriptorBatch   actor    records in the arena, or in the frames that follow; a reminder has no frames
+    4     TicketFailed      actor    the attempt at a ticket failed
+    5     Heartbeat         actor    the actor is alive; tickets that it holds and wants; its latest metrics
+    6     Goodbye           actor    the actor leaves: grant its tickets to others
+    7     Engines           actor    servers of the actor to which the learner is to send new weights
+    10    HelloWanted       learner  the actor is unknown (the learner is new, or has given it up): send Hello
     11    Grant             learner  play these episodes
-    12    Ack               learner  these trajectories are mine now: free their space
-    13    Refused           learner  this trajectory is malformed or not wanted: free its space, do not send it again
-    14    WeightsAnnounced  learner  my current version; also the answer to Hello and Heartbeat
+    12    Ack               learner  the trajectories are stored: free their space
+    13    Refused           learner  a trajectory is malformed or not wanted: free its space, do not send it again
+    14    WeightsAnnounced  learner  the current version; also the answer to Hello and Heartbeat
     15    Shutdown          learner  the run is over: end
-    16    Revoked           learner  your time for these tickets is over: play them no longer
-    17    RecordsWanted     learner  you name these records, and they are not here: send them
+    16    Revoked           learner  the time for these tickets is over: stop playing them
+    17    RecordsWanted     learner  records that were named and are not here: send them
 
 Records: see record.py.
 """
@@ -44,10 +44,10 @@ from impala_llm.pipeline.tickets import Ticket
 SCHEMA_VERSION = 4
 UNKNOWN_RUN = 0
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a message; the records that follow it have a limit of their own."""
+"""Limit of a message; the records that follow it have a limit of their own."""
 MAX_RECORD_BYTES = 512 << 20
 MAX_ITEMS = 1 << 16
-"""Most tickets, records or figures in one message."""
+"""Limit of tickets, records or metrics in one message."""
 _MAX_TEXT = 4096
 _INT64 = 1 << 63
 _CRC = struct.Struct("<I")
@@ -62,9 +62,10 @@ class WireError(ValueError):
 class Descriptor(NamedTuple):
     """One record of a DescriptorBatch.
 
-    sequence: counts the trajectories of this actor process; acknowledgements name it. ticket_id: as in the record, so
-    that a ticket can be closed when the record is unreadable. start, num_words, checksum: `arena.Place`; start is 0
-    where the record follows as a frame.
+    Attributes:
+        sequence: number of the trajectory in this actor process; acknowledgements name it.
+        ticket_id: as in the record, so that a ticket can be closed when the record is unreadable.
+        start, num_words, checksum: see `arena.Place`; start is 0 where the record follows as a frame.
     """
 
     sequence: int
@@ -76,9 +77,15 @@ class Descriptor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """incarnation: random number of this actor process, also in its arena. held: as in Heartbeat. arena: name of the
-    arena (`RunDirectory.arena_path`) where records lie; empty: they follow their descriptors as frames.
-    first_sequence: all records below have been answered."""
+    """Introduction of an actor process.
+
+    Attributes:
+        incarnation: random number of this actor process, also in its arena.
+        held: as in Heartbeat.
+        arena: name of the arena with its records (`RunDirectory.arena_path`); empty: they follow their descriptors as
+            frames.
+        first_sequence: sequence below which all records have been answered.
+    """
 
     actor_id: str
     incarnation: int
@@ -97,7 +104,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class TicketRequest:
-    """want: a level, not an increment; see `TicketLedger.request`."""
+    """Request for tickets.
+
+    Attributes:
+        want: a level, not an increment; see `TicketLedger.request`.
+    """
 
     want: int
 
@@ -107,7 +118,11 @@ class TicketRequest:
 
 @dataclass(frozen=True, slots=True)
 class DescriptorBatch:
-    """rows: int64[n, 5], little endian, a `Descriptor` each; oldest first."""
+    """Offer of records.
+
+    Attributes:
+        rows: int64[n, 5], little endian, a `Descriptor` each; oldest first.
+    """
 
     rows: bytes
 
@@ -121,17 +136,22 @@ class DescriptorBatch:
 
     @classmethod
     def of(cls, descriptors: Sequence[Descriptor]) -> DescriptorBatch:
+        """Make a batch of descriptors."""
         return cls(np.array(descriptors, "<i8").tobytes())
 
     @property
     def array(self) -> np.ndarray:
-        """int64[n, 5], read-only."""
+        """Rows as int64[n, 5], read-only."""
         return np.frombuffer(self.rows, "<i8").reshape(-1, len(Descriptor._fields))
 
 
 @dataclass(frozen=True, slots=True)
 class TicketFailed:
-    """reason: for the log."""
+    """Failure of an attempt at a ticket.
+
+    Attributes:
+        reason: for the log.
+    """
 
     ticket_id: int
     reason: str
@@ -143,9 +163,15 @@ class TicketFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """held: tickets granted to this actor of which it has neither reported a failure nor seen an acknowledgement; what
-    the learner misses here was lost on the way and is sent again. stats: figures for the learner's metrics. want: as in
-    TicketRequest. first_sequence: as in Hello."""
+    """Sign of life, which also repairs lost messages.
+
+    Attributes:
+        held: tickets granted to this actor of which it has neither reported a failure nor received an acknowledgement;
+            the learner grants again what is missing here.
+        stats: metrics by name.
+        want: as in TicketRequest.
+        first_sequence: as in Hello.
+    """
 
     held: tuple[int, ...]
     stats: dict[str, float]
@@ -167,14 +193,18 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """No fields."""
+    """Farewell of an actor. No fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """All servers of this actor that may be sent weights now; each message replaces the one before. urls: where they
-    listen. openings: for each, a random number that changes whenever the actor itself has given it weights: a server
-    that the learner gave up comes back with another one."""
+    """All servers of this actor that may be sent weights now; each message replaces the one before.
+
+    Attributes:
+        urls: of the servers.
+        openings: for each, a random number that changes whenever the actor itself has loaded weights into it: a server
+            that the learner gave up comes back with another one.
+    """
 
     urls: tuple[str, ...]
     openings: tuple[int, ...]
@@ -192,12 +222,16 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class HelloWanted:
-    """No fields."""
+    """Request for a Hello. No fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """tickets: in the order in which they should be played."""
+    """Grant of tickets.
+
+    Attributes:
+        tickets: in the order in which they should be played.
+    """
 
     tickets: tuple[Ticket, ...]
 
@@ -207,7 +241,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """sequences: of records that lie in the learner's replay arena."""
+    """Acknowledgement of records.
+
+    Attributes:
+        sequences: of records that are stored in the learner's replay arena.
+    """
 
     sequences: tuple[int, ...]
 
@@ -217,7 +255,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """sequence: of a record. reason: for the log."""
+    """Refusal of a record.
+
+    Attributes:
+        sequence: of the record.
+        reason: for the log.
+    """
 
     sequence: int
     reason: str
@@ -229,8 +272,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightsAnnounced:
-    """version: the learner's current one. heartbeat_s: no more heartbeats are wanted than one in so many seconds; 0: as
-    many as the actor likes."""
+    """Announcement of the published version.
+
+    Attributes:
+        version: newest that is published.
+        heartbeat_s: seconds that the learner wants between two heartbeats, at least; 0: as the actor likes.
+    """
 
     version: int
     heartbeat_s: int = 0
@@ -242,7 +289,11 @@ class WeightsAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """reason: for the log."""
+    """Order to end.
+
+    Attributes:
+        reason: for the log.
+    """
 
     reason: str
 
@@ -252,7 +303,11 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """ticket_ids: they are granted to others now, but whichever attempt arrives first counts."""
+    """Revocation of tickets, which are granted to others now.
+
+    Attributes:
+        ticket_ids: of attempts to stop; whichever attempt arrives first counts.
+    """
 
     ticket_ids: tuple[int, ...]
 
@@ -262,7 +317,11 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class RecordsWanted:
-    """sequences: of records that came without frames, as a reminder, from an actor whose records come in frames."""
+    """Request for records of an actor whose records come as frames.
+
+    Attributes:
+        sequences: of records that a reminder has named, and that never arrived.
+    """
 
     sequences: tuple[int, ...]
 
@@ -310,7 +369,11 @@ _FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in 
 
 
 def encode(message: Message, run_id: int = UNKNOWN_RUN) -> bytes:
-    """Bytes of a message. WireError where it is larger than MAX_MESSAGE_BYTES or a number leaves 64 bits."""
+    """Encode a message as a frame.
+
+    Raises:
+        WireError: it is larger than MAX_MESSAGE_BYTES, or a number exceeds 64 bits.
+    """
     values = [getattr(message, name) for name in _FIELDS[type(message)]]
     if isinstance(message, Grant):
         values = [[(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version) for t in message.tickets]]
@@ -325,7 +388,11 @@ def encode(message: Message, run_id: int = UNKNOWN_RUN) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame. WireError for anything else, with what is wrong."""
+    """Decode a frame.
+
+    Raises:
+        WireError: it is no valid message; the text says why.
+    """
     if len(frame) > MAX_MESSAGE_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
     if len(frame) < _BODY_AT or _CRC.unpack_from(frame)[0] != zlib.crc32(memoryview(frame)[_CRC.size :]):
@@ -344,7 +411,7 @@ def decode(frame: bytes) -> Message:
 
 
 def run_id_of(frame: bytes) -> int:
-    """The run id in a frame that `decode` has accepted."""
+    """Run id of a frame that `decode` has accepted."""
     run_id: int = _RUN_ID.unpack_from(frame, _CRC.size)[0]
     return run_id
 
