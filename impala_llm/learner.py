@@ -106,7 +106,7 @@ def learn(config: Config, ranks: Ranks) -> None:
             elif config.run.terminal:
                 view = stack.enter_context(TerminalView(config.learner.total_updates))
 
-        meters = Meters(receiver, ranks)
+        meters = Meters(receiver, ranks, config.algorithm.max_staleness)
         connected: set[str] = set()
         wait = partial(wait_for_batch, receiver, publisher, meters, view, connected)
         trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)

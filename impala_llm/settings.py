@@ -233,8 +233,8 @@ class AlgorithmConfig:
     """distillation: what the teacher reads before the episode, such as a hint."""
     max_staleness: int | None = 2
     """η, in policy versions: the policy loss has no term for an older action token, and a trajectory, or group, is
-    dropped of which more than half are older. 0 is synchronous, None free running. An episode that lasts longer than 2η
-    versions is lost: see unroll_tokens."""
+    dropped when all of its are older. 0 is synchronous, None free running. What episodes that last longer than η
+    versions lose, and what helps: docs/pipeline.md, "Long episodes"."""
     mismatch_alarm: float = 0.05
     """Mean |log π - log μ| in nats, of tokens that the learner's own version sampled, above which engine and learner
     count as disagreeing. A float32 engine stays below 1e-5 and can be held to 1e-3; bfloat16 gives 0.002 to 0.01."""

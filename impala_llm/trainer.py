@@ -70,17 +70,20 @@ class Trainer:
         config, ranks, log, timer = self.config, self.ranks, self.log, self.timer
         algorithm = config.algorithm
         train_policy = self.num_updates >= config.learner.value_warmup_updates
+        oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
         with timer.stage("pack"):
             trajectories = batch.trajectories
             counts = self.count(trajectories)
             advantages = self.episode_advantages(trajectories)
             finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
             culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
-            # Without a term of its own an episode as good as its group has no gradient: it is counted, not computed.
+            # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
+            # computed.
             teaching = list(range(len(trajectories)))
             if advantages is not None and self.entropy.coef == algorithm.kl_coef == 0:
                 teaching = advantages.nonzero().flatten().tolist()
                 log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
+                teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
             weights = self.draw_weights(batch)
             micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
         with timer.stage("forward"):
@@ -106,7 +109,7 @@ class Trainer:
                     self.monitor.recomputed(micro, rows),
                     self.scorers.scores(micro),
                     self.entropy.coef,
-                    0 if algorithm.max_staleness is None else version - algorithm.max_staleness,
+                    oldest_version,
                 )
             with timer.stage("backward"):
                 outcome.loss.backward()

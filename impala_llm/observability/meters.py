@@ -18,7 +18,7 @@ WINDOW = 500
 
 
 def _length_class(num_tokens: int) -> str:
-    """As the metrics of what was dropped call it."""
+    """As the metrics of what was dropped, or lost, call it."""
     for limit, name in ((256, "below_256"), (1024, "below_1k"), (4096, "below_4k"), (16384, "below_16k")):
         if num_tokens < limit:
             return name
@@ -67,9 +67,9 @@ class Meters:
         "peers_refused": "pipeline/peers_refused",
     }
 
-    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
+    def __init__(self, receiver: Receiver, ranks: Ranks, max_staleness: int | None = None) -> None:
         self.log = MetricLog()
-        self._receiver, self._ranks = receiver, ranks
+        self._receiver, self._ranks, self._max_staleness = receiver, ranks, max_staleness
         # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
@@ -79,11 +79,16 @@ class Meters:
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
     def observe(self, feed: Feed, batch: Batch, version: int) -> None:
-        """Episodes that arrived, the buffer, the tickets and the actors, as of now."""
+        """Episodes that arrived, the buffer, the tickets and the actors, as of now. version: made of the batch."""
         log = self.log
         for t in feed.received:
             self._observe_arrival(t)
+        # The step was made from the version before.
+        oldest = 0 if self._max_staleness is None else version - 1 - self._max_staleness
+        for t in batch.trajectories:
+            self._observe_lost(t, float((t.versions[t.action_mask] < oldest).mean()))
         for t in feed.evicted:
+            self._observe_lost(t, 1.0)
             log.add("buffer/evicted", 1)
             log.add(f"buffer/evicted_{_length_class(t.num_tokens)}", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
@@ -116,6 +121,11 @@ class Meters:
                 else:  # of an actor of another release: no reason to end the learner
                     log.add("pipeline/unknown_figures", 1)
                     self._complaints.log("an actor reports a figure that this release does not know", repr(name[:80]))
+
+    def _observe_lost(self, t: Trajectory, share: float) -> None:
+        """share: of its action tokens, what does not teach for its age, or since all of it is dropped."""
+        for name in ("share", _length_class(t.num_tokens)):
+            self.log.add(f"buffer/lost_tokens_{name}", share, t.num_action_tokens)
 
     def _observe_arrival(self, t: Trajectory) -> None:
         """An episode counts when its last unroll is here, with all of them."""

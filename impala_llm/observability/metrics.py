@@ -49,6 +49,14 @@ reduction belongs to `backward`."""
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
 
+_LENGTHS = (
+    ("below_256", "fewer than 256"),
+    ("below_1k", "256 to 1,023"),
+    ("below_4k", "1,024 to 4,095"),
+    ("below_16k", "4,096 to 16,383"),
+    ("from_16k", "16,384 or more"),
+)
+
 _DECLARED = (
     # What the agents achieve. Denominator: episodes that ended since the last flush.
     ("rollout/reward", _MEAN, "sum of an episode's rewards, per finished episode"),
@@ -177,13 +185,16 @@ _DECLARED = (
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     *(
         (f"buffer/evicted_{name}", _SUM, f"the same of {tokens} tokens, so that it is seen whether long ones are lost")
-        for name, tokens in (
-            ("below_256", "fewer than 256"),
-            ("below_1k", "256 to 1,023"),
-            ("below_4k", "1,024 to 4,095"),
-            ("below_16k", "4,096 to 16,383"),
-            ("from_16k", "16,384 or more"),
-        )
+        for name, tokens in _LENGTHS
+    ),
+    (
+        "buffer/lost_tokens_share",
+        _MEAN,
+        "share of action tokens, of all trained on or dropped, that are above max_staleness or of a dropped trajectory",
+    ),
+    *(
+        (f"buffer/lost_tokens_{name}", _MEAN, f"the same over trajectories of {tokens} tokens")
+        for name, tokens in _LENGTHS
     ),
     ("buffer/evicted_reward", _MEAN, "reward of a dropped trajectory, per dropped trajectory"),
     (

@@ -8,11 +8,11 @@ Let W slots be charged that no step has trained on yet, when a ticket is granted
 0. Taken oldest first, B slots a step, the ticket is trained on by the step that starts from u = v + s + floor(W / B). A
 token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is just
 what makes min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
-u = v = min_version. A learner that takes younger tickets first must drop what that makes too old.
+u = v = min_version. What is too old since a learner took younger tickets first does not teach.
 
 With unrolls a batch is B of them, and W counts those that wait to be trained on and those that are still to come: of a
 ticket that is ready or open as many as an episode has brought on average, less what it has brought, one at least. That
-is a forecast: what it makes too old a learner must drop, last unrolls first, so better few. No batch waits for ever:
+is a forecast: what it makes too old does not teach, last unrolls first, so better few. No batch waits for ever:
 once nothing is open W is exact, and W < B is admitted while no step is under way.
 """
 

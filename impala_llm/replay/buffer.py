@@ -6,8 +6,9 @@ Life of an item (trajectories that are trained on together: a whole group, or a 
                  └─────► evicted: too stale, or the lowest priority when the buffer is full
 
 Invariant: an item that was inserted leaves in exactly one way, and the caller is told: `SampledItem.is_last`, or an
-`EvictedItem` in what `insert_all`, `sample` or `evict_stale` return. Staleness is never negative and never above
-`max_staleness` in what is sampled. The same calls with the same seed draw the same items, also across `state_dict`.
+`EvictedItem` in what `insert_all`, `sample` or `evict_stale` return. Staleness is never negative, and of what is
+sampled that of the newest action token is never above `max_staleness`. The same calls with the same seed draw the same
+items, also across `state_dict`.
 """
 
 import heapq
@@ -104,6 +105,9 @@ class _Item(NamedTuple):
     """What the rows of an item hold, but its number and its replays."""
 
     version: int
+    """Of its token in the middle, by age: what recency and the queue go by."""
+    newest: int
+    """Of its newest token: what evicts it."""
     num_bytes: int
     signature: str
     trajectories: tuple[Trajectory, ...]
@@ -115,9 +119,9 @@ class ReplayBuffer:
     Args:
         sampler: decides what is drawn and what a full buffer gives up.
         capacity_trajectories, capacity_bytes: both hold; bytes count the arrays.
-        max_staleness: η >= 0 in policy versions; an item of which more than half of the action tokens are older is
-            evicted. A long episode that is mostly fresh teaches, although it began long ago; the ratios correct for
-            its older tokens. Infinity never evicts by age.
+        max_staleness: η >= 0 in policy versions; an item is evicted when all of its action tokens are older. While
+            one is not, it teaches, and its return is among those that others are compared with: dropped sooner, long
+            episodes would be missing there. Infinity never evicts by age.
         max_replays: times that an item may be sampled, >= 1.
         seed: >= 0, of all draws.
         separate_replayed: what was sampled before is a class of its own, and `sample` takes `max_replayed`.
@@ -174,7 +178,7 @@ class ReplayBuffer:
         """Of any item that has been here."""
         self._signatures = SignatureCounts()
         self._by_age: list[tuple[int, int]] = []
-        """Heap of (version, item_id), where age evicts; items that have left otherwise are still in it."""
+        """Heap of (newest version, item_id), where age evicts; items that have left otherwise are still in it."""
 
     def __len__(self) -> int:
         """Items that can be sampled."""
@@ -220,7 +224,7 @@ class ReplayBuffer:
         for item in new:
             item_id = self._next_id
             self._next_id += 1
-            if version - item.version > self._max_staleness:
+            if version - item.newest > self._max_staleness:
                 evicted.append(EvictedItem(item_id, "stale", 0, item.trajectories))
                 continue
             num_trajectories += len(item.trajectories)
@@ -382,8 +386,9 @@ class ReplayBuffer:
         items = []
         for signature, saved in zip(state["signatures"], state["trajectories"], strict=True):
             members = tuple(map(trajectory_from_state, saved))
-            middle = _middle_version(np.concatenate([t.versions for t in members]))
-            items.append(_Item(middle, sum(t.nbytes for t in members), signature, members))
+            versions = np.concatenate([t.versions for t in members])
+            num_bytes = sum(t.nbytes for t in members)
+            items.append(_Item(_middle_version(versions), int(versions.max()), num_bytes, signature, members))
         if items:
             self._append(state["item_ids"], state["num_replays"], items)
         self._order.load_state_dict(
@@ -413,15 +418,15 @@ class ReplayBuffer:
         versions = np.concatenate([t.versions for members in items for t in members])
         ends = np.cumsum([sum([len(t.versions) for t in members]) for members in items])
         starts = np.concatenate([[0], ends[:-1]])
-        newest = int(versions.max())
-        if newest > version:
+        newest = np.maximum.reduceat(versions, starts)
+        if newest.max() > version:
             raise ValueError(
-                f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
+                f"version is {version}, but a token was sampled by {newest.max()}: versions must survive a restart"
             )
         middle = np.minimum.reduceat(versions.view(np.uint32), starts)
-        for place in np.flatnonzero(np.maximum.reduceat(versions, starts) != middle).tolist():
+        for place in np.flatnonzero(newest != middle).tolist():
             middle[place] = _middle_version(versions[starts[place] : ends[place]])
-        return list(map(_Item, middle.tolist(), sizes, signatures, map(tuple, items)))
+        return list(map(_Item, middle.tolist(), newest.tolist(), sizes, signatures, map(tuple, items)))
 
     def _take_in(self, ids: list[int], items: list[_Item]) -> list[EvictedItem]:
         """Items that fit into an empty buffer, all together. Returns what had to go."""
@@ -454,7 +459,7 @@ class ReplayBuffer:
     def _append(self, item_ids: np.ndarray, num_replays: np.ndarray, items: list[_Item]) -> None:
         """All of new rows, int64[k], but their order and the counts of their signatures."""
         num = len(items)
-        versions, sizes, signatures, trajectories = zip(*items, strict=True)
+        versions, newest, sizes, signatures, trajectories = zip(*items, strict=True)
         self._row_of.put(item_ids, np.arange(len(self), len(self) + num))
         # As an array of tuples, which numpy would otherwise take apart.
         self._trajectories.extend(num)[:] = np.fromiter(trajectories, np.object_, num)
@@ -471,7 +476,7 @@ class ReplayBuffer:
         if self._separate_replayed:
             self._num_replayed += int(np.count_nonzero(num_replays))
         if self._max_staleness < math.inf:
-            for entry in zip(versions, item_ids.tolist(), strict=True):
+            for entry in zip(newest, item_ids.tolist(), strict=True):
                 heapq.heappush(self._by_age, entry)
 
     def _remove(self, rows: np.ndarray) -> list[tuple[Trajectory, ...]]:
@@ -493,7 +498,7 @@ class ReplayBuffer:
 
 
 def _middle_version(versions: np.ndarray) -> int:
-    """The version that ages an item: more than half of its action tokens are older than η as soon as this one is.
+    """Of the action token in the middle, by age: half of them are newer.
 
     versions: int32[n], NO_VERSION where there is no action.
     """

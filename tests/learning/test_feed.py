@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from impala_llm.config import load
@@ -145,6 +146,17 @@ def test_what_became_too_old_is_evicted_and_reported() -> None:
     receiver.arriving = members(3, version=0)  # born too old
     feed.collect(version=2, timeout_s=0.0)
     assert receiver.evicted_tickets == [*range(GROUP), *range(3 * GROUP, 4 * GROUP)]
+
+
+def test_a_group_of_which_one_member_took_long_is_drawn_with_those_that_waited_for_it() -> None:
+    feed, receiver = make_feed("algorithm.max_staleness=1")
+    *waited, late = members(0, version=0)
+    versions = np.where(late.action_mask, 0, late.versions).astype(np.int32)
+    versions[np.flatnonzero(late.action_mask)[-1]] = 4
+    receiver.arriving = [*waited, dataclasses.replace(late, versions=versions), *members(1, version=4)]
+    feed.collect(version=5, timeout_s=0.0)
+    assert receiver.evicted_tickets == []
+    assert tickets(feed.next_batch(version=5)) == list(range(BATCH))
 
 
 def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> None:

@@ -98,6 +98,22 @@ def test_pairs_are_ordered_by_their_returns(tmp_path: Path) -> None:
     assert advantages is not None and advantages[0] > 0 > advantages[1]
 
 
+def test_who_is_too_old_is_compared_with_and_does_not_teach(tmp_path: Path) -> None:
+    norms = []
+    for with_entropy in (False, True):  # with a term of its own every episode is computed
+        trainer = trainer_with(tmp_path, "algorithm=group_relative", "algorithm.max_staleness=2")
+        trainer.entropy.coef = 1e-12 * with_entropy
+        old, fresh = (
+            dataclasses.replace(t, versions=np.where(t.action_mask, version, -1).astype(np.int32))
+            for version, t in zip((0, 5), with_returns((0.0, 0.0), (0.0, 10.0)), strict=True)
+        )
+        trainer.update(Batch((old, fresh), (1.0, 1.0), (0, 0), 1.0), version=5, progress=0.0)
+        found = trainer.log.flush()
+        assert found["ratio/rejected_share"] == (0.5 if with_entropy else 0.0)
+        norms.append(found["optimizer/gradient_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+
+
 # --- what is not finite
 
 

@@ -9,6 +9,7 @@ import pytest
 from impala_llm.learning.feed import Batch
 from impala_llm.observability.meters import EpisodeWindow, Meters
 from impala_llm.replay import OldestFirst, ReplayBuffer
+from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import make_trajectory
 
 
@@ -49,6 +50,34 @@ def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes
         "rollout/window_episodes": 11,
     }
     assert window.add({}) == found
+
+
+def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
+    class Quiet(NoReceiver):
+        def counters(self) -> dict[str, float]:
+            return {**dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)}
+
+        def actor_stats(self) -> dict[str, dict[str, float]]:
+            return {}
+
+    def old_in(t: Trajectory, num_old: int) -> Trajectory:
+        """Of version 1 the first so many action tokens, of version 3 the others."""
+        versions = np.where(t.action_mask, 3, t.versions).astype(np.int32)
+        versions[np.flatnonzero(t.action_mask)[:num_old]] = 1
+        return dataclasses.replace(t, versions=versions)
+
+    short, long = make_trajectory(num_tokens=40, version=3), make_trajectory(num_tokens=300)
+    batch = Batch((short, old_in(long, 3)), (1.0, 1.0), (0, 1), 1.0)
+    evicted = [old_in(long, 0)]  # for want of room
+    feed = SimpleNamespace(received=[], evicted=evicted, num_yielded=0, buffer=ReplayBuffer(OldestFirst(), 1, 1))
+    meters = Meters(Quiet(), None, max_staleness=2)  # type: ignore[arg-type]
+    meters.observe(feed, batch, version=5)  # type: ignore[arg-type]  # the batch was trained on from version 4
+    found = meters.log.flush()
+    assert found["buffer/lost_tokens_below_256"] == 0.0
+    num_long = long.num_action_tokens
+    assert found["buffer/lost_tokens_below_1k"] == pytest.approx((3 + num_long) / (2 * num_long))
+    assert found["buffer/lost_tokens_share"] == pytest.approx((3 + num_long) / (2 * num_long + short.num_action_tokens))
+    assert "buffer/lost_tokens_below_4k" not in found
 
 
 def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:

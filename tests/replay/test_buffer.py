@@ -77,26 +77,35 @@ def test_a_group_stays_together() -> None:
     assert sorted([t.ticket_id for t in item.trajectories] for item in items) == [[0, 1, 2, 3], [9]]
 
 
-def test_an_item_is_stale_when_more_than_half_of_its_action_tokens_are_too_old() -> None:
-    def spread(ticket_id: int, *versions: int) -> Trajectory:
-        made = make_trajectory(ticket_id=ticket_id, length=len(versions) + 1)
-        return dataclasses.replace(made, versions=np.array([-1, *versions], np.int32))
+def spread(ticket_id: int, *versions: int) -> Trajectory:
+    """versions: of the action tokens."""
+    made = make_trajectory(ticket_id=ticket_id, length=len(versions) + 1)
+    return dataclasses.replace(made, versions=np.array([-1, *versions], np.int32))
 
-    for versions, last_good in (((0, 3), 5), ((0, 0, 3), 2), ((0, 3, 3), 5), ((0, 1, 2, 3), 4), ((3, 0, 0, 3), 5)):
+
+def test_an_item_is_stale_when_all_of_its_action_tokens_are_too_old() -> None:
+    for versions, last_good in (((0, 3), 5), ((0, 0, 0, 0, 0, 3), 5), ((1,), 3), ((0, 1, 2), 4), ((3, 0, 0, 0), 5)):
         buffer = make_buffer(max_staleness=2)
         buffer.insert([spread(7, *versions)], version=3)
         for version in range(3, 8):
             evicted = buffer.evict_stale(version) if version > 3 else ()
             assert (len(buffer) == 1) == (version <= last_good), (versions, version)
             assert tickets(evicted) == ([7] if version == last_good + 1 and version > 3 else [])
-    # Of a group all tokens together: one member that took long does not make the others old, nor they it.
+    # Of a group all tokens together: those that have waited for one that took long are what it is compared with.
     buffer = make_buffer(max_staleness=2)
-    buffer.insert([spread(0, 0), spread(1, 0, 3, 3, 3)], version=5)
+    buffer.insert([spread(0, 0, 0, 0, 0), spread(1, 0, 3)], version=5)
     assert len(buffer) == 1
     state = buffer.state_dict()
     again = make_buffer(max_staleness=2)
     again.load_state_dict(state)
     assert again.evict_stale(5) == () and tickets(again.evict_stale(6)) == [0, 1]
+
+
+def test_what_loses_tokens_soonest_is_drawn_first() -> None:
+    buffer = make_buffer(OldestFirst(), max_staleness=2)
+    buffer.insert([spread(0, 3, 3, 3)], version=3)
+    buffer.insert([spread(1, 2, 2, 3)], version=3)
+    assert [t.ticket_id for item in buffer.sample(2, version=3).items for t in item.trajectories] == [1, 0]
 
 
 def test_born_stale_is_returned_as_evicted() -> None:
