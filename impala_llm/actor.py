@@ -42,7 +42,7 @@ from impala_llm.pipeline.weights import WeightReader
 from impala_llm.pipeline.wire import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WITH_VALUES, Config
-from impala_llm.supervised import end_with_supervisor, report_progress
+from impala_llm.supervised import end_with_supervisor, report_progress, tell
 
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
@@ -126,7 +126,10 @@ class Actor:
                 if self.failure is not None:
                     raise self.failure
                 if reporter.due(self.config.pipeline.heartbeat_s):
-                    self.channel.report(reporter.figures(self.engine.stats(), self))
+                    figures = reporter.figures(self.engine.stats(), self)
+                    self.channel.report(figures)
+                    if self.episodes:
+                        tell(at_play=[figures["actor/running_episodes"], figures["actor/generated_tokens_per_s"]])
         finally:
             tasks = [*self.running.values(), *filter(None, (self.loading, self.starting))]
             for task in tasks:

@@ -252,6 +252,8 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
                 child.start()
             while not stop_signal() and _keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
                 _show(learner, view)
+                for actor in actors:
+                    actor.receive()  # the learner says what they do
                 if not all([_keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
                     break
                 time.sleep(POLL_S)
@@ -299,7 +301,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
         raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
     where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
     _say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
-    with _stop_signal() as stop_signal, _away_from_learner(config):
+    with _stop_signal() as stop_signal, _away_from_learner(config), _terminal_view(config) as view:
+        at_play: dict[str, list[float]] = {}
         try:
             for actor in actors:
                 actor.start()
@@ -307,6 +310,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
                 final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
                 if not any([_keep_alive(actor, final) for actor in actors]):
                     break
+                view.status(_actors_status(actors, at_play))
                 time.sleep(POLL_S)
         finally:
             end(actors, polite=False)
@@ -318,6 +322,20 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     if any(actor.poll() == BAD_SETTINGS for actor in failed):
         return BAD_SETTINGS
     return 1 if failed else 0
+
+
+def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> str:
+    """What actors do, by the messages that they have sent. at_play: by name what the latest ones say, of this call too;
+    it is brought up to date."""
+    for actor in actors:
+        for message in actor.receive():
+            at_play[actor.name] = message["at_play"]
+        if actor.poll() is not None:
+            at_play.pop(actor.name, None)
+    if not at_play:
+        return "waiting for the learner"
+    episodes, tokens_per_s = map(sum, zip(*at_play.values(), strict=True))
+    return f"{len(at_play)} of {len(actors)} actors play: {episodes:.0f} episodes under way, {tokens_per_s:,.0f} tok/s"
 
 
 @contextlib.contextmanager

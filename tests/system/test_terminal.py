@@ -83,3 +83,21 @@ def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path
         watched.signal(signal.SIGINT)
         assert watched.wait(timeout_s=60) == 128 + signal.SIGINT
         assert watched.rows[-1] == "impala-llm: policy, logs, tensorboard are in outputs/first"
+
+
+@pytest.mark.system
+def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    settings = ["experiment=toy", f"run.name={name}", "run.dir=out", "learner.total_updates=60"]
+    environment = {MARK: name, "PYTHONPATH": str(ROOT)}
+    actors_command = [sys.executable, "-m", "impala_llm.cli", "actors", *settings]
+    learner_command = [sys.executable, str(ROOT / "impala_llm/learner.py"), *settings]
+    with Watched(80, actors_command, tmp_path, environment) as actors:
+        actors.wait_for(lambda: "waiting for the learner" in actors.text, "the news", START_S, PATIENCE_S)
+        with Watched(80, learner_command, tmp_path, environment) as learner:
+            learner.wait_for(lambda: "learner: actor-0 joined, 1 connected" in learner.text, "an actor", START_S)
+            actors.wait_for(lambda: "1 of 1 actors play" in actors.text, "an episode", START_S, PATIENCE_S)
+            assert learner.wait(START_S) == 0
+            assert [row.split()[0] for row in learner.rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
+            assert actors.wait(START_S) == 0
+            assert learner.long_rows == actors.long_rows == []
