@@ -12,13 +12,13 @@ from impala_llm.settings import Config
 def make_engine(
     config: Config, policy: Path, version: int, index: int = 0, weights: Any = None, server_key: str | None = None
 ) -> Engine:
-    """The engine that `engine.name` means, with the weights of a Hugging Face directory. `await engine.start()` next.
+    """Make the engine that `engine.name` names, with the weights of a Hugging Face directory. Then `await start()` it.
 
     Args:
         version: policy version of those weights.
-        index: of the actor on this host: the log and, of given servers, its share.
-        weights: where a server that was started anew gets the newest weights from: `sglang_engine.WeightsSource`.
-        server_key: API key of a server that is started; None: one that nobody else has.
+        index: of the actor on this host; it selects the log and the share of the configured servers.
+        weights: source of the newest weights for a restarted server: `sglang_engine.WeightsSource`.
+        server_key: API key of a server that is started; None: a new random one.
     """
     import torch
 

@@ -2,8 +2,8 @@
 
 Invariant: a token sees the cached positions of its own session up to its own, and nothing else.
 
-Two shapes of work come up. A decoding row is one query. All rows go through one batched product over the *blocks* of
-the cache as they lie there, followed by a softmax over the blocks of each row; no key or value is copied or padded.
+There are two kinds of work. A decoding row is one query. All rows go through one batched product over the *blocks* of
+the cache in their order there, followed by a softmax over the blocks of each row; no key or value is copied or padded.
 A segment is a run of new tokens of one session, and gets a causal attention of its own.
 """
 
@@ -21,21 +21,21 @@ _MIN_SHARE_IN_PLACE = 0.6
 
 @dataclass(frozen=True)
 class QueryRows:
-    """R queries of one token each, every one of another session, and the C cache blocks to look at."""
+    """R queries of one token each, all of different sessions, and the C cache blocks to attend to."""
 
     num_rows: int
     owner: torch.Tensor
-    """int64[C]: the row that a block belongs to; R where it belongs to none."""
+    """int64[C]: row that a block belongs to; R where it belongs to none."""
     source: torch.Tensor
-    """int64[C]: the same, but a row that exists."""
+    """int64[C]: the same, with an existing row instead of R."""
     places: torch.Tensor
-    """int64[R * M]: which of the C blocks a row has, M the most blocks of a row; its last one repeated at the end."""
+    """int64[R * M]: indices of the blocks of a row, M the largest number of a row; its last one is repeated."""
     mask: torch.Tensor
     """float[C, 1, BLOCK]: 0 where the block's row sees the position, -inf elsewhere."""
     distance: torch.Tensor | None
-    """int64[C, 1, BLOCK]: how many tokens a position lies before the query of the block's row; None: no windows."""
+    """int64[C, 1, BLOCK]: tokens from a position to the query of the block's row; None: no windows."""
     gathered: torch.Tensor | None
-    """int64[C]: the blocks; None where they are blocks 0 .. C - 1 of the pool."""
+    """int64[C]: indices of the blocks; None where they are blocks 0 .. C - 1 of the pool."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,18 @@ class Segment:
     end: int
     length: int
     mask: torch.Tensor | None
-    """bool[end - start, length], True where visible; None at the start of a session, where it is plainly causal."""
+    """bool[end - start, length], True where visible; None at the start of a session: a causal mask."""
 
 
 def query_rows(
     cache: KVCache, slots: np.ndarray, lengths: np.ndarray, device: torch.device, has_windows: bool = False
 ) -> QueryRows:
-    """Rows for sessions in slots int64[R], R >= 1, which are `lengths` (int64[R]) tokens long, the new one included.
+    """Make the rows of a batch.
 
     Args:
-        has_windows: whether some layer of the model has a sliding window.
+        slots: int64[R], R >= 1, of the sessions.
+        lengths: int64[R], tokens of their histories, the new one included.
+        has_windows: a layer of the model has a sliding window.
     """
     num_rows = len(slots)
     counts = -(-lengths // BLOCK)
@@ -77,7 +79,7 @@ def query_rows(
     last = index[np.arange(num_rows), counts - 1]
     owner = np.full(size, num_rows)
     owner[index[present]] = of_row
-    # -inf and not just no owner: where nobody subtracts a maximum, an exponential may overflow.
+    # -inf and not just no owner: where no maximum is subtracted, an exponential may overflow.
     mask = np.full((size, 1, BLOCK), -np.inf, dtype=np.float32)
     mask[index[present]] = 0.0
     mask[last, 0] = np.where(np.arange(BLOCK) < (lengths - (counts - 1) * BLOCK)[:, None], 0.0, -np.inf)
@@ -102,7 +104,7 @@ def query_rows(
 
 
 def segment(cache: KVCache, slot: int, start: int, end: int, length: int, device: torch.device) -> Segment:
-    """A segment of the session in a slot; other arguments as the fields of `Segment`."""
+    """Make a segment of the session in a slot; other arguments as the fields of `Segment`."""
     mask = None
     if length > end - start:
         last_seen = torch.arange(length - (end - start), length, device=device)
@@ -114,7 +116,7 @@ def segment(cache: KVCache, slot: int, start: int, end: int, length: int, device
 def attend_rows(
     queries: torch.Tensor, cache: KVCache, layer: int, rows: QueryRows, window: int | None = None
 ) -> torch.Tensor:
-    """Attention of one query a row.
+    """Attend with one query for each row.
 
     Args:
         queries: [R, heads, head_dim], scaled by `scaling` * LOG2_E: torch's exp2 is four times as fast as its exp.
@@ -139,7 +141,7 @@ def attend_rows(
     highest = scores.amax(-1).index_select(0, rows.places).view(num_rows, -1, heads).amax(1)
     weights = scores.sub_(highest.index_select(0, rows.source).unsqueeze(-1)).exp2_()
     parts = _product(weights.to(cache.dtype).view(batch, -1, BLOCK), values).view(size, heads * head_dim)
-    # One row more than there are queries: it takes what belongs to none.
+    # One row more than there are queries: it collects blocks that belong to none.
     total = weights.new_zeros(num_rows + 1, heads, 1).index_add_(0, rows.owner, weights.sum(-1, keepdim=True))
     mixed = parts.new_zeros(num_rows + 1, heads * head_dim).index_add_(0, rows.owner, parts)
     mixed = mixed.view(-1, heads, head_dim).div_(total)[:num_rows]

@@ -1,4 +1,4 @@
-"""What a token generator is to an actor: token ids in, token ids out, with log-probability and version of each.
+"""Interface of token generators: token ids in, token ids out, with log-probability and version of each.
 
 Invariant: an engine never turns ids into text or text into ids, so what the learner sees is what was sampled.
 """
@@ -14,16 +14,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """A request that the engine refuses, or an engine that cannot go on. The message says which and why."""
+    """Refused request, or an engine that cannot go on. The message says which and why."""
 
 
 class ModelRefused(EngineError):
-    """A model that would be computed wrongly; the message has the figure. Another attempt fails the same way."""
+    """Model that would be computed wrongly; the message has the error. Another attempt fails the same way."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is sampled. Top-p and top-k are absent on purpose: with them the engine samples from another
+    """Sampling of an answer. Top-p and top-k are left out on purpose: with them the engine samples from another
     distribution than the one whose log-probabilities it reports, and the importance ratios would be wrong."""
 
     temperature: float = 1.0
@@ -32,7 +32,7 @@ class SamplingParams:
     greedy: bool = False
     """Take the most likely token; log-probabilities are then those at temperature 1."""
     seed: int = 0
-    """Seed of the episode's own random stream. Position i of the stream serves the i-th sampled token."""
+    """Seed of the episode's own random stream. Position i of the stream draws the i-th token."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -56,7 +56,7 @@ class Generation:
 
 @dataclass
 class EngineStats:
-    """Counters since the start (differences give rates), and the load now."""
+    """Counters since the start (differences give rates), and the current load."""
 
     steps: int = 0
     decode_tokens: int = 0
@@ -68,35 +68,35 @@ class EngineStats:
     weight_loads: int = 0
     weight_load_seconds: float = 0.0
     pause_seconds: float = 0.0
-    """How long answers stood still for the latest change of weights."""
+    """Duration for which answers stood still at the latest change of weights."""
     transfer_seconds: float = 0.0
     """The part of it in which weights were read."""
     is_up: bool = True
-    """Whether anything can answer now."""
+    """Whether the engine can answer requests now."""
     restarts: int = 0
-    """How often a server went away and came back."""
+    """Number of times that a server was lost and came back."""
     running: int = 0
-    """Sessions with an answer under way."""
+    """Number of sessions with an answer under way."""
     waiting: int = 0
-    """Requests that wait for a free slot."""
+    """Number of requests that wait for a free slot."""
 
 
 class WeightSource(Protocol):
-    """Weights in shared memory that stay as they are while they are loaded, such as `pipeline.weights.WeightLease`."""
+    """Weights in shared memory that do not change while they are loaded, such as `pipeline.weights.WeightLease`."""
 
     version: int
     path: Path
     """The same weights as a Hugging Face directory."""
 
     def tensors(self, verify: bool = True) -> Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]:
-        """name -> (safetensors dtype, shape, uint8[bytes]). verify: raises where a byte is not as it was written."""
+        """Return name -> (safetensors dtype, shape, uint8[bytes]). verify: raise where a byte was changed."""
 
     def copy_into(self, targets: Mapping[str, np.ndarray]) -> None:
-        """Copy to uint8[bytes] each. Raises, with the targets to be filled again, where a byte is not as written."""
+        """Copy to uint8[bytes] each. Raises where a byte was changed; the targets must then be filled again."""
 
 
 class Engine(Protocol):
-    """A policy that many episodes share. All methods are called from one asyncio loop."""
+    """Generator that many episodes share. All methods are called from one asyncio loop."""
 
     version: int
     """Policy version of the weights in use."""
@@ -104,18 +104,18 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no answer can be had any more; None while there is hope."""
+        """Reason why the engine cannot answer any more; None while it can, or may recover."""
         ...
 
     async def start(self) -> None:
-        """Comes first. Raises EngineError where the engine does not come up."""
+        """Start the engine, before any other call. Raises EngineError where it does not come up."""
         ...
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a token history.
 
         Args:
-            session_id: the episode. An engine with a KV cache per session computes only what is new.
+            session_id: of the episode. An engine with a KV cache for each session computes only new tokens.
             prompt: the whole history of the episode, observations and earlier answers.
 
         Raises:
@@ -124,11 +124,11 @@ class Engine(Protocol):
         ...
 
     def release(self, session_id: str) -> None:
-        """The episode has ended: forget its cache. Unknown ids are ignored."""
+        """Free the cache of an episode that has ended. Unknown ids are ignored."""
         ...
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's running answer, or all: each returns what it has, with finish reason "abort"."""
+        """End one session's running answer, or all: each returns its tokens so far, with finish reason "abort"."""
         ...
 
     async def load_weights(self, directory: Path, version: int) -> None:
@@ -140,11 +140,11 @@ class Engine(Protocol):
         ...
 
     async def load_shared(self, source: WeightSource) -> None:
-        """The same from a weight board, which holds the version still meanwhile."""
+        """Swap in weights from a weight board, which keeps the version unchanged meanwhile; see `load_weights`."""
         ...
 
     def stats(self) -> EngineStats:
-        """Counters and load, as of now."""
+        """Return counters and current load."""
         ...
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The weights of Llama, Qwen2 and Qwen3 as the decoders of this package multiply by them.
+"""Fused weights of Llama, Qwen2 and Qwen3 for the decoders of this package.
 
-Invariant: the model's own parameters are views of what lies here; whoever writes into them in place calls `refresh`.
+Invariant: the model's own parameters are views of these weights; a write to them in place needs a `refresh`.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from impala_llm.engines.base import EngineError
 
 
 class CompactWeights:
-    """All weights of a model, and the cosines and sines of its positions 0 .. max_length - 1.
+    """Weights of a model, and the cosines and sines of its positions 0 .. max_length - 1.
 
-    cos, sin: float32[max_length, head_dim], the first half of sin negated.
+    Attributes:
+        cos, sin: float32[max_length, head_dim], the first half of sin negated.
     """
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
@@ -46,14 +47,14 @@ class CompactWeights:
         return self.cos.shape[-1]
 
     def refresh(self) -> None:
-        """The parameters have new values: derive again what is derived from them."""
+        """Derive all derived values again, after a change of the parameters."""
         for layer in self.layers:
             layer.refresh()
         self.head.refresh()
 
 
 class CompactLayer:
-    """The weights of one layer, by the name of what they compute."""
+    """Weights of one layer."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -69,7 +70,7 @@ class CompactLayer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The parameters have changed: derive again what is derived from them."""
+        """Derive all derived values again, after a change of the parameters."""
         for linear in (self.qkv, self.output, self.gate_up, self.down):
             linear.refresh()
         attention = self._attention
@@ -108,11 +109,12 @@ class PackedLinear:
 
     @property
     def outputs(self) -> int:
+        """Number of outputs."""
         return self._weight.shape[0]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The weight has changed: pack it again."""
+        """Pack the weight again, after a change."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None) if self._packs else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The compact model in float32 on a CPU: torch's matrix products, and compiled loops for all that lies between them."""
+"""Fused model in float32 on a CPU: torch's matrix products, and compiled loops for everything between them."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from impala_llm.engines.scheduling import Plan
 
 
 class CpuDecoder:
-    """See `impala_llm.engines.decoder.Decoder`. For Llama, Qwen2 and Qwen3 with a SiLU gate.
+    """Decoder (see `impala_llm.engines.decoder.Decoder`) for Llama, Qwen2 and Qwen3 with a SiLU gate.
 
     A step of decoding rows costs little more than its products, which are bound by reading the weights once.
     """
@@ -54,7 +54,7 @@ class CpuDecoder:
                 for part in segments:
                     self._attend_segment(projected, part, cache, index, mixed)
             else:
-                # The last layer computes nothing but what is sampled from.
+                # The last layer computes only tokens whose successors are sampled.
                 if len(plan.sampled) == 0:
                     return torch.empty(0, weights.head.outputs)
                 wanted = every if plan.sample_index is None else plan.sample_index
@@ -79,7 +79,11 @@ class CpuDecoder:
         table: np.ndarray,
         pool: np.ndarray,
     ) -> np.ndarray:
-        """One query for each of `slots`, at `places` in the batch -> [len(places), heads * head_dim], zeros beyond."""
+        """Attend with one query for each of `slots`, at indices `places` of the batch.
+
+        Returns:
+            float32[len(places), heads * head_dim], zeros beyond the slots.
+        """
         mixed = np.zeros((len(places), self._weights.heads * self._weights.head_dim), dtype=np.float32)
         cpu_kernels.attend(projected, places, slots, lengths, table, pool, self._scores, mixed)
         return mixed
@@ -92,5 +96,5 @@ class CpuDecoder:
         mixed[part.start : part.end] = attend_segment(queries, cache, layer, part).numpy()
 
     def refresh(self) -> None:
-        """Pack the new values."""
+        """Pack the new values of the parameters."""
         self._weights.refresh()

@@ -1,8 +1,8 @@
-"""Compiled loops of the CPU decoder and of the draws: all that lies between two matrix products, fused.
+"""Compiled loops of the CPU decoder and of the draws: the operations between two matrix products, fused.
 
-On small models and few rows an operator of torch costs more to call than to compute. Everything here runs on one
-thread, releases the GIL, and takes C-contiguous arrays whose sizes agree. Invariant: what is not finite stays so and
-is never turned into a number, so a broken policy shows in the log-probabilities.
+On small models and few rows an operator of torch costs more to call than to compute. All functions run on one thread,
+release the GIL, and take C-contiguous arrays whose sizes agree. Invariant: a value that is not finite is never turned
+into a finite one, so a broken policy shows in the log-probabilities.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ _TO_UNIT = 2.0**-53
 
 
 def _compiled(reordered: bool, inline: bool = False) -> Callable[..., Any]:
-    """reordered: whether sums may be taken in another order. A function without it keeps its own order where it is
-    inlined into one that has it."""
+    """Compile a function.
+
+    Args:
+        reordered: allow sums in another order. A function without it keeps its order where it is inlined into one with
+            it.
+        inline: inline it into its callers.
+    """
     fastmath = _REORDERED if reordered else {"contract"}
     return compiled(fastmath=fastmath, error_model="numpy", **({"forceinline": True} if inline else {}))
 
 
 @intrinsic
 def _power_of_two(typing: Any, rounded: Any) -> Any:
-    """2^n as float32, of n + _ROUND, -126 <= n <= 126: the low bits of the sum are n, and go into the exponent."""
+    """Compute 2^n as float32 from n + _ROUND, -126 <= n <= 126: the low bits of the sum, n, go into the exponent."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[0], ir.IntType(32))
@@ -55,7 +60,7 @@ def _power_of_two(typing: Any, rounded: Any) -> Any:
 
 @intrinsic
 def _ordered(typing: Any, value: Any) -> Any:
-    """A float32 as an int32 that is larger for larger values. Maxima of integers become vector code."""
+    """Map float32 to int32 in the same order. Maxima of integers become vector code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[0], ir.IntType(32))
@@ -67,7 +72,7 @@ def _ordered(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def _of_order(typing: Any, order: Any) -> Any:
-    """The inverse of `_ordered`."""
+    """Inverse of `_ordered`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sign = builder.ashr(arguments[0], ir.Constant(ir.IntType(32), 31))
@@ -159,11 +164,16 @@ def place_heads(
     table: np.ndarray,
     pool: np.ndarray,
 ) -> None:
-    """Norm, weight and turn queries and keys in place; keys and values go into the cache.
+    """Normalise, weight and rotate queries and keys in place; write keys and values into the cache.
 
-    projected: float32[>= N, (heads + 2 kv_heads) head_dim], queries, keys, values. weights: float32[heads + kv_heads,
-    head_dim]. cos, sin: float32[positions, head_dim], the first half of sin negated. positions, slots: int64[>= N],
-    int64[N]. table: int64[slots, blocks]. pool: float32[2, blocks, kv_heads, block, head_dim].
+    Args:
+        projected: float32[>= N, (heads + 2 kv_heads) head_dim]: queries, keys, values.
+        weights: float32[heads + kv_heads, head_dim].
+        normalise: the model has head norms.
+        cos, sin: float32[positions, head_dim], the first half of sin negated.
+        positions, slots: int64[>= N], int64[N].
+        table: int64[slots, blocks].
+        pool: float32[2, blocks, kv_heads, block, head_dim].
     """
     turned, head_dim = weights.shape
     kv_heads, block_size = pool.shape[2], pool.shape[3]
@@ -205,10 +215,15 @@ def attend(
     scores: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Attention of one query a session over the first `lengths` tokens of its cache.
+    """Attention of one query for each session over the first `lengths` tokens of its cache.
 
-    queries: float32[N, >= heads * head_dim], scaled for powers of two; places: int64[R], which of them; slots, lengths:
-    int64[R]. scores: float32[>= the longest], scratch. out: float32[>= R, heads * head_dim].
+    Args:
+        queries: float32[N, >= heads * head_dim], scaled for powers of two.
+        places: int64[R], indices of queries.
+        slots, lengths: int64[R].
+        table, pool: as for `place_heads`.
+        scores: float32[>= the largest length], scratch memory.
+        out: float32[>= R, heads * head_dim], set.
     """
     kv_heads, block_size, head_dim = pool.shape[2], pool.shape[3], pool.shape[4]
     group = out.shape[1] // head_dim // kv_heads
@@ -273,10 +288,15 @@ def draw(
     tokens: np.ndarray,
     logprobs: np.ndarray,
 ) -> None:
-    """One token a row by inversion of the cumulative distribution, or the most likely one.
+    """Draw one token for each row by inversion of the cumulative distribution, or take the most likely one.
 
-    logits: float32[R, V]. inverse_temperatures: float32[R]. is_greedy: bool[R]. draws: float64[R] in [0, 1).
-    Sets tokens int64[R] and logprobs float32[R], NaN where a row's logits are not finite.
+    Args:
+        logits: float32[R, V].
+        inverse_temperatures: float32[R].
+        is_greedy: bool[R].
+        draws: float64[R] in [0, 1).
+        tokens: int64[R], set.
+        logprobs: float32[R], set; NaN where a row's logits are not finite.
     """
     vocab_size = logits.shape[1]
     masses = np.empty((vocab_size + _BINS - 1) // _BINS, np.float32)
@@ -336,13 +356,13 @@ def _finalise(state: np.uint64) -> np.uint64:
 
 @_compiled(reordered=False)
 def stream_key(engine_seed: np.uint64, session_seed: np.uint64) -> np.uint64:
-    """Key of a random stream, from two uint64."""
+    """Combine two seeds into the key of a random stream."""
     return _finalise(_finalise(engine_seed + _GOLDEN) * _GOLDEN + _finalise(session_seed + _GOLDEN))
 
 
 @_compiled(reordered=False)
 def uniforms(keys: np.ndarray, counters: np.ndarray, draws: np.ndarray) -> None:
-    """Draw number counters[i], int64, of stream keys[i], uint64, into draws[i], float64 in [0, 1).
+    """Set draws[i], float64 in [0, 1), to draw number counters[i], int64, of the stream keys[i], uint64.
 
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) used as a
     counter-based generator: its n-th output is a hash of key + n x the golden gamma.

@@ -1,7 +1,7 @@
-"""One forward of a causal LM over a packed batch of new tokens, the rest of every history being in the KV cache.
+"""Decoders: one forward of a causal LM over a packed batch of new tokens, with earlier tokens in the KV cache.
 
-Invariant: all decoders compute what the Hugging Face model computes, on the Hugging Face model's own parameters.
-Whoever writes new values into those parameters in place calls `refresh` before the next batch.
+Invariant: all decoders compute the same as the Hugging Face model, on the Hugging Face model's own parameters. After
+writing new values into those parameters in place, `refresh` must be called before the next batch.
 """
 
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ _MAX_CPU_THREADS = 2  # the loops of CpuDecoder run on one thread; torch's opera
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """N new tokens laid end to end: decoding rows (one token of a session each), then segments, then padding."""
+    """N new tokens end to end: decoding rows (one token of a session each), then segments, then padding."""
 
     tokens: torch.Tensor
     """int64[N]."""
     positions: torch.Tensor
     """int64[N]: index of each token in its own history."""
     cache_rows: torch.Tensor
-    """int64[N * 2 * kv_heads]: where the keys and values go, see `KVCache.rows`."""
+    """int64[N * 2 * kv_heads]: rows of the cache for keys and values, see `KVCache.rows`."""
     rows: QueryRows | None
     """The first `rows.num_rows` tokens of the batch."""
     segments: Sequence[Segment]
     sample_index: torch.Tensor | None
-    """int64[R]: tokens whose next token is wanted, padded at the end; None where all are."""
+    """int64[R]: indices of tokens whose successors are sampled, padded at the end; None where all are."""
     sample_rows: QueryRows | None
-    """The wanted tokens once more, as queries: the last layer computes nothing but these. None where none is wanted."""
+    """These tokens as queries: the last layer computes only them. None where there are none."""
 
 
 def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = False) -> PackedBatch:
-    """A plan with the indices that torch's operators need; `has_windows` as in `query_rows`."""
+    """Make the batch of a plan, with the indices that torch's operators need; `has_windows` as in `query_rows`."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -74,14 +74,14 @@ def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = F
 
 
 class Decoder(Protocol):
-    """What computes a step."""
+    """Computes a step."""
 
     def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
         """Write the new tokens into the cache; return the logits float32[>= R, vocab] of the sampled ones."""
         ...
 
     def refresh(self) -> None:
-        """The model's parameters have new values."""
+        """Take over new values of the model's parameters."""
         ...
 
 
@@ -93,7 +93,7 @@ def _attend(
     layer: int,
     window: int | None = None,
 ) -> torch.Tensor:
-    """queries [N, heads, head_dim], scaled: the rows' first, then the segments' -> [N, heads * head_dim]."""
+    """Attend with queries [N, heads, head_dim], scaled, rows before segments. Returns [N, heads * head_dim]."""
     if rows is not None and rows.num_rows == queries.shape[0]:
         return attend_rows(queries, cache, layer, rows, window)
     mixed = queries.new_zeros(queries.shape[0], queries.shape[1] * queries.shape[2])
@@ -105,7 +105,7 @@ def _attend(
 
 
 def make_decoder(model: PreTrainedModel, max_length: int) -> Decoder:
-    """The fastest decoder that computes this model: for a CPU's few threads, for a known kind, for any."""
+    """Make the fastest decoder for a model: CpuDecoder, CompactDecoder or HuggingFaceDecoder."""
     config = model.config
     plain_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -118,10 +118,10 @@ def make_decoder(model: PreTrainedModel, max_length: int) -> Decoder:
 
 
 class HuggingFaceDecoder:
-    """Any causal LM whose attention goes through transformers' AttentionInterface, run by its own modules.
+    """Decoder for any causal LM whose attention goes through transformers' AttentionInterface, by its own modules.
 
-    Raises EngineError from the first forward on where its attention is neither a plain causal one nor one with a
-    sliding window. What else it cannot compute, `TorchEngine.start` finds.
+    Each forward raises EngineError where the attention is neither plain causal nor with a sliding window. Other
+    unsupported models are found by `TorchEngine.start`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -142,7 +142,7 @@ class HuggingFaceDecoder:
         return output.logits[0].float()
 
     def refresh(self) -> None:
-        """Nothing to do: the modules read the parameters."""
+        """Do nothing: the modules read the parameters."""
 
 
 def _cached_attention(
@@ -159,7 +159,7 @@ def _cached_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: query [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
+    """Attend with transformers' signature: query [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     batch, cache = cached_batch
     if softcap is not None or s_aux is not None:
         raise EngineError("this model's attention has a soft cap or sinks")
@@ -171,7 +171,7 @@ def _cached_attention(
 
 
 class CompactDecoder:
-    """Llama, Qwen2 and Qwen3 in few, fused operators of torch, on any device and in any dtype."""
+    """Decoder for Llama, Qwen2 and Qwen3 in few, fused operators of torch, on any device and in any dtype."""
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         self._weights = CompactWeights(model, max_length)
@@ -213,5 +213,5 @@ class CompactDecoder:
         return weights.head(normed).float()
 
     def refresh(self) -> None:
-        """Pack the new values."""
+        """Pack the new values of the parameters."""
         self._weights.refresh()

@@ -1,10 +1,10 @@
 """Keys and values of every session, in blocks of a fixed number of tokens out of one preallocated pool.
 
-Invariant: everything in the pool is finite, used or not. Attention reads the unused end of a block too and gives it
-probability 0, and 0 x NaN would be NaN; whoever may have written a NaN must `clear` the session.
+Invariant: all values in the pool are finite, used or not. Attention reads the unused end of a block too and gives it
+probability 0, and 0 x NaN would be NaN; after a write that may have been NaN the session must be cleared (`clear`).
 
-Blocks and not one stretch a session, because decoding is bound by the bytes it reads: with blocks a step reads what
-the sessions' lengths need, and not all of them padded to the longest.
+The unit is a block and not one range a session, because decoding is bound by the bytes it reads: with blocks a step
+reads only what the sessions' lengths need, and not all of them padded to the longest.
 """
 
 import heapq
@@ -19,8 +19,8 @@ BLOCK = 64
 class KVCache:
     """Pool [layers, 2, blocks + 1, kv_heads, BLOCK, head_dim]; 2: keys, values.
 
-    It has room for `slots` sessions of `max_length` tokens. The last block belongs to nobody: the padding of a batch
-    is written there.
+    It has room for `slots` sessions of `max_length` tokens. The last block belongs to no session: the padding of a
+    batch is written there.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class KVCache:
         self.table = np.full((slots, blocks_per_slot), self.num_blocks, dtype=np.int64)
         """int64[slots, blocks of a slot]: the blocks of each session, in order; `num_blocks` where there is none."""
         self._owned = np.zeros(slots, dtype=np.int64)
-        # A heap, so that the lowest free block goes first and the used ones lie close together.
+        # A heap, so that the lowest free block is used first and used blocks lie close together.
         self._free = list(range(self.num_blocks))
         heads = np.arange(kv_heads, dtype=np.int64) * BLOCK
         self._head_rows = np.concatenate([heads, heads + (self.num_blocks + 1) * kv_heads * BLOCK])
 
     def layer_array(self, layer: int) -> np.ndarray:
-        """A layer's part of a CPU's pool, to read and to write: [2, blocks + 1, kv_heads, BLOCK, head_dim]."""
+        """View a layer's part of a CPU's pool, writable: [2, blocks + 1, kv_heads, BLOCK, head_dim]."""
         return self._arrays[layer]
 
     @property
@@ -64,27 +64,31 @@ class KVCache:
         return self._pool.nbytes
 
     def reserve(self, slot: int, length: int) -> None:
-        """See to it that a session has blocks for `length` tokens, length <= max_length."""
+        """Give a session blocks for `length` tokens, length <= max_length."""
         for place in range(int(self._owned[slot]), -(-length // BLOCK)):
             self.table[slot, place] = heapq.heappop(self._free)
             self._owned[slot] = place + 1
 
     def free(self, slot: int) -> None:
-        """Take a session's blocks back."""
+        """Free a session's blocks."""
         for block in self.table[slot, : self._owned[slot]]:
             heapq.heappush(self._free, int(block))
         self.table[slot] = self.num_blocks
         self._owned[slot] = 0
 
     def clear(self, slot: int) -> None:
-        """Zero a session's blocks, so that nothing not finite stays in them."""
+        """Zero a session's blocks, which may hold values that are not finite."""
         self._pool[:, :, torch.from_numpy(self.table[slot, : self._owned[slot]])] = 0
 
     def rows(self, slots: np.ndarray, positions: np.ndarray, padding: int) -> np.ndarray:
-        """Where `write` puts N tokens and `padding` more: int64[(N + padding) * 2 * kv_heads].
+        """Compute the rows for `write`.
 
         Args:
             slots, positions: int64[N], of each token.
+            padding: further tokens, which go to the last block.
+
+        Returns:
+            int64[(N + padding) * 2 * kv_heads].
         """
         blocks = np.concatenate([self.table[slots, positions // BLOCK], np.full(padding, self.num_blocks)])
         offsets = np.concatenate([positions % BLOCK, np.zeros(padding, dtype=np.int64)])

@@ -1,8 +1,8 @@
-"""Whether a model is computed right: rows of uneven length on the real path against a plain forward of each row alone.
+"""Model check: compares rows of uneven length on the real path with a plain forward of each row alone.
 
 Not every causal LM can be packed by the learner and cached by the engine: a recurrent layer passes its state on to the
 next row, some frequencies depend on the longest row of a batch, some attention has terms that ours lacks. Such a model
-would run and be wrong. So learner and engine compare themselves with transformers before they begin.
+would give wrong results without an error. So learner and engine compare themselves with transformers before they begin.
 
 Invariant: a model that is not refused was compared on this machine, with these weights, beyond every length up to
 `engine.max_length` at which its layers change what they compute.
@@ -19,20 +19,20 @@ from transformers import PreTrainedModel
 from impala_llm.engines.base import ModelRefused
 
 TOLERANCE = 1e-3
-"""Nats, mean over a row's tokens, in float32. Models that are computed right stay below 1e-5; the smallest error that a
-wrong one has shown was 0.02."""
+"""Largest mean difference over a row's tokens, in nats, in float32. Correct models stay below 1e-5; the smallest error
+of a wrong one was 0.02."""
 COARSE_TOLERANCE = 0.3
-"""The same in bfloat16 or TF32, where two right ways to compute differ by up to 0.06."""
+"""The same in bfloat16 or TF32, where two correct ways to compute differ by up to 0.06."""
 USUAL_LENGTH = 96
 """Tokens of the longer row: more than a block of the engine's cache."""
 _BEYOND = 12
-"""Tokens by which a row goes past a length at which something changes."""
+"""Tokens by which a row exceeds a turning point."""
 _KEPT = 128
-"""Tokens at a row's end whose logits are compared: all logits of long rows would be gigabytes."""
+"""Tokens at a row's end whose logits are compared: those of all tokens of long rows would take gigabytes."""
 
 
 def turning_points(config: Any, max_length: int) -> list[int]:
-    """Lengths below `max_length` beyond which a model's layers compute something else, from its configuration."""
+    """List the lengths below `max_length` beyond which a model's layers compute differently, by its configuration."""
     points = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:
@@ -43,7 +43,7 @@ def turning_points(config: Any, max_length: int) -> list[int]:
 
 
 def row_pairs(config: Any, max_length: int) -> list[tuple[int, int, int | None]]:
-    """Pairs of rows to compare: length of the long one, of the short one, and the turning point that is crossed."""
+    """List pairs of rows to compare: (length of the long one, of the short one, turning point that is crossed)."""
     points = turning_points(config, max_length)
     usual = min(max_length, USUAL_LENGTH, *points)
     pairs: list[tuple[int, int, int | None]] = [(usual, max(2, usual * 2 // 5), None)]
@@ -51,14 +51,14 @@ def row_pairs(config: Any, max_length: int) -> list[tuple[int, int, int | None]]
 
 
 def random_rows(vocab_size: int, lengths: Sequence[int], device: torch.device) -> list[Tensor]:
-    """int64[length] each, always the same."""
+    """Make rows int64[length], always the same."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
 
 
 @torch.no_grad()
 def plain_log_probs(lm: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probabilities of each row's tokens after the first, or of the last of them, by transformers alone.
+    """Compute the log-probabilities of each row's last tokens (never the first) by transformers alone.
 
     Args:
         rows: int64[length] each.
@@ -81,10 +81,10 @@ def plain_log_probs(lm: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]
 
 
 def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequence[Tensor], point: int | None) -> float:
-    """The largest of the rows' mean differences in nats.
+    """Check two computations of the same rows. Returns the largest of the rows' mean differences, in nats.
 
     Args:
-        path: what gave `mine`, for the message.
+        path: name of the computation of `mine`, for the message.
         mine, plain: log-probabilities of each row's last tokens; where they differ in number, the last ones count.
         point: the turning point that the rows crossed.
 
@@ -95,7 +95,7 @@ def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequenc
     for one, other in zip(mine, plain, strict=True):
         count = min(len(one), len(other))
         means.append((one[-count:].double().to(other.device) - other[-count:]).abs().mean())
-    worst = torch.stack(means).max().item()  # unlike Python's max it is not a number where one of them is none
+    worst = torch.stack(means).max().item()  # unlike Python's max this is NaN where one of them is
     exact = lm.dtype == torch.float32 and not (lm.device.type == "cuda" and _is_tf32())
     limit = TOLERANCE if exact else COARSE_TOLERANCE
     if not worst <= limit:
@@ -111,7 +111,7 @@ def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequenc
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turns whatever a model's own code raises on a path that it was not written for into ModelRefused.
+    """Turn errors of a model's own code, on a path that it was not written for, into ModelRefused.
 
     Args:
         what: "the model ... cannot be ...", for the message.

@@ -19,7 +19,7 @@ _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF1
 
 
 def checkpoint_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model's state dict under the names, and in the pieces, that a Hugging Face directory has them.
+    """Convert a model's state dict to the names and pieces of a Hugging Face directory.
 
     A model may hold as one tensor what its files hold as many: the experts of a layer. The pieces are views of it.
     """
@@ -27,9 +27,10 @@ def checkpoint_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]
 
 
 class ModelWeights:
-    """The tensors of a model under their names in a Hugging Face directory. Tied tensors have several; one suffices.
+    """Tensors of a model under their names in a Hugging Face directory. Tied tensors have several; one suffices.
 
-    Raises EngineError for a model whose files hold something else than pieces of its tensors.
+    Raises:
+        EngineError: the model's files hold something else than pieces of its tensors.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

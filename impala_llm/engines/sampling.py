@@ -1,4 +1,4 @@
-"""Draws tokens from logits, with the log-probability of each under the very distribution that it was drawn from.
+"""Sampling: draws tokens from logits, with the log-probability of each under the distribution that it was drawn from.
 
 Invariant: the i-th draw of a stream depends on its key and on i alone, so a session's tokens do not depend on which
 other sessions share the batch.
@@ -15,12 +15,12 @@ _BELOW_ONE = 1.0 - 1e-12
 
 
 def stream_key(engine_seed: int, session_seed: int) -> np.uint64:
-    """Key of a session's random stream. Seeds of any size and sign are taken modulo 2^64."""
+    """Make the key of a session's random stream. Seeds are taken modulo 2^64."""
     return np.uint64(cpu_kernels.stream_key(np.uint64(engine_seed % 2**64), np.uint64(session_seed % 2**64)))
 
 
 def uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Draw number `counters` (int64[R]) of the streams `keys` (uint64[R]): float64[R] in [0, 1)."""
+    """Return draw number `counters` (int64[R]) of the streams `keys` (uint64[R]): float64[R] in [0, 1)."""
     draws = np.empty(len(keys))
     cpu_kernels.uniforms(keys, counters, draws)
     return draws
@@ -29,7 +29,7 @@ def uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
 def draw(
     logits: torch.Tensor, inverse_temperatures: np.ndarray, is_greedy: np.ndarray, draws: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One token a row: sampled, or the most likely one where the row is greedy.
+    """Choose one token for each row: sampled, or the most likely one where the row is greedy.
 
     Args:
         logits: float32[R, V].
@@ -55,7 +55,7 @@ def draw(
 def sample(
     logits: torch.Tensor, inverse_temperatures: torch.Tensor | None, draws: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row by inversion of the cumulative distribution.
+    """Sample one token for each row by inversion of the cumulative distribution.
 
     The vocabulary is searched in two levels of about its square root: the sums of blocks first, then inside the block
     that holds the draw. That costs one pass over the probabilities instead of a full cumulative sum.
@@ -90,13 +90,13 @@ def sample(
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token of each row: int64[R], and its log-probability at temperature 1: float32[R]."""
+    """Choose the most likely token of each row: int64[R], and its log-probability at temperature 1: float32[R]."""
     highest, tokens = logits.max(dim=-1)
     return tokens, highest - logits.logsumexp(dim=-1)
 
 
 def _block_size(vocab_size: int) -> int:
-    """A divisor of the vocabulary near its square root, so that no padding is needed; else the square root."""
+    """Find a divisor of the vocabulary near its square root, so that no padding is needed; else the square root."""
     root = math.isqrt(vocab_size)
     near = [size for size in range(max(1, root // 2), 2 * root + 1) if vocab_size % size == 0]
     return min(near, key=lambda size: abs(size - root), default=root)

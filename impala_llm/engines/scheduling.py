@@ -1,6 +1,6 @@
-"""Decides what the next forward computes.
+"""Scheduler: decides which tokens the next forward computes.
 
-Invariant: nobody starves: every decoding row is in every step, and prompts follow in order of arrival as far as the
+Invariant: no session starves: every decoding row is in every step, and prompts follow in order of arrival as far as the
 prefill budget reaches; a prompt longer than that is computed over several steps.
 """
 
@@ -13,17 +13,17 @@ from impala_llm.engines.sessions import SessionTable
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: N new tokens of M sessions laid end to end, first the decoding rows (one token of a session each), then
-    segments (runs of several), and what becomes of them."""
+    """One step: N new tokens of M sessions end to end, first the decoding rows (one token of a session each), then
+    segments (runs of several), and the sessions that are sampled."""
 
     slots: np.ndarray
     """int64[M]: sessions in the batch."""
     computed: np.ndarray
-    """int64[M]: how many tokens of each."""
+    """int64[M]: number of new tokens of each."""
     lengths: np.ndarray
-    """int64[M]: how long their histories are with these."""
+    """int64[M]: lengths of their histories, new tokens included."""
     num_rows: int
-    """How many of the M are decoding rows."""
+    """Number of decoding rows among the M."""
     tokens: np.ndarray
     """int64[pad_rows(N)]: zeros at the end."""
     positions: np.ndarray
@@ -33,19 +33,19 @@ class Plan:
     sampled: np.ndarray
     """int64[R]: sessions whose next token is drawn; the first R rows of the logits are theirs."""
     sampled_lengths: np.ndarray
-    """int64[R]: how long their histories are."""
+    """int64[R]: lengths of their histories."""
     sample_index: np.ndarray | None
     """int64[pad_rows(R)]: the token whose output they are drawn from, zeros at the end; None where all tokens are."""
 
     def segments(self) -> list[tuple[int, int, int, int]]:
-        """Of each: slot, the range [start, end) of the batch, length of the history with it."""
+        """List the segments: (slot, start, end, length of the history), where [start, end) is a range of the batch."""
         ends = np.cumsum(self.computed)
         parts = (self.slots, ends - self.computed, ends, self.lengths)
         return list(zip(*(part[self.num_rows :].tolist() for part in parts), strict=True))
 
 
 def plan_step(table: SessionTable, prefill_budget: int) -> Plan | None:
-    """The next step, None where no session is running.
+    """Plan the next step. Returns None where no session is running.
 
     Args:
         prefill_budget: tokens of prompts in one step at most (a prompt with one token left counts as a decoding row).
@@ -91,7 +91,7 @@ def plan_step(table: SessionTable, prefill_budget: int) -> Plan | None:
 
 
 def _decode_only(table: SessionTable, slots: np.ndarray, cached: np.ndarray) -> Plan:
-    """What `plan_step` gives where every session has one new token: the common case, in a third of the time."""
+    """Plan a step in which every session has one new token: the common case, in a third of the time."""
     size = len(slots)
     positions = np.zeros(pad_rows(size), dtype=np.int64)
     positions[:size] = cached
@@ -113,7 +113,7 @@ def _decode_only(table: SessionTable, slots: np.ndarray, cached: np.ndarray) -> 
 
 
 def pad_rows(rows: int) -> int:
-    """Number of rows that a batch of `rows` is padded to: oneDNN compiles a kernel for every new number (2 ms)."""
+    """Round up the number of rows of a batch: oneDNN compiles a kernel for every new number (2 ms)."""
     if rows <= 1:
         return rows
     step = 2 if rows <= 16 else 4 if rows <= 32 else 16 if rows <= 256 else 64

@@ -1,4 +1,4 @@
-"""The sessions of an engine: token history, progress and sampling state of each, as arrays by cache slot.
+"""Sessions of an engine: token history, progress and sampling state of each, as arrays by cache slot.
 
 Invariant: slot s of the cache holds the keys and values of tokens[s, :cached[s]]. A running session always knows at
 least one token more than is cached: the last one, whose logits are what the next draw needs.
@@ -15,13 +15,15 @@ MAX_STOP_TOKENS = 16
 
 
 class SessionTable:
-    """Sessions in slots. The public arrays are views by slot, [slots] or [slots, max_length].
+    """Sessions in slots. The public arrays are indexed by slot, [slots] or [slots, max_length].
 
-    tokens, logprobs, versions: the history, and for sampled tokens their log-probability and version.
-    length, cached: known tokens, and how many of them are in the cache.
-    running: an answer is being computed. prompt_length, limit: where it begins, and the length at which it ends.
-    inverse_temperature, greedy, stops, key, drawn: how it samples; `drawn` counts the session's draws so far.
-    order: number of the request, in order of arrival.
+    Attributes:
+        tokens, logprobs, versions: the history, and for sampled tokens their log-probability and version.
+        length, cached: number of known tokens, and of those in the cache.
+        running: an answer is being computed.
+        prompt_length, limit: length at which it begins, and at which it ends.
+        inverse_temperature, greedy, stops, key, drawn: state of the sampling; `drawn` counts the session's draws.
+        order: number of the request, in order of arrival.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -65,21 +67,21 @@ class SessionTable:
         self._requests = 0
 
     def slot(self, session_id: str) -> int | None:
-        """The slot of a session, None where it is unknown."""
+        """Find the slot of a session; None where it is unknown."""
         return self._slot.get(session_id)
 
     def session(self, slot: int) -> str:
-        """The session in a slot that is taken."""
+        """Id of the session in a slot in use."""
         session_id = self._session[slot]
         assert session_id is not None, f"slot {slot} is free"
         return session_id
 
     def is_full(self) -> bool:
-        """No slot is free."""
+        """Whether no slot is free."""
         return len(self._slot) == len(self._session)
 
     def open(self, session_id: str) -> int:
-        """Give a new session the lowest free slot. Raises ValueError where none is free."""
+        """Give a new session the lowest free slot. Returns it. Raises ValueError where none is free."""
         slot = self._session.index(None)
         self._session[slot] = session_id
         self._slot[session_id] = slot
@@ -93,7 +95,7 @@ class SessionTable:
         self._cache.free(slot)
 
     def check_prefix(self, slot: int, prompt: np.ndarray) -> None:
-        """Raise EngineError where a history (int32[T]) contradicts what the session's cache was computed from."""
+        """Check that a history int32[T] continues the session's cached tokens. Raises EngineError where it does not."""
         shared = min(int(self.cached[slot]), len(prompt))
         differs = np.flatnonzero(self.tokens[slot, :shared] != prompt[:shared])
         if len(differs):
@@ -144,13 +146,13 @@ class SessionTable:
         )
 
     def forget(self, slot: int) -> None:
-        """Drop what is cached for a session, and wipe it: it may not be finite."""
+        """Drop and zero a session's cache, whose values may not be finite."""
         self.cached[slot] = 0
         self._cache.clear(slot)
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int, max_length: int) -> np.ndarray:
-    """The history as int32[T]. Raises EngineError where it cannot be answered."""
+    """Check a request. Returns its history as int32[T]. Raises EngineError where it cannot be answered."""
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
         raise EngineError(

@@ -1,7 +1,7 @@
-"""One answer in the making: what its server has streamed so far, checked piece by piece.
+"""Answer under way: the pieces that its server has streamed so far, each checked.
 
-Invariant: tokens, log-probabilities and versions are always of one length and only ever grow, so that an answer whose
-server dies is continued from what is here, on any server.
+Invariant: tokens, log-probabilities and versions always have one length and only grow, so that an answer whose server
+dies is continued from its tokens, on any server.
 
 Versions: a server tells the version of each token (spans) when a request ends. Until then its pieces carry one label
 each, that of the weights in use when the piece left the server. A piece that left after a change of weights may hold
@@ -20,15 +20,15 @@ from impala_llm.engines.base import EngineError, FinishReason, Generation, Sampl
 from impala_llm.engines.sglang_client import ServerLost
 
 _ROUNDING = 1e-4
-"""How far above zero a server's float32 log-softmax may round."""
+"""Largest value above zero to which a server's float32 log-softmax may round."""
 
 
 class BrokenAnswer(EngineError):
-    """A server's answer that cannot be true."""
+    """Answer of a server that contradicts itself or the request."""
 
 
 class Answer:
-    """The tokens that continue a prompt. One request at a time is under way for it."""
+    """Tokens that continue a prompt. One request at a time is under way for it."""
 
     def __init__(
         self, session_id: str, prompt: np.ndarray, params: SamplingParams, limit: int, vocab_size: int
@@ -49,7 +49,7 @@ class Answer:
         self.timer: asyncio.Timeout | None = None
         self.rid = ""
         self.prompt_tokens = self.cached_tokens = 0
-        """Of the request under way, as far as its server has told."""
+        """Counts of the request under way, as far as its server has sent them."""
         self._prompt: list[int] = prompt.tolist()
         self._stops = frozenset(params.stop_token_ids)
         self._vocab_size = vocab_size
@@ -60,14 +60,14 @@ class Answer:
 
     @property
     def request_ended(self) -> bool:
-        """The request under way has had its last piece."""
+        """Whether the last piece of the request under way has arrived."""
         return self._ended
 
     def request(self, rid: str, version: int, stream_interval: int) -> dict[str, Any]:
-        """Begin a request for the tokens that are missing, and give its body.
+        """Begin a request for the missing tokens. Returns its body.
 
         Args:
-            version: that the server has.
+            version: of the server's weights.
             stream_interval: tokens in a piece.
         """
         self.rid = rid
@@ -83,7 +83,7 @@ class Answer:
             "stream": True,
             "return_logprob": True,
             "logprob_start_len": -1,
-            # What a server's own defaults could change is spelled out: see SamplingParams.
+            # Every setting that a server's own defaults could change is explicit: see SamplingParams.
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,
                 "top_p": 1.0,
@@ -95,7 +95,7 @@ class Answer:
                 "max_new_tokens": self.limit - len(self.tokens),
                 "min_new_tokens": 0,
                 "stop_token_ids": list(params.stop_token_ids),
-                # Only without own stop tokens: it switches these off, too.
+                # Only without stop tokens of ours: it disables them, too.
                 "ignore_eos": not params.stop_token_ids,
                 "skip_special_tokens": False,
                 "stream_interval": stream_interval,
@@ -106,8 +106,8 @@ class Answer:
         """Add a piece of the stream.
 
         Raises:
-            BrokenAnswer: it contradicts itself or what came before; nothing of it is kept.
-            ServerLost: the server ended the request on its own, or has forgotten the weights it was given.
+            BrokenAnswer: it contradicts itself or earlier pieces; nothing of it is kept.
+            ServerLost: the server ended the request by itself, or has lost the weights it was given.
         """
         try:
             meta = piece["meta_info"]
@@ -134,7 +134,7 @@ class Answer:
                 " it was restarted, or another client changes its weights"
             )
         spans = meta.get("weight_versions")
-        # They come with the last piece only, and not at all where a request was aborted before it was begun.
+        # Only the last piece has them, and none where a request was aborted before it was begun.
         versions = None if reason is None or (kind == "abort" and spans is None) else self._spans(spans, total)
         self.tokens += ids
         self.logprobs += logprobs
@@ -148,7 +148,7 @@ class Answer:
             self._end(kind, reason)
 
     def settle(self) -> bool:
-        """Whether the answer is complete as it is, whatever its requests came to."""
+        """Return whether the answer is complete, however its requests ended."""
         if self.finish_reason is None:
             if self.tokens and self.tokens[-1] in self._stops:
                 self.finish_reason = "stop"
@@ -159,7 +159,7 @@ class Answer:
         return self.finish_reason is not None
 
     def result(self) -> Generation:
-        """As arrays."""
+        """Answer as arrays."""
         assert self.finish_reason is not None
         return Generation(
             tokens=np.array(self.tokens, np.int32),
@@ -179,7 +179,7 @@ class Answer:
             raise ServerLost(f"it aborted a request on its own: {message}")
         if len(self.tokens) == self._base:
             raise self._broken(f"it ended with {kind!r} before any token")
-        # Otherwise a stop token of the model's that is none of the request's, or a limit of the server's: go on.
+        # Otherwise a stop token of the model that is not one of the request, or a limit of the server: go on.
 
     def _check_pair(self, token: object, pair: object) -> float:
         if not isinstance(token, int) or not 0 <= token < self._vocab_size:
@@ -209,5 +209,5 @@ class Answer:
 
 
 def _version(label: object) -> int | None:
-    """The number in a server's label; None for a label that no engine gave."""
+    """Parse a server's label as a version; None for a label that no engine gave."""
     return int(label) if isinstance(label, str) and label.removeprefix("-").isdecimal() else None

@@ -1,7 +1,7 @@
-"""HTTP to one SGLang server: the calls that the engine makes, with deadlines, and the server's own words on failure.
+"""HTTP client of one SGLang server: the calls of the engine, with deadlines, and the server's own error messages.
 
-Invariant: a call either gives the server's answer, or raises `ServerLost` (no answer: nothing is known about what it
-did) or `ServerRefused` (it answered no: nothing was done).
+Invariant: a call either returns the server's answer, or raises `ServerLost` (no answer: the call may or may not have
+had an effect) or `ServerRefused` (an error answer: it had none).
 """
 
 import json
@@ -19,45 +19,50 @@ _ABORT_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
-"""A connection that was idle for longer is not used again. SGLang's server ends such ones after 5 s, and a request that
-is written at that moment is lost."""
+"""Seconds after which an idle connection is not used again. SGLang's server closes idle ones after 5 s, and a request
+that is written at that moment is lost."""
 _HALF_LOADED = "Rolling back"
-"""In the answer of a server that found out in the middle, and then reads the same directory again."""
+"""Words in the answer of a server that failed in the middle of loading, and then reads the same directory again."""
 _EVENT = b"data: "
 _DONE = b"[DONE]"
 
 
 class ServerLost(Exception):
-    """A connection that was refused, broke or timed out."""
+    """Connection that was refused, broke or timed out."""
 
 
 class ServerRefused(EngineError):
-    """A server answered that it will not do what it was asked for."""
+    """Error answer of a server to a request."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What of a server's settings matters to its clients."""
+    """Settings of a server that its clients need."""
 
     sglang_version: str
     incremental_streaming: bool
     radix_cache: bool
     max_prompt_length: int
-    """Tokens of a prompt, at most."""
+    """Maximum number of tokens of a prompt."""
     model_path: Path
-    """Of the weights in use, as the server sees it."""
+    """Directory of the weights in use, as the server sees it."""
     weight_version: str
     tensor_parallel: int
 
 
 def open_http() -> aiohttp.ClientSession:
-    """For any number of clients, requests and servers."""
+    """Open an HTTP session for any number of clients, requests and servers."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S))
 
 
 class SGLangClient:
-    """One server's API. The HTTP session is shared with other clients and belongs to the caller. key: the server's API
-    key; None where it has none."""
+    """Client of one server.
+
+    Args:
+        http: session, which other clients may share; it belongs to the caller.
+        url: of the server.
+        key: the server's API key; None where it has none.
+    """
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -65,7 +70,7 @@ class SGLangClient:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def healthy(self) -> bool:
-        """Whether the server answers. Asks for no token: a server that is paused or busy is healthy too."""
+        """Return whether the server answers. No token is requested: a paused or busy server is healthy too."""
         try:
             await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)
         except (ServerLost, ServerRefused):
@@ -73,7 +78,7 @@ class SGLangClient:
         return True
 
     async def info(self) -> ServerInfo:
-        """Settings, and the version in use."""
+        """Read the settings and the version in use."""
         settings = await self._call("GET", "/server_info")
         model = await self._call("GET", "/model_info")
         try:
@@ -90,12 +95,12 @@ class SGLangClient:
             raise ServerRefused(f"{self.url} does not describe itself as an SGLang server does: {error!r}") from error
 
     async def weight_version(self) -> int | None:
-        """Of the weights in use, as the server labels them; None for a label that is no number."""
+        """Read the version of the weights in use, the server's label; None for a label that is no number."""
         label = str((await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)).get("weight_version"))
         return int(label) if label.removeprefix("-").isdecimal() else None
 
     async def workers(self) -> list[str]:
-        """URLs of the servers behind a router; empty for a server, or for what does not answer."""
+        """List the URLs of the servers behind a router; empty for a server, or where there is no answer."""
         try:
             listed = (await self._call("GET", "/workers", timeout_s=_PROBE_TIMEOUT_S)).get("workers", [])
             return [str(worker["url"]).rstrip("/") for worker in listed]
@@ -107,7 +112,7 @@ class SGLangClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after a pause; without effect on a server that is not paused."""
+        """Continue after a pause. It has no effect on a server that is not paused."""
         await self._call("POST", "/continue_generation", {})
 
     async def update_weights(self, directory: Path, version: int, flush_cache: bool, timeout_s: float) -> None:
@@ -128,11 +133,11 @@ class SGLangClient:
         await self._call("POST", "/begin_weight_update", {})
 
     async def end_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Close the session, whoever opened it. Refused where there is none."""
+        """Close the session, even one that another client opened. Refused where there is none."""
         await self._call("POST", "/end_weight_update", {}, timeout_s=timeout_s)
 
     async def join_group(self, group: str, address: str, port: int, size: int, backend: str, timeout_s: float) -> None:
-        """Meet a sender of weights, which has rank 0, at its store: all GPUs of the server, from rank 1 on."""
+        """Join the process group of a sender of weights, rank 0, at its store: the server's GPUs are ranks 1 and up."""
         payload = {
             "master_address": address,
             "master_port": port,
@@ -144,7 +149,7 @@ class SGLangClient:
         await self._call("POST", "/init_weights_update_group", payload, timeout_s=timeout_s)
 
     async def leave_group(self, group: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Forget a sender."""
+        """Leave the process group of a sender."""
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group}, timeout_s=timeout_s)
 
     async def receive_weights(
@@ -159,7 +164,7 @@ class SGLangClient:
 
         Args:
             tensors: (name, torch's name of the dtype, shape) each.
-            version: what the weights in use are from now on; None: there are more to come.
+            version: of the weights in use from now on; None: more tensors follow.
         """
         payload = {
             "names": [name for name, _, _ in tensors],
@@ -172,15 +177,15 @@ class SGLangClient:
         await self._call("POST", "/update_weights_from_distributed", payload, timeout_s=timeout_s)
 
     async def relabel(self, version: int) -> None:
-        """Give the weights in use another version number."""
+        """Set the version number of the weights in use."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def abort(self, rid: str) -> None:
-        """End a request, and every other whose id begins with this one."""
+        """End a request, and all others whose ids begin with its id."""
         await self._call("POST", "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S)
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of one streamed answer, up to and with the last. No deadline of its own: the caller sets one."""
+        """Stream the pieces of one answer, the last one included. The caller sets a deadline."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             async with self._http.post(
@@ -242,7 +247,7 @@ class SGLangClient:
 
 
 def _words(answer: str | dict[str, Any]) -> str:
-    """The sentence inside of an error answer."""
+    """Extract the sentence from an error answer."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)

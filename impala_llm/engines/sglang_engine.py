@@ -1,8 +1,8 @@
-"""The SGLang engine: episodes on one or several SGLang servers, over HTTP.
+"""SGLang engine: episodes on one or several SGLang servers, over HTTP.
 
 Invariant: a server gets traffic only between a handshake, which gives it the newest weights, and the first sign that it
-is gone; and an answer ends exactly once, with every token that any server has streamed for it. What a server's death
-interrupts is continued from those tokens on another server, or on the same one after its restart.
+is gone; and an answer ends exactly once, with every token that any server has streamed for it. An answer whose server
+dies is continued from those tokens on another server, or on the same one after its restart.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ from impala_llm.engines.sglang_weights import (
 _log = logging.getLogger(__name__)
 
 STREAM_INTERVAL = 16
-"""Tokens in one piece of a stream: what a dying server takes with it, at most, of each answer."""
+"""Tokens in one piece of a stream: at most so many of each answer are lost with a server."""
 _MAX_LOSSES = 4
-"""How often in a row an answer may lose its server without a new token."""
+"""Number of times in a row that an answer may lose its server without a new token."""
 _ABORT_GRACE_S = 2.0
 
 WeightsSource = Callable[[], AbstractContextManager[tuple[Path, int]]]
-"""Gives the newest weights, a Hugging Face directory and its version, which stay as they are within the context."""
+"""Source of the newest weights: (Hugging Face directory, version), which do not change within the context."""
 
 
 class SGLangEngine:
-    """See `impala_llm.engines.base.Engine`; `start` comes first. All methods are called from one asyncio loop."""
+    """Engine (see `impala_llm.engines.base.Engine`) on SGLang servers. All methods are called from one asyncio loop."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class SGLangEngine:
     ) -> None:
         """
         Args:
-            servers: belong to the engine from now on: it starts, restarts and closes them. Or what finds them at
-                `start`.
+            servers: the engine owns them from now on: it starts, restarts and closes them. Or a function that finds
+                them at `start`.
             vocab_size: of the model; an id beyond it would kill a server.
             max_length: tokens of a session at most, answers included.
             version: policy version of the weights that the servers start with.
-            in_flight: what becomes of answers under way when weights change; see docs/engines.md.
-            weights: where a started or restarted server gets the newest weights from. Without it, from the directory of
-                the last `load_weights`, which must then stay as it is until the next.
+            in_flight: policy for answers under way when weights change; see docs/engines.md.
+            weights: source of the newest weights for a started or restarted server. Without it, they come from the
+                directory of the last `load_weights`, which must then not change until the next.
             request_timeout_s: deadline of one answer, waiting and restarts of servers included.
             update_timeout_s: deadline of a server for reading weights, or for ending its answers.
-            max_starts: attempts to bring a server up again before it is given up; at first there is one.
+            max_starts: attempts to restart a server before it is given up; the first start has one attempt.
             stream_interval: tokens in one piece of a stream.
-            is_fed: the learner sends new weights to the servers by itself: see `adopt`. Not with in_flight="drain".
+            is_fed: the learner sends new weights to the servers: see `adopt`. Not with in_flight="drain".
 
         Raises:
             EngineError: no servers, an unknown policy, or a limit that is not positive.
@@ -103,7 +103,7 @@ class SGLangEngine:
         self.max_length = max_length
         self.in_flight = in_flight
         self.last_update: UpdateTimes | None = None
-        """Of the latest `load_weights` that succeeded."""
+        """Times of the latest successful `load_weights`."""
         self._source = weights
         self._newest: tuple[Path, int] | None = None
         self._layout: Layout | None = None
@@ -149,13 +149,13 @@ class SGLangEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no answer can be had any more: every server was given up. None while there is hope."""
+        """Reason why no answer is possible any more: every server was given up. None before."""
         failures = [replica.failure for replica in self._replicas]
         return failures[0] if failures and all(failures) else None
 
     @property
     def restarts(self) -> int:
-        """How often a server went away and came back."""
+        """Number of times that a server was lost and came back."""
         return sum(replica.restarts for replica in self._replicas)
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
@@ -189,12 +189,12 @@ class SGLangEngine:
         return answer.result()
 
     def release(self, session_id: str) -> None:
-        """Forget which server a session is at; a running answer is aborted. Unknown ids pass."""
+        """Forget the server of a session; a running answer is aborted. Unknown ids are ignored."""
         self.abort(session_id)
         self._leave_home(session_id)
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's answer, or all: the caller gets what has arrived, with reason "abort"."""
+        """End one session's answer, or all: callers get the tokens so far, with reason "abort"."""
         for name in list(self._answers) if session_id is None else [session_id]:
             answer = self._answers.get(name)
             if answer is None or answer.aborted:
@@ -212,7 +212,7 @@ class SGLangEngine:
     async def load_weights(self, directory: Path, version: int) -> None:
         """Give all servers the weights of a Hugging Face directory; answers under way go on as `in_flight` says.
 
-        A server that is down gets them when it is back. Where all are down this waits for the first.
+        A server that is down gets them when it is back. Where all are down, this waits for the first.
 
         Raises:
             EngineError: a version below the present one; a directory that does not fit the model, or that a server
@@ -247,7 +247,7 @@ class SGLangEngine:
         return {replica.opening: replica.server.url for replica in self._replicas if replica.version is not None}
 
     async def adopt(self, version: int) -> bool:
-        """Take note of a version that the learner has sent to the servers. False where one lacks it: `load_weights`."""
+        """Adopt a version that the learner has sent to the servers. False where one lacks it: then `load_weights`."""
         self._check_open()
         async with self._updating:
             behind = [
@@ -262,9 +262,10 @@ class SGLangEngine:
             return self.version >= version
 
     async def reclaim(self, source: WeightSource) -> None:
-        """Load a version into all servers, whatever they say they have: their learner has died, in a transfer perhaps.
+        """Load a version into all servers, whatever their labels: their learner has died, perhaps during a transfer.
 
-        Raises EngineError as `load_weights` does.
+        Raises:
+            EngineError: see `load_weights`.
         """
         self._check_open()
         directory = Path(source.path).absolute()
@@ -284,11 +285,11 @@ class SGLangEngine:
         return None
 
     async def load_shared(self, source: WeightSource) -> None:
-        """`load_weights` of the directory."""
+        """Load the weights of the source's directory; see `load_weights`."""
         await self.load_weights(source.path, source.version)
 
     def stats(self) -> EngineStats:
-        """Counters and load, as of now. Busy is the time in which at least one answer was with a server."""
+        """Return counters and current load. Busy is the time in which a server worked on at least one answer."""
         running = sum(replica.running for replica in self._replicas)
         busy = self._stats.busy_seconds + (time.perf_counter() - self._busy_since if running else 0.0)
         times = self.last_update or UpdateTimes(0.0, 0.0)
@@ -304,7 +305,7 @@ class SGLangEngine:
         )
 
     async def close(self) -> None:
-        """Abort everything, end the servers that are ours, and refuse further requests."""
+        """Abort all answers, end the servers that are ours, and refuse further requests."""
         self._closed = True
         self.abort()
         self._notify()
@@ -339,7 +340,7 @@ class SGLangEngine:
                     ) from error
 
     async def _acquire(self, session_id: str) -> Replica:
-        """The session's server as soon as it is open; the least loaded one for a session without."""
+        """Wait for the session's server to be open; a new session gets the least loaded one."""
         while True:
             self._check_open()
             changed = self._changed
@@ -382,7 +383,7 @@ class SGLangEngine:
     # Servers
 
     async def _handshake(self, replica: Replica) -> None:
-        """Give a server that has just come up the newest weights, then traffic."""
+        """Give a new server the newest weights, then traffic."""
         assert self._http is not None
         client = SGLangClient(self._http, replica.server.url, replica.server.key)
         info = await client.info()
@@ -411,7 +412,7 @@ class SGLangEngine:
     # Weights
 
     async def _update_all(self, serving: Sequence[Replica], directory: Path, version: int, anew: bool = False) -> None:
-        """Raises EngineError where servers refuse; servers that die meanwhile are left to their keepers."""
+        """Load a version into servers. Raises EngineError where one refuses; keepers deal with servers that die."""
         before, self._newest = self._newest, (directory, version)
         behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
         begin = time.perf_counter()
@@ -481,7 +482,7 @@ class SGLangEngine:
         if versions:
             self.version = min(versions)
 
-    # Small things
+    # Helpers
 
     def _take(self, servers: Sequence[Server]) -> None:
         if not servers:
@@ -497,7 +498,7 @@ class SGLangEngine:
             home.sessions -= 1
 
     def _notify(self) -> None:
-        """Wake all who wait for a change in servers or answers."""
+        """Wake all tasks that wait for a change in servers or answers."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -508,7 +509,7 @@ class SGLangEngine:
             raise EngineError("the engine was not started: await start() first")
 
     def _run_errand(self, errand: Coroutine[Any, Any, None]) -> None:
-        """In the background; where the server is gone there is nothing left to do."""
+        """Run a call in the background; a lost server is ignored."""
 
         async def run() -> None:
             with contextlib.suppress(ServerLost, EngineError):

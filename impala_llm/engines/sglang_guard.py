@@ -1,18 +1,18 @@
-"""Entry: stands between an owner and one SGLang server, and is started by `SGLangServer` alone.
+"""Entry: guard process between an owner and one SGLang server; only `SGLangServer` starts it.
 
     python sglang_guard.py OWNER_PID COMMAND...
 
-Invariant: when this process ends, nothing that the server started lives on, and the files that it made in shared memory
-and in its temporary folder are gone. No others are: weights in shared memory, which it maps while it loads them, are
-not its own. And it ends when the server does, when its owner says so (SIGTERM), or when its owner is dead, be it by
-SIGKILL.
+Invariant: when this process ends, no process that the server started is left, and the files that it made in shared
+memory and in its temporary folder are removed. No other files are: weights in shared memory, which it maps while it
+loads them, are not its own. The guard ends when the server ends, when its owner says so (SIGTERM), or when its owner is
+dead, even by SIGKILL.
 
-A death signal on the server alone would not do: SGLang's children ask for theirs only after seconds of imports, and a
-server that is killed unlinks nothing. The owner asks by SIGUSR1, once the server is up, to note which files those are;
-a line on standard output says that it is done. All else that is printed goes to standard error.
+A death signal on the server alone is not enough: SGLang's children ask for theirs only after seconds of imports, and a
+server that is killed unlinks nothing. The owner asks by SIGUSR1, once the server is up, to note these files; a line on
+standard output says that it is done. All other output goes to standard error.
 
-The server's API key comes in a variable, and is handed on in a file of the temporary folder, which only this user can
-read: not on a command line, where everybody could.
+The server's API key comes in a variable, and is passed on in a file of the temporary folder, which only this user can
+read: not on a command line, which every user can read.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = Path("/dev/shm")
 KEY_VARIABLE = "IMPALA_LLM_SERVER_KEY"
 TRACKER_GRACE_S = 2.0
-"""Time for Python's resource trackers, which unlink semaphores once all others are dead, and then end by themselves."""
+"""Seconds for Python's resource trackers, which unlink semaphores once all other processes are dead, and then end."""
 WAKE_UPS = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1})
 
 
 def main(owner: int, command: Sequence[str]) -> int:
-    """Run the command to its end. Returns its exit code, 128 + n after signal n, or 0 if it was ended from here."""
+    """Run the command to its end. Returns its exit code, 128 + n after signal n, or 0 if the guard ended it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WAKE_UPS)
     _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != owner:  # it died before it could be asked for its death signal
+    if os.getppid() != owner:  # it died before its death signal was requested
         return 0
     files: dict[Path, int] = {}
     earlier = frozenset(entry.inode() for entry in os.scandir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset()
@@ -78,12 +78,12 @@ def _watch(owner: int, server: subprocess.Popen[bytes], files: dict[Path, int], 
             files |= _made_by_server(earlier)
             print("noted", flush=True)
         elif number == signal.SIGTERM or os.getppid() != owner:
-            # SIGHUP also comes when only the thread ended that started us: then the owner is still our parent.
+            # SIGHUP also comes when only the thread that started us has ended: then the owner is still our parent.
             return 0
 
 
 def _key_words(folder: str) -> list[str]:
-    """What to add to SGLang's command line for its API key, if there is one; the variable is gone then."""
+    """Arguments of SGLang's command line for its API key, if there is one; the variable is removed."""
     key = os.environ.pop(KEY_VARIABLE, None)
     if key is None:
         return []
@@ -93,7 +93,7 @@ def _key_words(folder: str) -> list[str]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """For the server: its temporary files in the folder; of compiled code what outlives it; no path of our packages."""
+    """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {**os.environ, "TMPDIR": folder}
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
@@ -125,10 +125,10 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _made_by_server(earlier: Set[int]) -> dict[Path, int]:
-    """The files in shared memory that our descendants have made and mapped, and their inodes.
+    """Find the files in shared memory that our descendants have made and mapped. Returns path -> inode.
 
-    That is, those without a folder, as shm_open makes them, that are mapped for writing by all and are not among the
-    inodes that were there before. What others have put there is mapped for reading.
+    These are files without a folder, as shm_open makes them, that are mapped for writing by all and whose inodes are
+    new. Files of others are mapped for reading.
     """
     files = {}
     for process in psutil.Process().children(recursive=True):
@@ -142,7 +142,7 @@ def _made_by_server(earlier: Set[int]) -> dict[Path, int]:
 
 
 def _end_descendants() -> None:
-    """Kill until nobody is left: whoever loses its parent becomes our child."""
+    """Kill descendants until none is left: orphans become our children."""
     spare_until = time.monotonic() + TRACKER_GRACE_S
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:

@@ -1,6 +1,6 @@
-"""What the engine needs of a server's life, and the servers that others start and stop.
+"""Interface of a server's life cycle, and servers that others start and stop.
 
-Invariant: `start` returns only when the server answers; whether it has the right weights is the engine's question.
+Invariant: `start` returns only when the server answers; the engine checks its weights.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _POLL_S = 0.5
 
 
 class ServerUnfit(EngineError):
-    """A server that another start would not help."""
+    """Server that another start would not mend."""
 
 
 class Server(Protocol):
@@ -25,7 +25,7 @@ class Server(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it listens, once it was started."""
+        """URL at which it listens, once it was started."""
         ...
 
     @property
@@ -34,8 +34,12 @@ class Server(Protocol):
         ...
 
     async def start(self) -> None:
-        """Bring it up. Raises EngineError with its last words where it does not come up, ServerUnfit where no further
-        attempt should be made."""
+        """Bring it up.
+
+        Raises:
+            EngineError: it does not come up; the message has its last output.
+            ServerUnfit: the same, and no further attempt should be made.
+        """
         ...
 
     async def wait_dead(self) -> str:
@@ -43,7 +47,7 @@ class Server(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it, if it is the caller's to end."""
+        """End it, if the caller owns it."""
         ...
 
 
@@ -59,15 +63,15 @@ async def _patience(url: str, timeout_s: float) -> AsyncIterator[None]:
 
 
 async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["RemoteServer"]:
-    """The servers at given URLs, and, for the URL of an SGLang router, those behind it.
+    """Find the servers at given URLs, and, for the URL of an SGLang router, those behind it.
 
     A router is asked once: it passes on requests, but neither weights nor pauses, so its workers are used directly.
 
     Args:
-        timeout_s: how long to wait for a router and its first worker; and later for each server.
+        timeout_s: seconds to wait for a router and its first worker, and later for each server.
 
     Raises:
-        EngineError: a malformed URL, or nothing that answers there in time.
+        EngineError: a malformed URL, or no answer there in time.
     """
     found: list[str] = []
     async with aiohttp.ClientSession() as http:
@@ -81,13 +85,13 @@ async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["R
 
 
 class RemoteServer:
-    """A server by its URL. It is never started or ended from here, only waited for."""
+    """Server known by its URL, which is only waited for, never started or ended."""
 
     def __init__(self, url: str, timeout_s: float = 600.0, key: str | None = None) -> None:
         """
         Args:
-            timeout_s: how long to wait for it, at first and whenever it went away.
-            key: its API key.
+            timeout_s: seconds to wait for it, at first and whenever it was lost.
+            key: its API key; None: it has none.
         """
         if not url.startswith(("http://", "https://")):
             raise EngineError(f"engine.urls has {url!r}: http://HOST:PORT is expected")
@@ -97,12 +101,12 @@ class RemoteServer:
 
     @property
     def key(self) -> str | None:
-        """As given."""
+        """Its API key."""
         return self._key
 
     @property
     def url(self) -> str:
-        """As given."""
+        """Its URL."""
         return self._url
 
     async def start(self) -> None:
@@ -113,9 +117,9 @@ class RemoteServer:
                 await asyncio.sleep(_POLL_S)
 
     async def wait_dead(self) -> str:
-        """Never returns: only its clients notice that it is gone."""
+        """Wait for ever: only its clients notice its death."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
     async def close(self) -> None:
-        """Nothing: the server is not ours."""
+        """Do nothing: the server is not ours."""

@@ -1,7 +1,7 @@
-"""One SGLang server's place in the engine: started, given traffic, watched, restarted, given up.
+"""Replica: one SGLang server of the engine, which is started, given traffic, watched, restarted, given up.
 
 Invariant: `version` is set exactly while the server has that version's weights and may get traffic. Only a handshake
-sets it; the death of the server, a broken connection to one that is gone, or other weights than it was given clear it.
+sets it; the death of the server, a broken connection to a dead one, or weights that it was not given clear it.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ class Replica:
     ) -> None:
         """
         Args:
-            handshake: gives a server that has just come up the newest weights, and opens it.
+            handshake: gives a new server the newest weights, and opens it.
             notify: called after every change.
-            updating: held while weights change.
-            max_starts: attempts to bring the server up again before it is given up; at first there is one.
-            is_fed: the learner sends it weights, so that it may have newer ones than this knows of.
+            updating: lock held while weights change.
+            max_starts: attempts to restart the server before it is given up; the first start has one attempt.
+            is_fed: the learner sends it weights, so that it may have newer ones than `version`.
         """
         self.server = server
         self.opening = 0
-        """Random number; another one whenever it was given weights from here."""
+        """Random number that changes whenever this process gives the server weights."""
         self.restarts = 0
-        """How often it went away and came back."""
+        """Number of times that the server was lost and came back."""
         self.client: SGLangClient | None = None
         self.version: int | None = None
-        """Of its weights; None while it gets no traffic."""
+        """Version of its weights; None while it gets no traffic."""
         self.failure: EngineError | None = None
         self.was_up = False
-        """Has had traffic once, so its settings are right."""
+        """Whether it has had traffic, so that its settings are known to work."""
         self.running = 0
         self.sessions = 0
         self.is_draining = False
         self.suspected = asyncio.Event()
-        """A connection to it broke."""
+        """Set where a connection to it broke."""
         self._suspicion = ""
         self._handshake = handshake
         self._notify = notify
@@ -68,11 +68,11 @@ class Replica:
 
     @property
     def is_open(self) -> bool:
-        """It takes requests now."""
+        """Whether it takes requests now."""
         return self.version is not None and not self.is_draining and not self.suspected.is_set()
 
     def suspect(self, error: ServerLost) -> None:
-        """A connection to it broke: no further requests until it is known to be well."""
+        """Note that a connection to it broke: it gets no requests until it is known to be well."""
         if not self.suspected.is_set():
             self._suspicion = str(error)
             self.suspected.set()
@@ -84,7 +84,7 @@ class Replica:
         self.suspected.clear()
 
     def given(self, version: int) -> None:
-        """It was given this version from here."""
+        """Note that this process has given it a version."""
         self.version = version
         self.opening = secrets.randbits(62)
 
@@ -92,20 +92,20 @@ class Replica:
         """Keep a server in traffic until it has to be given up."""
         try:
             self.failure = EngineError(f"an SGLang server was given up: {await self._restart_for_ever()}")
-        except Exception as error:  # nobody awaits a keeper: those who wait for its server have to hear of it
+        except Exception as error:  # no task awaits a keeper: those that wait for its server must learn of it
             _log.exception("the keeper of an SGLang server failed")
             self.failure = EngineError(f"an SGLang server was given up: {error!r}")
             self.version = None
         self._notify()
 
     async def _restart_for_ever(self) -> str:
-        """Bring a server up, give it weights and traffic, and do so again when it dies. Returns why not."""
+        """Bring a server up, give it weights and traffic, again whenever it dies. Returns why it was given up."""
         failures = 0
         while True:
             try:
                 await self.server.start()
                 await self._handshake(self)
-            except Exception as error:  # the source of weights may raise what it likes; the actor has to hear of it
+            except Exception as error:  # the source of weights may raise any error; the actor must learn of it
                 failures += 1
                 allowed = self._max_starts if self.was_up else 1
                 _log.warning("an SGLang server did not come up, attempt %d of %d: %s", failures, allowed, error)
@@ -123,7 +123,7 @@ class Replica:
             await self.server.close()
 
     async def _wait_lost(self) -> object:
-        """Return, with the reason, when a server with traffic is not there any more."""
+        """Wait until a server with traffic is lost. Returns the reason."""
         dead = asyncio.create_task(self.server.wait_dead())
         try:
             while True:
@@ -140,7 +140,7 @@ class Replica:
             dead.cancel()
 
     async def _is_well(self, dead: asyncio.Task[str]) -> bool:
-        """Whether a server whose connection broke is there, with the weights it was given."""
+        """Return whether a server whose connection broke still answers, with the weights it was given."""
         assert self.client is not None
         for _ in range(_PROBES):
             async with self._updating:
@@ -157,7 +157,7 @@ class Replica:
 
 
 def check_fit(url: str, info: ServerInfo, max_length: int, in_flight: InFlight) -> None:
-    """Raise ServerUnfit where a server is set up in a way that the engine cannot work with. Names the flag."""
+    """Check the settings of a server. Raises ServerUnfit, which names the flag, where the engine cannot use it."""
     if not info.incremental_streaming:
         raise ServerUnfit(f"{url} streams whole answers: start it with --incremental-streaming-output")
     if info.radix_cache and in_flight == "keep_kv":

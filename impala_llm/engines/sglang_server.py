@@ -1,11 +1,11 @@
-"""One SGLang server as a process: its start, its death, its end.
+"""SGLang server as a process: its start, its death, its end.
 
-Invariant: between a `start` that returned and the end of the server, `url` answers. Whatever part of the server dies,
-`wait_dead` returns at once, with nothing of it left: no process, no file in shared memory. The server never outlives
-the process that owns it, be that one killed. See sglang_guard.py for how.
+Invariant: between a `start` that returned and the end of the server, `url` answers. When any part of the server dies,
+`wait_dead` returns at once, and no process and no file in shared memory of it is left. The server never outlives the
+process that owns it, even if that is killed. See sglang_guard.py.
 
-Left out on purpose: what is asked of the server. A server that was started anew has the weights of its model directory:
-whoever restarts it brings it the current ones before it gets requests.
+Left out on purpose: requests to the server. A restarted server has the weights of its model directory: its owner gives
+it the current ones before it gets requests.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from impala_llm.supervised import signal_name
 GUARD = Path(__file__).with_name("sglang_guard.py")
 POLL_S = 0.1
 CLOSE_S = 8.0
-"""Most time for the guard to end everything; after it the guard is killed too."""
+"""Seconds for the guard to end all processes; then the guard is killed too."""
 PORT_ATTEMPTS = 4
 PORT_TAKEN = "address already in use"
 IDLE_TALK = ("Decode batch", "Prefill batch", "resource_tracker", "server_args=")
-"""What marks lines of the log that never tell why a server died; the last ones hold its key."""
+"""Marks of lines in the log that never tell why a server died; lines with the last one hold its key."""
 
 
 class SGLangServer:
@@ -45,7 +45,7 @@ class SGLangServer:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.starts = 0
-        """How often it has come up."""
+        """Number of times that it has come up."""
         self._url = ""
         self._guard: asyncio.subprocess.Process | None = None
         self._log_start = 0
@@ -59,11 +59,11 @@ class SGLangServer:
 
     @property
     def key(self) -> str:
-        """API key, without which it answers nobody on this host."""
+        """API key, without which it answers no request."""
         return self.settings.key
 
     async def start(self) -> None:
-        """Returns when the server answers.
+        """Start the server, and wait until it answers.
 
         Raises:
             BadServerSettings: an interpreter or a model directory that cannot work.
@@ -87,13 +87,13 @@ class SGLangServer:
         self._watcher = asyncio.create_task(watching)
 
     async def wait_dead(self) -> str:
-        """Returns, with the reason, when the server has died or was closed. Any number of tasks may wait."""
+        """Wait until the server has died or was closed. Returns the reason. Any number of tasks may wait."""
         if self._death is None:
             return "the SGLang server was not started"
         return await asyncio.shield(self._death)
 
     async def close(self) -> None:
-        """End the server and all of its processes. Also before a start, and twice."""
+        """End the server and all of its processes. It may be called before a start, and twice."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
@@ -103,15 +103,15 @@ class SGLangServer:
             self._death.set_result("the SGLang server was closed")
 
     def last_words(self, lines: int = 12) -> str:
-        """The end of what it has printed since its last start, without idle talk, every line on an indented new one."""
+        """Last lines of its output since its last start, without `IDLE_TALK`, each indented on a new line."""
         told = [line for line in self._printed().splitlines() if not any(talk in line for talk in IDLE_TALK)]
         return "".join(f"\n    {line[:400]}" for line in told[-lines:])
 
     async def _start_at(self, port: int, final: bool) -> asyncio.subprocess.Process | None:
-        """The guard of a server that is up. None, unless this is the final attempt, if its port was taken from it."""
+        """Start a server. Returns its guard; None if another process took its port, except in the final attempt."""
         settings = self.settings
         settings.log.parent.mkdir(parents=True, exist_ok=True)
-        # SGLang prints its settings, keys among them.
+        # SGLang prints its settings, including keys.
         with open(settings.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             os.fchmod(log.fileno(), 0o600)
             self._log_start = log.tell()
@@ -121,7 +121,7 @@ class SGLangServer:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env=environment(settings, os.environ),
-                start_new_session=True,  # Ctrl-C reaches the owner alone, which ends this in order
+                start_new_session=True,  # Ctrl-C reaches only the owner, which ends this in order
             )
         up = False
         try:
@@ -132,16 +132,16 @@ class SGLangServer:
         return guard if up else None
 
     async def _wait_until_up(self, guard: asyncio.subprocess.Process, port: int, final: bool) -> bool:
-        """False if another process has taken the port meanwhile. Raises ServerError if it does not come up."""
+        """Wait for a server. Returns False if its port was taken. Raises ServerError if it does not come up."""
         ended = asyncio.create_task(guard.wait())
         try:
             async with asyncio.timeout(self.settings.start_timeout_s):
                 while not ended.done():
-                    # Asked of the system too: what answers at the port may be somebody else's server.
+                    # The system is asked too: the answer at the port may come from another server.
                     if await _healthy(port) and _listens(guard.pid, port):
                         guard.send_signal(signal.SIGUSR1)
                         assert guard.stdout is not None
-                        await guard.stdout.readline()  # it has noted the server's files
+                        await guard.stdout.readline()  # the guard has noted the server's files
                         return True
                     await asyncio.wait({ended}, timeout=POLL_S)
         except TimeoutError:
@@ -166,20 +166,20 @@ class SGLangServer:
         workers: Mapping[psutil.Process, str],
         death: asyncio.Future[str],
     ) -> None:
-        """Until the server or one of its workers is dead. A worker's death alone would leave clients waiting: SGLang
-        itself notices it after seconds."""
+        """Wait until the server or one of its worker processes is dead. SGLang itself takes seconds to notice the death
+        of a worker, while clients wait."""
         ended = asyncio.create_task(guard.wait())
         try:
             while not ended.done() and all(map(_runs, workers)):
                 await asyncio.wait({ended}, timeout=POLL_S)
             lost = " and ".join(name for worker, name in workers.items() if not _runs(worker))
             if server is None or not _runs(server):
-                # Its workers die of its death, and may be seen dead first; the guard is about to tell the reason.
+                # Its workers die with it, and may be seen dead first; the guard will tell the reason.
                 await asyncio.wait({ended}, timeout=CLOSE_S)
         finally:
             ended.cancel()
         await self._end()
-        # A guard that was told to end it before it ended by itself returns 0.
+        # A guard that was told to end the server returns 0.
         what = f"lost its process {lost}" if lost and not guard.returncode else f"ended: {_reason(guard.returncode)}"
         death.set_result(
             f"the SGLang server at {self.url} {what}; its log is {self.settings.log}, its last words:"
@@ -213,7 +213,7 @@ class SGLangServer:
 
 
 async def _free_port() -> int:
-    """A port that the system has just had free. It may be taken again before the server asks for it."""
+    """Find a free port. Another process may take it before the server does."""
     listener = await asyncio.start_server(lambda _reader, _writer: None, HOST, 0)
     port: int = listener.sockets[0].getsockname()[1]
     listener.close()
@@ -222,7 +222,7 @@ async def _free_port() -> int:
 
 
 async def _healthy(port: int) -> bool:
-    """Whether something at the port calls itself healthy."""
+    """Return whether a healthy server answers at the port."""
     try:
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(HOST, port)
@@ -244,7 +244,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _server(guard_pid: int) -> psutil.Process | None:
-    """The guard's first child; later ones are orphans that it has adopted. None: it is gone already."""
+    """Find the guard's first child; later ones are adopted orphans. None: it is dead already."""
     try:
         return min(psutil.Process(guard_pid).children(), key=psutil.Process.create_time, default=None)
     except psutil.NoSuchProcess:
@@ -252,7 +252,7 @@ def _server(guard_pid: int) -> psutil.Process | None:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether a descendant listens at the port."""
+    """Return whether a descendant listens at the port."""
     for process in _descendants(pid):
         try:
             connections = process.net_connections(kind="tcp")
@@ -264,12 +264,12 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def _workers(pid: int) -> dict[psutil.Process, str]:
-    """SGLang's own processes below this one, with their titles. Whatever else it started may come and go."""
+    """Find SGLang's own processes below this one, with their titles. Other processes may start and end."""
     workers = {}
     for process in _descendants(pid):
         with suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            # The title, sglang::scheduler for example, takes the place of the first word, where it could be set.
+            # The title, sglang::scheduler for example, replaces the first word, where it could be set.
             if words and words[0].startswith("sglang::"):
                 workers[process] = words[0]
             elif any("spawn_main" in word for word in words):
@@ -285,7 +285,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _reason(code: int | None) -> str:
-    """Of an exit code of the guard, which is the server's own or, after a signal, 128 plus its number."""
+    """Explain an exit code of the guard: the server's own or, after a signal, 128 plus its number."""
     if code is not None and code < 0:
         return f"its guard was killed by {signal_name(-code)}"
     if code is not None and 0 < code - 128 < signal.NSIG:

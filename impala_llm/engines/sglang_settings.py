@@ -1,6 +1,6 @@
-"""What an SGLang server is started with: settings, its command line, its variables, and what is wrong with them.
+"""Launch of an SGLang server: settings, checks of them, command line and variables.
 
-Invariant: settings that `check_model` and `check_python` pass can only fail for what SGLang alone knows.
+Invariant: settings that `check_model` and `check_python` accept can only fail for reasons that only SGLang can find.
 """
 
 import asyncio
@@ -23,30 +23,30 @@ from impala_llm.settings import PACKAGE
 
 HOST = "127.0.0.1"
 PROBE_S = 60.0
-"""Most time for an interpreter to say which SGLang it has."""
+"""Seconds for an interpreter to report its version of SGLang."""
 OLDEST = (0, 5, 21)
-"""Versions of token spans came with 0.5.19, begin_weight_update with 0.5.21."""
+"""Oldest version of SGLang: token spans came with 0.5.19, begin_weight_update with 0.5.21."""
 SPARE_POSITIONS = 7
-"""What SGLang keeps free of its context length: a prompt must be 7 tokens shorter, prompt and answer together 2."""
+"""Positions of the context length that SGLang keeps free: 7 after a prompt, 2 after prompt and answer."""
 INSTALL = "engine.python names the interpreter; tools/install_sglang_cpu.sh makes one that has SGLang for a CPU"
 
 
 class ServerError(EngineError):
-    """An SGLang server that cannot start, or that is dead. The message says which, why, and its last words."""
+    """SGLang server that cannot start, or that is dead. The message says which, why, and has its last output."""
 
 
 class BadServerSettings(ServerError, ServerUnfit):
-    """Settings with which no server will ever start."""
+    """Settings with which no server can start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server is started with."""
+    """Settings of a server."""
 
     model: Path
     """Hugging Face directory with configuration, tokenizer and weights."""
     log: Path
-    """File that everything the server prints is appended to."""
+    """File to which the server's output is appended."""
     python: str = sys.executable
     """Interpreter that has SGLang; a path, or a name on PATH."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -56,26 +56,26 @@ class ServerSettings:
     max_length: int = 2048
     """Longest token history including the answer."""
     max_running: int = 64
-    """Requests that are decoded together; more of them wait."""
+    """Requests that are decoded together; further ones wait."""
     memory_fraction: float | None = None
     """Share of the device's memory for weights and KV cache; None: 0.2 on a CPU, SGLang's choice on a GPU."""
     max_total_tokens: int | None = None
     """Room of the KV cache, in tokens; None: `max_running` full histories on a CPU, what fits on a GPU."""
     radix_cache: bool = False
-    """Keep KV of ended requests for later ones that begin alike. A change of weights must flush it."""
+    """Keep keys and values of ended requests for later ones with the same prefix. A change of weights must flush it."""
     stream_interval: int = 16
     """Tokens between two messages of a streamed answer."""
     extra_arguments: tuple[str, ...] = ()
-    """More words for SGLang's command line; they come last, so they win."""
+    """Further arguments of SGLang's command line; they come last and override others."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the owner's and of our own, CUDA_VISIBLE_DEVICES for example."""
+    """Environment variables, such as CUDA_VISIBLE_DEVICES; they override the owner's and ours."""
     key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """API key: who has it may use the server, and nobody else on this host."""
+    """API key, without which the server answers no request."""
     start_timeout_s: float = 300.0
 
 
 def find_python() -> str:
-    """This interpreter, or, where it lacks SGLang, the one that tools/install_sglang_cpu.sh has made."""
+    """Find an interpreter: this one, or, where it lacks SGLang, that of tools/install_sglang_cpu.sh."""
     made = PACKAGE.parent / ".venv-sglang" / "bin" / "python"
     if importlib.util.find_spec("sglang") is None and made.is_file():
         return str(made)
@@ -83,7 +83,7 @@ def find_python() -> str:
 
 
 def command(settings: ServerSettings, port: int) -> list[str]:
-    """SGLang's command line. Its streams are incremental: every message has only what is new."""
+    """Make SGLang's command line. Its streams are incremental: every message has only new tokens."""
     context = settings.max_length + SPARE_POSITIONS
     words: list[object] = [
         *(
@@ -100,13 +100,13 @@ def command(settings: ServerSettings, port: int) -> list[str]:
         *("--device", settings.device, "--dtype", settings.dtype, "--context-length", context),
         *("--max-running-requests", settings.max_running, "--weight-version", 0),
         *("--incremental-streaming-output", "--stream-interval", settings.stream_interval),
-        # Without the first, an idle scheduler burns a core; without the second, every request writes a line.
+        # Without the first, an idle scheduler uses a whole core; without the second, every request writes a line.
         *("--sleep-on-idle", "--log-level-http", "warning"),
     ]
     max_total_tokens, memory_fraction = settings.max_total_tokens, settings.memory_fraction
     if settings.device == "cpu":
         words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--skip-server-warmup"]
-        # A CPU's "device memory" is the host's, which others use too.
+        # The "device memory" of a CPU is the host's, which other processes use too.
         max_total_tokens = max_total_tokens or settings.max_running * context
         memory_fraction = memory_fraction or 0.2
     if settings.tensor_parallel > 1:
@@ -121,8 +121,8 @@ def command(settings: ServerSettings, port: int) -> list[str]:
 
 
 def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The server's variables: the inherited ones, ours over them, those of the settings over both."""
-    # The key not among the words: everybody on this host can read those.
+    """Make the server's variables: the inherited ones, overridden by ours, overridden by those of the settings."""
+    # The key is not on the command line, which every user of this host can read.
     ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", KEY_VARIABLE: settings.key}
     if settings.device == "cpu":
         # One thread: with two, each token of a small model costs ten times as long on two cores.
@@ -131,7 +131,7 @@ def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[
 
 
 def check_model(settings: ServerSettings) -> None:
-    """Raises BadServerSettings unless the directory has a configuration, weights and positions for `max_length`."""
+    """Check a model directory. Raises BadServerSettings unless it has configuration, weights and enough positions."""
     model = settings.model
     if not model.is_dir():
         raise BadServerSettings(f"model directory {model} does not exist: model.path names a Hugging Face directory")
@@ -153,7 +153,7 @@ def check_model(settings: ServerSettings) -> None:
 
 
 async def check_python(python: str) -> None:
-    """Raises BadServerSettings unless the interpreter exists and has SGLang, new enough."""
+    """Check an interpreter. Raises BadServerSettings unless it exists and has a recent SGLang."""
     if shutil.which(python) is None:
         raise BadServerSettings(f"engine.python={python}: there is no such program. {INSTALL}")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -178,7 +178,7 @@ async def check_python(python: str) -> None:
             raise BadServerSettings(f"engine.python={python} has no sglang installed. {INSTALL}")
         said = complaint.decode(errors="replace").strip().splitlines()[-1:]
         raise BadServerSettings(f"engine.python={python} cannot tell its SGLang: {' '.join(said)}. {INSTALL}")
-    # A build from source may call itself 0.0.0: it does not know.
+    # A build from source may report 0.0.0: its version is unknown.
     if (0, 0, 0) < _version(words) < OLDEST:
         raise BadServerSettings(
             f"engine.python={python} has SGLang {words}, which lacks calls that are needed: install "
@@ -187,6 +187,6 @@ async def check_python(python: str) -> None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The numbers a version starts with: (0, 5, 21) of "0.5.21.post1"."""
+    """Parse the leading numbers of a version: (0, 5, 21) of "0.5.21.post1"."""
     start = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in start.group().split("."))[:3] if start else ()

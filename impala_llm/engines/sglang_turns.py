@@ -1,8 +1,8 @@
-"""Taking turns: a server whose weights the learner sends by itself, and whose actor loads them from disk where it must.
+"""Weight lock of a server to which the learner sends weights, and whose actor loads them from disk where it must.
 
 Invariant: only one of the two changes a server's weights at any time, and no token is ever sampled from a part of a
-version. The server's session for new weights is the lock. Who finds it taken leaves the server alone, paused as it may
-be; who breaks off in the middle of a version leaves it paused, and the actor loads a whole one and lets it go on.
+version. The server's session for new weights is the lock. A process that finds it taken leaves the server unchanged,
+even paused; one that fails in the middle of a version leaves it paused, and the actor loads a whole one and resumes it.
 """
 
 import asyncio
@@ -15,32 +15,35 @@ from impala_llm.engines.sglang_client import ServerLost, ServerRefused, SGLangCl
 from impala_llm.engines.sglang_weights import InFlight, UpdateTimes
 
 TRANSFER_TIMEOUT_S = 60.0
-"""Of one version to one server; a learner waits no longer."""
+"""Limit of the transfer of one version to one server, in seconds; the learner waits no longer."""
 PATIENCE_S = 1.25 * TRANSFER_TIMEOUT_S
-"""Whoever has the session for longer is dead."""
+"""Seconds after which the holder of the session counts as dead."""
 _POLL_S = 0.1
 _LATE_S = 1.0
-"""After a session of the learner's its last call may still be on its way."""
+"""Seconds to wait after a session of the learner, whose last call may still be on its way."""
 
 
 def pause_mode(policy: InFlight) -> Literal["in_place", "retract"]:
-    """How answers under way are held."""
+    """Choose the mode in which a server pauses answers under way."""
     return "retract" if policy == "recompute_kv" else "in_place"
 
 
 async def load_in_turn(
     client: SGLangClient, directory: Path, version: int, policy: InFlight, timeout_s: float, wanted: int | None = None
 ) -> UpdateTimes | None:
-    """Load a version from disk while the learner sends nothing; whatever state the server was left in, it goes on.
+    """Load a version from disk while the learner sends none, and resume the server, in whatever state it was left.
 
     Args:
-        wanted: not necessary any more where the learner turns out to be sending this version or a newer one.
+        directory: Hugging Face directory of the version.
+        policy: for answers under way.
+        timeout_s: seconds for loading.
+        wanted: load nothing where the learner turns out to be sending this version or a newer one; None: always load.
 
     Returns:
-        None where it was not necessary.
+        None where nothing was loaded.
 
     Raises:
-        ServerLost: also where the server refuses: it may have a part of a version.
+        ServerLost: the server does not answer, or refuses: it may have a part of a version.
     """
     begin = time.perf_counter()
     mode = pause_mode(policy)
@@ -59,7 +62,7 @@ async def load_in_turn(
 
 
 async def _take_session(client: SGLangClient, mode: Literal["in_place", "retract"], wanted: int | None) -> bool:
-    """Open the session of a paused server, after that of the learner if there is one."""
+    """Open the session of a paused server, after that of the learner if there is one. False: see `wanted`."""
     deadline = time.monotonic() + PATIENCE_S
     has_waited = False
     while True:

@@ -1,8 +1,8 @@
-"""New weights for one server, without harm to its running answers: the three policies, and what is checked before.
+"""Weight updates of one server while it answers requests: the three policies, and the checks before an update.
 
-Invariant: a server is sent only directories whose tensors are exactly those of its model. It must be so: on other
-shapes a server tries to go back to the old weights by reading the same directory once more, and dies; and it does not
-notice tensors that are missing, which would leave it with a mixture.
+Invariant: a server is sent only directories whose tensors are exactly those of its model. With other shapes a server
+tries to restore the old weights by reading the same directory once more, and dies; and it does not notice missing
+tensors, which would leave it with a mixture of two versions.
 """
 
 import json
@@ -27,21 +27,22 @@ Layout = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class UpdateTimes:
-    """How long one change of weights took, in seconds. Of several servers: of the slowest."""
+    """Durations of one change of weights, in seconds. Of several servers, those of the slowest."""
 
     pause_s: float
-    """Answers stood still, or, under "drain", new ones were held back."""
+    """Time in which answers stood still, or, under "drain", new ones were held back."""
     transfer_s: float
-    """Part of it: the server read the weights."""
+    """Part of it in which the server read the weights."""
 
 
 def read_layout(directory: Path) -> Layout:
-    """Names and shapes in a Hugging Face directory; the output head of tied embeddings is left out.
+    """Read names and shapes from a Hugging Face directory; the output head of tied embeddings is left out.
 
     Where a file has one of the names that Hugging Face gives to a model's weights, only such files count: the learner
     keeps its value head beside them.
 
-    Raises EngineError where there are no weights or they are unreadable or cut off.
+    Raises:
+        EngineError: there are no weights, or they are unreadable or cut off.
     """
     directory = Path(directory)
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
@@ -61,8 +62,8 @@ def read_layout(directory: Path) -> Layout:
 
 
 def check_layout(found: Layout, expected: Layout, directory: Path) -> None:
-    """Raise EngineError where tensors are missing, unknown or of another shape."""
-    if _OUTPUT_HEAD not in expected:  # so the embeddings are tied
+    """Compare two layouts. Raises EngineError where tensors are missing, unknown or of another shape."""
+    if _OUTPUT_HEAD not in expected:  # the embeddings are tied
         found = {name: shape for name, shape in found.items() if name != _OUTPUT_HEAD}
     wrong = [
         f"{name} is {list(shape)} and should be {list(expected[name])}"
@@ -95,13 +96,14 @@ async def update_in_flight(
 ) -> UpdateTimes:
     """Load a version while answers are under way, or, under "drain", once they have ended.
 
-    Whatever happens, the server is told to go on afterwards.
+    The server is resumed afterwards, also after an error.
 
     Args:
         drained: under "drain", returns when no answer of ours runs on the server and none will.
 
     Raises:
-        ServerRefused, ServerLost: the server keeps its weights, or is to be restarted.
+        ServerRefused: the server keeps its weights.
+        ServerLost: the server must be restarted.
     """
     begin = time.perf_counter()
     if policy == "drain":

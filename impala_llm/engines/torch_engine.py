@@ -1,8 +1,8 @@
-"""The embedded engine: continuous batching on a Hugging Face causal LM in plain PyTorch, inside the actor's process.
+"""Embedded engine: continuous batching on a Hugging Face causal LM in plain PyTorch, inside the actor's process.
 
-Invariant: a step is one forward over every running session plus one draw for each, and nothing else happens while it
-runs. Requests, aborts and new weights therefore always fall between two steps, and a token's version is the version of
-the weights that gave its logits.
+Invariant: a step is one forward over every running session plus one draw for each, and no other work interrupts it.
+Requests, aborts and new weights therefore always fall between two steps, and a token's version is the version of the
+weights that computed its logits.
 
 Keys and values stay in the cache over all turns of a session and over a change of weights (policy "keep_kv"): after a
 change, the logits of a session are those of the new weights on keys and values of the old ones.
@@ -31,7 +31,7 @@ from impala_llm.engines.sessions import SessionTable, check_request
 
 _PATH = "the embedded engine"
 _CHECKED_ANSWER = 8
-"""Tokens of an answer in the comparison at the start."""
+"""Tokens of an answer in the model check at the start."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Request:
 
 
 class TorchEngine:
-    """See `impala_llm.engines.base.Engine`. All methods are called from one asyncio loop."""
+    """Engine in this process, see `impala_llm.engines.base.Engine`. All methods are called from one asyncio loop."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class TorchEngine:
         prefill_budget: int = 2048,
         version: int = 0,
     ) -> "TorchEngine":
-        """An engine on a local Hugging Face directory; nothing is downloaded. Arguments and errors as above."""
+        """Make an engine of a local Hugging Face directory; nothing is downloaded. Arguments and errors as above."""
         if not (Path(path) / "config.json").is_file():
             raise EngineError(f"model path {path}: no config.json there; give a local Hugging Face model directory")
         with refusing(f"the model {path} cannot be loaded"):
@@ -145,10 +145,10 @@ class TorchEngine:
         )
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
-        """Continue a history; computes only what the session's cache does not hold. Waits while all slots are taken.
+        """Continue a history; only tokens outside of the session's cache are computed. Waits while no slot is free.
 
         Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length". A history
-        that is an earlier state of the session's own takes the session back there.
+        that is an earlier state of the session takes the session back to it.
 
         Raises:
             EngineError: a token id outside of the vocabulary, a history without room for an answer or at odds with the
@@ -177,14 +177,14 @@ class TorchEngine:
                 self.abort(session_id)
 
     def release(self, session_id: str) -> None:
-        """Forget a session and give its slot to the next that waits; a running answer is aborted. Unknown ids pass."""
+        """Free a session's slot for the next that waits; a running answer is aborted. Unknown ids are ignored."""
         self.abort(session_id)
         if self._table.slot(session_id) is not None:
             self._table.close(session_id)
             self._admit()
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's answer, or all: the caller gets what there is, with reason "abort". The cache is kept."""
+        """End one session's answer, or all: callers get the tokens so far, with reason "abort". The cache is kept."""
         for name in list(self._requests) if session_id is None else [session_id]:
             request = self._requests.get(name)
             if request is None:
@@ -212,7 +212,11 @@ class TorchEngine:
         self._stats = EngineStats()
 
     async def _play(self, name: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A session of two turns with `length` tokens: its history, and the log-probabilities of the last answer."""
+        """Play a session of two turns with `length` tokens.
+
+        Returns:
+            Its history, and the log-probabilities of the last answer.
+        """
         answer = max(1, min(_CHECKED_ANSWER, length // 4))
         observation = min(answer, length - 2 * answer - 1)
         tokens = random_rows(self.vocab_size, [length], torch.device("cpu"))[0].tolist()
@@ -230,7 +234,7 @@ class TorchEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Always None: what ends this engine ends its process."""
+        """Always None: an error that ends this engine ends its process."""
         return None
 
     async def load_weights(self, directory: Path, version: int) -> None:
@@ -246,26 +250,28 @@ class TorchEngine:
         self._finish_load(version, begin)
 
     async def load_shared(self, source: WeightSource) -> None:
-        """The same from shared memory, with checksums compared and in half the time; raises as `load_weights`, and what
-        the source raises for damaged weights: the engine must load again before it is used."""
+        """Load weights from shared memory, with checksums compared and in half the time; see `load_weights`.
+
+        Also raises the source's error for damaged weights: the engine must load again before it is used.
+        """
         self._check_version(source.version)
         begin = time.perf_counter()
         self._weights.load_source(source)
         self._finish_load(source.version, begin)
 
     def load_state(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """The same from tensors in memory, for a learner in this process."""
+        """Load weights from tensors in memory, for a learner in this process; see `load_weights`."""
         self._check_version(version)
         begin = time.perf_counter()
         self._weights.load_state(state)
         self._finish_load(version, begin)
 
     def stats(self) -> EngineStats:
-        """Counters and load, as of now."""
+        """Return counters and current load."""
         return replace(self._stats, running=int(self._table.running.sum()), waiting=len(self._waiting))
 
     async def close(self) -> None:
-        """Abort everything and refuse further requests."""
+        """Abort all answers and refuse further requests."""
         self._closed = True
         self.abort()
         if self._runner is not None:
@@ -308,12 +314,12 @@ class TorchEngine:
             begin = time.perf_counter()
             try:
                 self._step()
-            except Exception as error:  # whatever a forward may raise: the requests fail, the engine goes on
+            except Exception as error:  # a forward may raise any error: the requests fail, the engine goes on
                 _log.exception("a decoding step failed")
                 for slot in np.flatnonzero(self._table.running):
                     self._fail(int(slot), f"a decoding step failed: {error!r}", error)
             self._stats.busy_seconds += time.perf_counter() - begin
-            # Those who got an answer run now and may ask again before the next batch is packed.
+            # Callers with an answer run now and may send the next request before the next batch is packed.
             await asyncio.sleep(0)
 
     @torch.inference_mode()
