@@ -59,28 +59,40 @@ class Journal:
         return True
 
     def rewrite(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Hold these rows and no others, with room for as many again."""
+        """Hold these rows and no others, with room for as many again; where the file system is full, with the room
+        there has been.
+
+        Raises:
+            ArenaError: it is full, and these are more rows than there were.
+        """
         new = self.path.with_name(self.path.name + ".new")
-        self._make(new, max(_MIN_ROWS, 2 * len(rows)))
+        self._make(new, max(_MIN_ROWS, 2 * len(rows)), len(rows))
         self.append(rows)
         os.replace(new, self.path)
         self._reserve()
 
     def _reserve(self) -> None:
-        """Keep the memory for the next rewrite, which must not fail when others have filled the file system."""
-        try:
-            self._spare = map_new_file(self.path.with_name(self.path.name + ".spare"), _num_bytes(_MIN_ROWS), "")
-        except ArenaError:
-            self._spare = None
+        """Keep as much memory for the next rewrite, which must not fail when others have filled the file system."""
+        num_bytes = _num_bytes(len(self._rows))
+        if self._spare is None or len(self._spare) != num_bytes:
+            try:
+                self._spare = map_new_file(self._spare_path, num_bytes, "")
+            except ArenaError:
+                self._spare = None
 
-    def _make(self, path: Path, num_rows: int) -> None:
-        num_bytes = _num_bytes(num_rows)
-        mapping = self._spare
-        if mapping is not None and len(mapping) == num_bytes:
-            os.replace(self.path.with_name(self.path.name + ".spare"), path)
-            self._spare = None
-        else:
-            mapping = map_new_file(path, num_bytes, "Free memory")
+    @property
+    def _spare_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".spare")
+
+    def _make(self, path: Path, num_rows: int, num_used: int = 0) -> None:
+        """Attach a new file for so many rows, or what is kept where that is enough for those that are used."""
+        try:
+            mapping = map_new_file(path, _num_bytes(num_rows), "Free memory")
+        except ArenaError:
+            if self._spare is None or len(self._spare) < _num_bytes(num_used):
+                raise
+            os.replace(self._spare_path, path)
+            mapping, self._spare = self._spare, None
         mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
         self._attach(mapping)
 

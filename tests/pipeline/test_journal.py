@@ -79,6 +79,36 @@ def test_a_rewrite_replaces_everything_and_makes_room(path: Path, monkeypatch: p
     assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.spare"]  # room for the next rewrite
 
 
+def test_a_journal_that_has_grown_is_rewritten_where_others_have_filled_the_file_system(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_MIN_ROWS", 4)
+    make = journal_module.map_new_file
+    free = 1 << 20
+
+    def used() -> int:
+        return sum(found.stat().st_size for found in path.parent.iterdir())
+
+    def map_new_file(path: Path, num_bytes: int, advice: str) -> object:
+        path.unlink(missing_ok=True)
+        if used() + num_bytes > free:
+            raise ArenaError(f"no room for {path}")
+        return make(path, num_bytes, advice)
+
+    monkeypatch.setattr(journal_module, "map_new_file", map_new_file)
+    journal = Journal(path)
+    journal.rewrite(some_rows(0, 10))
+    free = used()
+    for first in range(5):
+        while journal.append(some_rows(10, 1)):
+            pass
+        journal.rewrite(some_rows(first, 12))
+        assert content(journal) == some_rows(first, 12)
+    assert content(Journal(path)) == some_rows(4, 12)
+    with pytest.raises(ArenaError, match="no room"):
+        journal.rewrite(some_rows(0, 1000))
+
+
 class Watched(np.ndarray):
     """Copies the file at each moment before and after something is set."""
 
@@ -116,7 +146,7 @@ def test_a_rewrite_that_was_cut_off_leaves_the_rows_from_before(path: Path, monk
         patched.setattr(journal_module.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             journal.rewrite(some_rows(50, 1))
-    assert len(os.listdir(path.parent)) == 2
+    assert len(os.listdir(path.parent)) == 3
     later = Journal(path)
     assert content(later) == some_rows(0, 3)
     later.rewrite(some_rows(60, 2))
