@@ -147,7 +147,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     from impala_llm.observability.terminal import working
 
     with working("checking settings, model and host"):
-        from impala_llm.launch import supervise
+        from impala_llm.launch import BAD_SETTINGS, supervise
         from impala_llm.preflight import check_training
 
         check_training(config)
@@ -158,10 +158,11 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         with working("loading what evaluates the policy"):
             from impala_llm.evaluate import compare
         compare(config)
-    if (folder / "policy").is_dir():
+    if code != BAD_SETTINGS and (folder / "policy").is_dir():
         print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
-    print(f"see its curves: tensorboard --logdir {folder}")
+    if "tensorboard" in parts:
+        print(f"see its curves: tensorboard --logdir {folder}")
     print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
     return code
 

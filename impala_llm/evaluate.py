@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from impala_llm.engines import make_engine
 from impala_llm.envs import contract, make_suite
@@ -156,6 +156,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     The examples are the last policy's on the configured split.
     """
     disable_progress_bar()
+    set_verbosity_error()  # what speaks against a model is raised
     with working("making the tasks"):
         suites = [(make_suite(config.env), "")]
         if config.evaluation.unseen_seed is not None and config.env.name == "webshop":

@@ -123,6 +123,8 @@ def refusing(what: str) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        if "ignore_mismatched_sizes" in reason:  # transformers prints which, and raises this
+            reason = "weights have other shapes than config.json says"
         raise ModelRefused(f"{what} ({reason}): take a model of the table in docs/engines.md") from error
 
 

@@ -17,7 +17,10 @@ def make_suite(config: EnvConfig) -> Suite:
         return _maker(config)()
     except Exception as error:  # an environment is other people's code
         reason = " ".join(str(error).split())
-        raise EnvironmentFault(f"env.name={config.name} cannot be made: {type(error).__name__}: {reason}") from error
+        raise EnvironmentFault(
+            f"env.name={config.name} cannot be made: {type(error).__name__}: {reason}: correct what is "
+            "set below env, or the files that are named there"
+        ) from error
 
 
 def _maker(config: EnvConfig) -> Callable[[], Suite]:

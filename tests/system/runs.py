@@ -32,20 +32,30 @@ class Run:
         self.python_path = [str(ROOT)]
         """PYTHONPATH of what is started."""
 
-    def start(self, *command: str) -> subprocess.Popen[bytes]:
-        """Start a command with the run's settings behind it; what it prints goes to `log`."""
+    def start(self, *command: str, errors: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a command with the run's settings behind it; what it prints goes to `log`, its errors where told."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
-        with self.log.open("ab") as out:
+        with self.log.open("ab") as out, (errors or self.log).open("ab") as err:
             process = subprocess.Popen(
-                [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+                [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
             )
         self.started.append(process)
         return process
 
     def train(self) -> subprocess.Popen[bytes]:
         return self.start(sys.executable, "-m", "impala_llm.cli", "train")
+
+    def refused(self, command: str = "train") -> str:
+        """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""
+        errors = self.directory / "errors.log"
+        code = self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors).wait(START_S)
+        said = errors.read_text()
+        assert code == 2 and len(said.splitlines()) <= 3, f"{code}\n{said}\n{self.printed()}"
+        assert "Traceback" not in said + self.log.read_text()
+        self.assert_gone()
+        return said
 
     @property
     def log(self) -> Path:

@@ -63,6 +63,49 @@ def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(t
         assert "episodes failed one after the other" in printed and "no such house" in printed
 
 
+WRONG = {
+    "no score": ("info.pop('score', None)", "info['score'] is None at the end: a number in [0, 1] is expected"),
+    "no success": ("info.pop('success', None)", "info['success'] is None at the end: a bool is expected"),
+    "an array": ("terminated = numpy.array([terminated, False])", "terminated is array("),
+    "a reward that is no number": ("reward = float('nan')", "reward is nan: a finite number is expected"),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_environment_that_returns_what_it_must_not_ends_the_run_at_its_first_episodes(
+    kind: str, tmp_path: Path
+) -> None:
+    change, said = WRONG[kind]
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(
+        "import numpy\n"
+        "from impala_llm.envs import toy\n"
+        "whole = toy.ParrotSession.step\n"
+        "def wrong(self, action):\n"
+        "    observation, reward, terminated, truncated, info = whole(self, action)\n"
+        f"    {change}\n"
+        "    return observation, reward, terminated, truncated, info\n"
+        "toy.ParrotSession.step = wrong\n"
+    )
+    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1") as run:
+        run.python_path.insert(0, str(patch))
+        printed = run.refused()
+        assert "episodes failed one after the other" in printed and said in printed
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_data_files_that_are_none_are_named(command: str, tmp_path: Path) -> None:
+    for name in ("items", "attributes"):
+        (tmp_path / name).write_text("no JSON")
+    files = [f"env.webshop.{name}={tmp_path / name}" for name in ("items", "attributes")]
+    with Run(tmp_path / "run", "experiment=quickstart", *files) as run:
+        said = run.refused(command)
+        assert "env.name=webshop cannot be made" in said and "must hold a JSON" in said
+
+
 @pytest.mark.system
 def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_path: Path) -> None:
     settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1")

@@ -1,5 +1,8 @@
 """A model that cannot be computed ends the run in a sentence, wherever that is found."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,38 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config
 
 from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.settings import ASSETS
 from tests.system.runs import Run
+
+
+def broken_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for message in messages %}")
+
+
+def empty_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+
+def other_shape(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+
+
+def unknown_kind(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "no-such-kind"}))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("spoil", [broken_template, empty_tokenizer, other_shape, unknown_kind])
+def test_files_that_only_look_sound_end_the_run_in_a_sentence(
+    spoil: Callable[[Path], None], command: str, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "model"))
+    spoil(model)
+    with Run(tmp_path / "run", "experiment=quickstart", f"model.path={model}") as run:
+        assert f"the model {model}" in run.refused(command)
 
 
 @pytest.mark.system
