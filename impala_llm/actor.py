@@ -91,6 +91,8 @@ class Actor:
         self.distrusts = False
         """Another learner may have left servers in the middle of a transfer."""
         self.faults = EnvironmentFaults()
+        self.is_connected = False
+        """Whether the learner has answered."""
         self.stopping = False
         self.failure: BaseException | None = None
 
@@ -194,6 +196,9 @@ class Actor:
         if isinstance(event, Ack):
             report_progress()
         elif isinstance(event, Grant):
+            if not self.is_connected:
+                self.is_connected = True
+                print(f"{self.actor_id}: connected to the learner of run {self.config.run.name!r}", flush=True)
             self.waiting.extend(event.tickets)
         elif isinstance(event, WeightsAnnounced):
             self.announced = event.version
@@ -432,6 +437,7 @@ def main(argv: Sequence[str]) -> int:
     except (LearnerLost, RunDirectoryError) as error:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3
+    print(f"actor {index}: the learner has ended the run", flush=True)
     return 0
 
 

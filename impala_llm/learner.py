@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import ConfigError, load, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract, make_suite
 from impala_llm.hosts import rank_endpoint
@@ -82,6 +82,10 @@ def learn(config: Config, ranks: Ranks) -> None:
         if ranks.is_main:
             for caution in cautions(config, model):
                 say(f"learner: {caution}")
+            size = sum(p.numel() for p in model.lm.parameters())
+            print(
+                f"learner: {config.model.path}, {size:,} parameters on {ranks.device}, at version {version}", flush=True
+            )
         files = policy_files(resolve_policy(config))
         publisher = make_publisher(config, ranks, run_dir, model, files)
         publisher.begin(version)
@@ -198,6 +202,7 @@ def save_what_was_learned(
     trainer.model.save(aside, files)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
+    print(f"learner: the policy is saved in {target}", flush=True)
 
 
 def end_of_time(config: LearnerConfig, began_at: float) -> float:
@@ -316,6 +321,19 @@ def check_folder(config: Config) -> None:
         )
 
 
+def keep_settings(config: Config) -> None:
+    """Write config.yaml into the run's folder, as a supervisor does. ConfigError where that cannot be."""
+    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+        (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir} cannot be written to ({error.strerror}): name another folder"
+        ) from None
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
     too long, 130 after Ctrl-C, 143 after SIGTERM."""
@@ -324,6 +342,7 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         check_ranks(config)
         check_folder(config)
+        keep_settings(config)
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2

@@ -51,9 +51,9 @@ def tell(**message: object) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line for the user: above the live view, where a supervisor shows one."""
-    if not tell(say=text):
-        print(text, flush=True)
+    """Print a line for the user: above the live view, where a supervisor shows one, and in the log that it keeps."""
+    tell(say=text)
+    print(text, flush=True)
 
 
 def _write(line: bytes) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from impala_llm.envs.toy import CorridorSuite, ParrotSuite
 from impala_llm.pipeline.channel import ActorChannel
@@ -72,6 +73,45 @@ def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
         assert (tmp_path / "policy" / "model.safetensors").is_file()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: int, tmp_path: Path) -> None:
+    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", "learner.save_every=0", ENDLESS) as run:
+        errors = tmp_path / "errors"
+        supervisor = run.start(sys.executable, "-m", "impala_llm.cli", "train", errors=errors)
+        run.wait_for_updates(3)
+        supervisor.send_signal(number)
+        assert supervisor.wait(STOP_S) == 128 + number
+        run.assert_gone()
+        assert len(errors.read_text().splitlines()) <= 3 and "Traceback" not in errors.read_text()
+        assert "the policy is saved in" in (tmp_path / "run" / "logs" / "learner.log").read_text()
+        evaluation = ("--config", str(tmp_path / "run" / "config.yaml"), "evaluation.num_tasks=8")
+        played = subprocess.run(
+            [sys.executable, "-m", "impala_llm.cli", "evaluate", *evaluation],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=120,
+            check=False,
+        )
+        assert played.returncode == 0, played.stderr
+        assert f"playing what the run has learned, {tmp_path}/run/policy" in played.stderr
+        assert "8 of 200 tasks are played (evaluation.num_tasks=8)" in played.stderr
+
+
+@pytest.mark.system
+def test_a_learner_alone_waits_for_actors_that_are_started_apart(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "learner.total_updates=5") as run:
+        settings, run.settings = run.settings, [*run.settings, "actor.num_actors=0"]
+        learner = run.train()
+        run.wait_for(lambda: "start actors with `impala-llm actors" in run.log.read_text(), "a word on how actors join")
+        run.settings = settings
+        actors = run.start(sys.executable, "-m", "impala_llm.cli", "actors", "--num-actors", "1")
+        assert (learner.wait(120), actors.wait(30)) == (0, 0), run.printed()
+        assert len(run.rows()) == 5
+        run.assert_gone()
 
 
 @pytest.mark.system
@@ -158,6 +198,10 @@ def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(experiment: str,
             learner = run.start(sys.executable, "impala_llm/learner.py")
             actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
             assert (learner.wait(120), actor.wait(30)) == (0, 0), run.printed()
+            assert OmegaConf.load(run.directory / "config.yaml").run.name == run.name
+            printed = run.log.read_text()
+            assert "connected to the learner" in printed and "the learner has ended the run" in printed
+            assert "the policy is saved in" in printed
             run.assert_gone()
             rows = run.rows()
             assert set(column(rows, "staleness/oldest")) == {0.0}
