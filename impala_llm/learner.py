@@ -316,7 +316,7 @@ def check_folder(config: Config) -> None:
     if os.environ.get("RANK", "0") == "0" and find_run(config.run.name) is not None:
         print(
             f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
-            "actors are sent home: run.resume=true would have gone on with it",
+            "actors are told to end: run.resume=true would have gone on with it",
             flush=True,
         )
 

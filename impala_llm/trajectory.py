@@ -1,11 +1,10 @@
-"""The one noun of the system: a `Trajectory`, as the model saw it.
+"""Trajectory: an episode, or an unroll of one, as the model saw it.
 
-An episode, or an unroll of one (the n-step piece of IMPALA, arXiv 1802.01561), is a row of tokens that was never
-re-tokenised, with what the behaviour policy said about each token that it sampled. This module knows no I/O.
+It is a row of tokens that was never re-tokenised, with the log-probability under the behaviour policy of each token
+that this policy sampled (an unroll is the n-step part of IMPALA, arXiv 1802.01561). This module has no I/O.
 
-Invariant: a `Trajectory` that exists is valid. Construction checks every field, so that whoever holds one
-(channel, replay, learner) does not check again; only the vocabulary, which the record does not know, is checked
-at the door of the learner with `validate_vocabulary`.
+Invariant: a `Trajectory` that exists is valid. Construction checks every field, so that channel, replay and learner do
+not check again; only the vocabulary, which is not part of it, is checked by the receiver with `validate_vocabulary`.
 """
 
 import dataclasses

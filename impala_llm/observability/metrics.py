@@ -166,7 +166,7 @@ _DECLARED = (
     ("pipeline/outstanding_tickets", _SUM, "episodes granted and not yet received, all ranks"),
     ("pipeline/queue_fill", _MEAN, "share of the actors' rings that holds trajectories not yet received"),
     ("pipeline/received", _SUM, "trajectories received since the last step"),
-    ("pipeline/refused", _SUM, "malformed trajectories refused at the door since the last step"),
+    ("pipeline/refused", _SUM, "malformed trajectories that the learner refused since the last step"),
     ("pipeline/duplicates", _SUM, "trajectories received a second time and dropped since the last step"),
     ("pipeline/regranted", _SUM, "tickets of failed or dead actors granted again since the last step"),
     ("pipeline/expired", _SUM, "tickets taken from actors that brought nothing in time, since the last step"),

@@ -265,7 +265,7 @@ class ArenaReader:
         """
         size = os.fstat(self._handle).st_size
         if size != self._num_bytes:
-            raise ArenaError(f"{self.path} has {size} bytes and had {self._num_bytes}: somebody has truncated it")
+            raise ArenaError(f"{self.path} has {size} bytes and had {self._num_bytes}: another process truncated it")
 
     def has_writer(self) -> bool:
         """Return whether the arena's writer is alive, by its lock, which is visible from other PID namespaces too."""

@@ -259,7 +259,7 @@ class Intake:
             if early := self._judge(chunk, starts, facts, version, actor_id, settled):
                 offers.early.append((version + 1, chunk.only(early)))
         except Exception as error:
-            raise IntakeBroken(f"the records of {actor_id} could not be judged: {error!r}") from error
+            raise IntakeBroken(f"the records of {actor_id} could not be validated: {error!r}") from error
         return settled
 
     def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:

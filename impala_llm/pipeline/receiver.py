@@ -519,7 +519,7 @@ class Receiver:
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
-            self._complaints.log("an actor was turned away", text)
+            self._complaints.log("an actor was refused", text)
             self._send(address, Shutdown(text[:_MAX_REASON]))
             return
         session = self._sessions.get(address)
@@ -537,7 +537,7 @@ class Receiver:
                 try:
                     reader = ArenaReader(self._run_dir.arena_path(hello.arena), hello.incarnation)
                 except ArenaError as error:
-                    self._complaints.log("an actor was turned away", str(error))
+                    self._complaints.log("an actor was refused", str(error))
                     self._send(address, Shutdown(f"the learner cannot use the arena: {error}"[:_MAX_REASON]))
                     return
             session = _Session(address, hello.actor_id, Offers(reader, hello.first_sequence), self._clock.now)
@@ -552,7 +552,7 @@ class Receiver:
     def _send_home(self, address: _Address) -> None:
         """Shut down an actor of an earlier run of this name, whose tickets and records are invalid here."""
         text = f"{address[1][:_MAX_REASON]!r} belongs to another run, which has ended: start it again"
-        self._complaints.log("an actor of another run was sent home", text)
+        self._complaints.log("an actor of another run was told to end", text)
         self._send(address, Shutdown(text[:_MAX_REASON]))
 
     def _handle_heartbeat(self, session: _Session, held: tuple[int, ...], stats: dict[str, float]) -> None:
@@ -590,7 +590,7 @@ class Receiver:
             else:
                 self._acks[session.address].append(sequence)
         if session.offers.num_gaps > _MAX_REMEMBERED:
-            self._lose(session, f"it babbles: {session.offers.num_gaps} records came without those before them")
+            self._lose(session, f"it sent {session.offers.num_gaps} records without those before them")
 
     def _take_in_all(self) -> None:
         """Store the records offered in this turn, and those that wait where room or version have changed."""

@@ -141,7 +141,7 @@ class MappedWeights:
 def damaged(source: str, version: int, tensor: str) -> WeightsError:
     """Make the error for a tensor whose checksum is not the published one."""
     return WeightsError(
-        f"{source} is not what was published as version {version}: the checksum of tensor {tensor!r} differs"
+        f"{source} was changed after version {version} was published: the checksum of tensor {tensor!r} differs"
     )
 
 
@@ -229,7 +229,7 @@ class Slot:
             if not stat.S_ISREG(found.st_mode) or found.st_size != manifest.num_bytes or not found.st_size:
                 raise WeightsError(
                     f"{self.weights} has {found.st_size} bytes, version {manifest.version} has {manifest.num_bytes}: "
-                    "somebody else wrote to it; have the learner publish again"
+                    "another process wrote to it; have the learner publish again"
                 )
             file = _identity(found)
             if file != self._mapped_file:

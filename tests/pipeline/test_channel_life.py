@@ -161,7 +161,7 @@ def test_an_actor_of_an_earlier_run_is_sent_home_and_ends_no_ticket(
             assert isinstance(answer := wire.decode(frame), wire.Shutdown) and "another run" in answer.reason
             assert wire.run_id_of(frame) == pair.run_dir.run_id
         assert receiver.counters()["actors"] == 1
-        assert "sent home" in caplog.text
+        assert "was told to end" in caplog.text
         assert ticket in other.held and receiver.counters()["failed"] == 0
     finally:
         old.close(linger=0)
