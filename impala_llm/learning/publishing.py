@@ -20,8 +20,9 @@ A restarted learner goes on from the newest version on either board. Each versio
 Invariant: whoever waits for a version gets it in the end. A version is skipped because readers hold all slots of the
 board only where tickets can do without it: the ticket that the step from version v takes demands v - η at most
 (pipeline/admission.py), so a learner at v gets its next batch while the newest published version is not older than
-v - η. Otherwise the learner waits until a reader ends its lease. Where tickets ended without a trajectory, so that all
-that are left demand a later version, the learner's version is published at once.
+v - η. Otherwise the learner waits until a reader ends its lease. Its ranks meet after each attempt, since a collective
+in which one of them is awaited for too long is an error. Where tickets ended without a trajectory, so that all that are
+left demand a later version, the learner's version is published at once.
 """
 
 import time
@@ -120,13 +121,13 @@ class VersionPublisher:
 
         Where `interval` is None, engines stay with the version that an earlier learner has published, if there is one.
         """
+        found, is_due = None, False
         if self._ranks.is_main:
             for board in (self._board,) if self._interval == 1 else (self._board, self._kept):
                 board.reserve(dict(self._model.policy_tensors()))
             found = self._reader.latest()
-            if found is None or self._interval is not None:
-                self._send(version, may_skip=found == version)
-        self._ranks.barrier()
+            is_due = found is None or self._interval is not None
+        self._send_together(version, is_due, may_skip=found == version)
         self._last_due = self._reader.latest() or 0
 
     def publish(self, version: int, receiver: Receiver) -> dict[str, float]:
@@ -139,10 +140,10 @@ class VersionPublisher:
         """
         began = time.perf_counter()
         behind = version - self._last_due
-        metrics, sent = {}, None
-        if self._ranks.is_main and self._interval is not None and behind >= self._interval:
-            sent = self._send(version, may_skip=self._max_staleness is None or behind <= self._max_staleness)
-            metrics = {"weights/skipped": float(sent is None), **(sent or {})}
+        is_due = self._ranks.is_main and self._interval is not None and behind >= self._interval
+        may_skip = self._max_staleness is None or behind <= self._max_staleness
+        sent = self._send_together(version, is_due, may_skip)
+        metrics = {"weights/skipped": float(sent is None), **(sent or {})} if is_due else {}
         # All ranks wait here: a version that a rank announces must lie on the board.
         is_published, must_keep = (
             n > 0 for n in self._ranks.sum([float(sent is not None), float(receiver.must_keep())])
@@ -176,16 +177,25 @@ class VersionPublisher:
         receiver.announce_late(version)
         return sent
 
-    def _send(self, version: int, may_skip: bool) -> dict[str, float] | None:
-        """Deliver a version over all transports. Returns metrics, or None where it was skipped."""
+    def _send_together(self, version: int, is_due: bool, may_skip: bool) -> dict[str, float] | None:
+        """Deliver a version from the rank where it is due. All ranks call it, and return once it is sent or skipped.
+
+        Returns:
+            Metrics, or None where this rank has sent nothing.
+        """
         while True:
-            metrics: dict[str, float] = {}
-            try:
-                for transport in self.transports:
-                    metrics |= transport(self._model, version)
-                return metrics
-            except SlotsInUse as error:
-                fate = "is skipped" if may_skip else "waits"
-                self._complaints.log("a version was kept from the board", f"{version} {fate}: {error}")
-                if may_skip:
-                    return None
+            sent = self._send(version, may_skip) if is_due else None
+            if self._ranks.sum([float(is_due and sent is None and not may_skip)])[0] == 0:
+                return sent
+
+    def _send(self, version: int, may_skip: bool) -> dict[str, float] | None:
+        """Deliver a version over all transports. Returns metrics, or None where readers hold all slots."""
+        metrics: dict[str, float] = {}
+        try:
+            for transport in self.transports:
+                metrics |= transport(self._model, version)
+        except SlotsInUse as error:
+            fate = "is skipped" if may_skip else "waits"
+            self._complaints.log("a version was kept from the board", f"{version} {fate}: {error}")
+            return None
+        return metrics

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,14 +43,23 @@ class Receiver:
 class Learner:
     """A rank with a publisher on boards of two slots: while version 0 is read, version 2 finds no slot."""
 
-    def __init__(self, path: Path, interval: int | None = 1, max_staleness: int | None = 2, version: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        interval: int | None = 1,
+        max_staleness: int | None = 2,
+        version: int = 0,
+        ranks: Ranks | None = None,
+    ) -> None:
         policy = path / "policy"
         self.model = PolicyModel.from_pretrained(policy if policy.exists() else save_lm(policy))
         self.receiver = Receiver()
         self.sent: list[int] = []
         """By a way beside the board."""
         boards = [WeightPublisher(path / name, num_slots=2) for name in ("board", "kept")]
-        self.publisher = VersionPublisher(Ranks("cpu"), self.model, *boards, interval, max_staleness, timeout_s=0.01)
+        self.publisher = VersionPublisher(
+            ranks or Ranks("cpu"), self.model, *boards, interval, max_staleness, timeout_s=0.01
+        )
         self.publisher.begin(version)
         self.publisher.transports.append(self.send)
         self.board, self.kept = WeightReader(path / "board"), WeightReader(path / "kept")
@@ -105,6 +115,46 @@ def test_a_version_without_which_no_batch_would_come_waits_for_the_reader(tmp_pa
     assert done.wait(20)
     thread.join()
     assert learner.board.latest() == 2
+
+
+class Meetings(Ranks):
+    """Lets a test wait for each sum over ranks, and play the others in it."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__("cpu")
+        self.rank = rank
+        self.held = threading.Semaphore(0)
+        self.totals: list[list[float]] = []
+        """What the next sums come to, where it is not this rank's numbers."""
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        self.held.release()
+        return self.totals.pop(0) if self.totals else list(numbers)
+
+
+def test_ranks_meet_again_and_again_while_a_version_waits(tmp_path: Path) -> None:
+    ranks = Meetings()
+    learner = Learner(tmp_path, max_staleness=0, ranks=ranks)
+    learner.publish(1)
+    while ranks.held.acquire(blocking=False):
+        pass
+    with learner.board.lease(0):
+        thread = threading.Thread(target=learner.publish, args=(2,))
+        thread.start()
+        assert all(ranks.held.acquire(timeout=20) for _ in range(3))
+        assert learner.receiver.announced == [(1, True, False)]
+    thread.join()
+    assert learner.receiver.announced == [(1, True, False), (2, True, False)]
+
+
+def test_a_rank_announces_what_rank_0_has_published_after_waiting(tmp_path: Path) -> None:
+    Learner(tmp_path)
+    ranks = Meetings(rank=1)
+    learner = Learner(tmp_path, max_staleness=0, ranks=ranks)
+    ranks.totals = [[1.0], [1.0], [0.0], [1.0, 0.0]]
+    assert learner.publish(1) == {}
+    assert ranks.totals == [] and learner.sent == []
+    assert learner.receiver.announced == [(1, True, False)]
 
 
 def test_only_every_so_manyth_version_is_due_and_none_offline(tmp_path: Path) -> None:
