@@ -27,19 +27,19 @@ import psutil
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
-from impala_llm.engines.sglang_engine import SGLangEngine
+from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.pipeline.channel import ActorChannel, Context, LearnerLost
-from impala_llm.pipeline.channels import ActorChannels
-from impala_llm.pipeline.keys import load_actor_keys
-from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError
-from impala_llm.pipeline.tickets import Ticket
-from impala_llm.pipeline.weights import WeightReader
-from impala_llm.pipeline.wire import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.network.keys import load_actor_keys
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context, LearnerLost
+from impala_llm.pipeline.transport.messages import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.transport.rank_channels import ActorChannels
+from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WITH_VALUES, Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell

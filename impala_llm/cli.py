@@ -11,7 +11,7 @@ from pathlib import Path
 from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.pipeline.rundir import RunDirectoryError
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.settings import Config, model_directory
 
 USAGE = """\
@@ -74,7 +74,7 @@ def run_command(words: Sequence[str]) -> int:
 
         return bench(rest)
     if command == "keys":
-        from impala_llm.pipeline.keys import main as keys
+        from impala_llm.pipeline.network.keys import main as keys
 
         return keys(rest)
     if command not in HELP:

@@ -1,7 +1,7 @@
 """Reasons against a model by its config.json alone: a look without torch, before any process starts.
 
 It knows what was tried. All other models are compared with transformers when learner and actors start, which is what
-decides (engines/model_check.py); docs/engines.md lists what was run.
+decides (engines/embedded/model_check.py); docs/engines.md lists what was run.
 """
 
 import json

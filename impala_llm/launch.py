@@ -28,9 +28,9 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.observability.terminal import TerminalView
-from impala_llm.pipeline.keys import load_actor_keys
-from impala_llm.pipeline.remote import relay_weights
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.network.keys import load_actor_keys
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
 from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR, WORKED, signal_name
 

@@ -10,7 +10,7 @@ A learner that was killed and started again on its host goes on from the last ve
 every trajectory that it had acknowledged and not yet trained on; its optimizer begins anew (checkpoints are a later
 stage), and its warm-ups with it. What a step trained on counts once the step's version, or one after it, is on a board:
 that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone, before
-the trajectories that wait for it fill the replay arena.
+the trajectories that wait for it fill the trajectory store.
 
 Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
 """
@@ -33,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
+from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
 from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cautions import cautions
@@ -42,20 +43,19 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
-from impala_llm.learning.weight_sender import WeightSender
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
-from impala_llm.pipeline.arena import ArenaError
-from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.keys import KeyFileError, LearnerKeys, load_learner_keys
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.remote import serve_weights
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory, RunDirectoryError, find_run
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import TicketLedger
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.pipeline.network.keys import KeyFileError, LearnerKeys, load_learner_keys
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.ring import ArenaError
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.remote import serve_weights
 from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
@@ -262,7 +262,7 @@ def start_receiver(
     journal = Journal(run_dir.journal_path(ranks.rank))
     ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
     # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
-    arena = ReplayArena(
+    arena = TrajectoryStore(
         run_dir.replay_path(ranks.rank), (config.replay.capacity_mb * 5 // 4 + 64) << 20, 4 * config.replay.capacity
     )
     pipeline = config.pipeline

@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 from safetensors import SafetensorError, safe_open
 
 from impala_llm.config import ConfigError
-from impala_llm.engines.sglang_settings import BadServerSettings, check_python, find_python
+from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.pipeline.keys import KeyFileError, load_actor_keys, load_learner_keys
-from impala_llm.pipeline.rendezvous import check_known, try_to_listen
-from impala_llm.pipeline.rundir import RunDirectoryError, find_run, left_bytes, shared_memory
+from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
+from impala_llm.pipeline.network.listener import check_known, try_to_listen
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run, left_bytes, shared_memory
 from impala_llm.settings import Config, holds_run, model_directory
 
 MEGABYTE = 1 << 20

@@ -22,8 +22,8 @@ from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, StageTimer
-from impala_llm.pipeline.complaints import Complaints
 from impala_llm.replay import ReplayBuffer, ReplayShare
 from impala_llm.settings import AGAINST_GROUP, Config
 from impala_llm.trajectory import Trajectory
@@ -52,7 +52,7 @@ class Trainer:
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward)
         self.collapse = CollapseAlarm(config.algorithm)
-        self.complaints = Complaints(_COMPLAINT_INTERVAL_S)
+        self.complaints = RateLimitedWarnings(_COMPLAINT_INTERVAL_S)
         self.num_updates = 0
         """Since this process began: what warms up does so again after a restart."""
         self.is_stepping = False

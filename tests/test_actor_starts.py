@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from impala_llm.actor import Actor
-from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.tickets.ledger import Ticket
 
 
 def test_a_ticket_that_waits_for_newer_weights_does_not_hold_up_those_behind_it() -> None:

@@ -13,8 +13,8 @@ from impala_llm.config import load
 from impala_llm.learner import check_folder, main, share_done, start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.pipeline.rundir import RunDirectory, remove_run_dir
-from impala_llm.pipeline.weights import WeightPublisher
+from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
+from impala_llm.pipeline.weights.board import WeightPublisher
 from impala_llm.settings import Config, LearnerConfig
 from tests.learning.builders import save_lm
 
@@ -69,7 +69,8 @@ def test_what_a_killed_learner_left_is_not_removed_in_silence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"test-{uuid.uuid4().hex[:12]}"
-    make = f"from impala_llm.pipeline.rundir import RunDirectory as R; import os; R.create({name!r}); os._exit(0)"
+    imports = "import os; from impala_llm.pipeline.shm.run_directory import RunDirectory as R"
+    make = f"{imports}; R.create({name!r}); os._exit(0)"
     subprocess.run([sys.executable, "-c", make], check=True)
     try:
         settings = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}"]

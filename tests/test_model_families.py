@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams
-from impala_llm.engines.torch_engine import TorchEngine
+from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.known_models import reasons_against
 from impala_llm.learning.model import PolicyModel
 from tests.families import REFUSED, RIGHT, VOCABULARY, build_family

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli, launch, preflight
 from impala_llm.config import load
-from impala_llm.pipeline import rundir
-from impala_llm.pipeline.keys import make_keys
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.network.keys import make_keys
+from impala_llm.pipeline.shm import run_directory
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.settings import ASSETS
 
 
@@ -163,7 +163,7 @@ def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
         os.posix_fallocate(file.fileno(), 0, 64 << 20)
     assert run_dir._lock is not None
     os.close(run_dir._lock)  # as the kernel does when its owner is killed
-    monkeypatch.setattr(rundir, "shared_memory", lambda: tmp_path)
+    monkeypatch.setattr(run_directory, "shared_memory", lambda: tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     config = load(["experiment=quickstart", f"run.name={name}", "run.resume=true"])
     free = 0

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from impala_llm.pipeline.task_order import TaskOrder  # noqa: E402
-from impala_llm.pipeline.tickets import Ticket, TicketLedger  # noqa: E402
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger  # noqa: E402
+from impala_llm.pipeline.tickets.task_order import TaskOrder  # noqa: E402
 from impala_llm.trajectory import unroll_id  # noqa: E402
 
 MEDIAN = 200.0

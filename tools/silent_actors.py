@@ -23,14 +23,14 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from impala_llm.pipeline.channel import ActorChannel  # noqa: E402
-from impala_llm.pipeline.keys import load_actor_keys, load_learner_keys, make_keys  # noqa: E402
-from impala_llm.pipeline.receiver import Receiver  # noqa: E402
-from impala_llm.pipeline.replay_arena import ReplayArena  # noqa: E402
-from impala_llm.pipeline.rundir import RunDirectory  # noqa: E402
-from impala_llm.pipeline.task_order import TaskOrder  # noqa: E402
-from impala_llm.pipeline.tickets import TicketLedger  # noqa: E402
-from impala_llm.pipeline.wire import WeightsAnnounced  # noqa: E402
+from impala_llm.pipeline.network.keys import load_actor_keys, load_learner_keys, make_keys  # noqa: E402
+from impala_llm.pipeline.shm.run_directory import RunDirectory  # noqa: E402
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore  # noqa: E402
+from impala_llm.pipeline.tickets.ledger import TicketLedger  # noqa: E402
+from impala_llm.pipeline.tickets.task_order import TaskOrder  # noqa: E402
+from impala_llm.pipeline.transport.actor_channel import ActorChannel  # noqa: E402
+from impala_llm.pipeline.transport.messages import WeightsAnnounced  # noqa: E402
+from impala_llm.pipeline.transport.receiver import Receiver  # noqa: E402
 
 TURN_S = 0.1
 """Between two polls of an actor."""
@@ -41,7 +41,7 @@ def serve(run_name: str, keys: Path) -> None:
     """The receiver's process, until its standard input ends."""
     run = RunDirectory.attach(run_name, timeout_s=START_S)
     ledger = TicketLedger(TaskOrder(range(1000), seed=0), batch_size=64, max_staleness=1)
-    arena = ReplayArena(run.replay_path(), 1 << 24, max_records=1024)
+    arena = TrajectoryStore(run.replay_path(), 1 << 24, max_records=1024)
     away = {"bind": "tcp://127.0.0.1:*", "keys": load_learner_keys(keys)}
     receiver = Receiver(run.endpoint(), ledger, 1000, run, arena, **away)
     receiver.start()

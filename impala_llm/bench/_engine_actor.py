@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoTokenizer
 from impala_llm.bench._engine_work import Round
 from impala_llm.bench.frame import BenchError
 from impala_llm.engines.base import Engine, Generation, SamplingParams
-from impala_llm.engines.sglang_engine import SGLangEngine
-from impala_llm.engines.sglang_server import SGLangServer
-from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.engines.sglang.engine import SGLangEngine
+from impala_llm.engines.sglang.launch_args import ServerSettings
+from impala_llm.engines.sglang.server import SGLangServer
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import impala_llm
 from impala_llm.bench._engine_work import Requests
 from impala_llm.engines.base import SamplingParams
-from impala_llm.engines.torch_engine import TorchEngine
+from impala_llm.engines.embedded.engine import TorchEngine
 
 Round = Callable[[Requests], list[int]]
 """Answers all requests, log-probabilities included, and returns how many tokens each got."""

@@ -12,12 +12,12 @@ import os
 import time
 
 from impala_llm.bench._transport_processes import DEADLINE_S, VOCAB_SIZE, Batch, Contender, Load, Record
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory, remove_run_dir
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 
 MAX_OPEN = 1 << 16
@@ -48,7 +48,7 @@ class OurPipeline(Contender):
         self._run = RunDirectory.create(self._run_name)
         ledger = TicketLedger(TaskOrder(range(1000)), batch_size=1, max_staleness=None, max_open=MAX_OPEN)
         endpoint = self._run.endpoint(0)
-        arena = ReplayArena(self._run.replay_path(0), _REPLAY_BYTES, 2 * MAX_OPEN)
+        arena = TrajectoryStore(self._run.replay_path(0), _REPLAY_BYTES, 2 * MAX_OPEN)
         self._receiver = Receiver(endpoint, ledger, VOCAB_SIZE, self._run, arena, heartbeat_timeout_s=_PATIENCE_S)
         self._receiver.start()
 

@@ -9,7 +9,7 @@ short answers, and all take turns in every round of one run, in an order that ro
     sorted              the same by length of their answers, which nobody knows before they are there
     equal               16 requests, answers of 105 tokens each: no padding at all
 
-    embedded            `impala_llm.engines.torch_engine`, continuous batching over --slots slots
+    embedded            `impala_llm.engines.embedded.engine`, continuous batching over --slots slots
     generate            transformers' generate, static batches of --slots requests
     continuous          transformers' continuous batching (`generate_batch`), --slots requests at a time
     vllm                vLLM for CPUs with --slots sequences, from the Python that --vllm-python names
@@ -18,7 +18,7 @@ The actor's part (`--only sglang`): --slots streams of the actor's episodes, on 
 96 tokens, through the SGLang engine, beside a bare HTTP client that sends the same server the same requests, without
 streaming. The server is in float32 with one thread on the CPU.
 
-    actor               `impala_llm.rollout.play_episode` over `impala_llm.engines.sglang_engine`
+    actor               `impala_llm.rollout.play_episode` over `impala_llm.engines.sglang.engine`
     bare                aiohttp: POST /generate
 
 Figures: `embedded_vs_<peer>`, the embedded engine's tokens a second over a peer's, of the uneven requests and the 5m
@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from impala_llm.bench.frame import BenchError
-from impala_llm.engines.sglang_settings import find_python
+from impala_llm.engines.sglang.launch_args import find_python
 
 OPTIONS = {
     "rounds": "measured rounds; default 5, and 2 of the larger model",

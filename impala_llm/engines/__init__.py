@@ -17,7 +17,7 @@ def make_engine(
     Args:
         version: policy version of those weights.
         index: of the actor on this host; it selects the log and the share of the configured servers.
-        weights: source of the newest weights for a restarted server: `sglang_engine.WeightsSource`.
+        weights: source of the newest weights for a restarted server: `engine.WeightsSource`.
         server_key: API key of a server that is started; None: a new random one.
     """
     import torch
@@ -27,7 +27,7 @@ def make_engine(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.engine.name == "sglang":
         return _sglang_engine(config, policy, version, index, weights, server_key, device)
-    from impala_llm.engines.torch_engine import TorchEngine
+    from impala_llm.engines.embedded.engine import TorchEngine
 
     return TorchEngine.from_pretrained(
         policy,
@@ -42,10 +42,10 @@ def make_engine(
 def _sglang_engine(
     config: Config, policy: Path, version: int, index: int, weights: Any, server_key: str | None, device: str
 ) -> Engine:
-    from impala_llm.engines.sglang_engine import SGLangEngine
-    from impala_llm.engines.sglang_remote import find_servers
-    from impala_llm.engines.sglang_server import SGLangServer
-    from impala_llm.engines.sglang_settings import ServerSettings, find_python
+    from impala_llm.engines.sglang.engine import SGLangEngine
+    from impala_llm.engines.sglang.external_server import find_servers
+    from impala_llm.engines.sglang.launch_args import ServerSettings, find_python
+    from impala_llm.engines.sglang.server import SGLangServer
 
     engine = config.engine
     servers: Any

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_STOP_TOKENS = 16
+"""Of a request."""
 
 
 class EngineError(RuntimeError):
@@ -150,3 +152,31 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End running answers and free the engine."""
         ...
+
+
+def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int, max_length: int) -> np.ndarray:
+    """Check a request. Returns its history as int32[T]. Raises EngineError where it cannot be answered."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
+        raise EngineError(
+            f"prompt has shape {tokens.shape} and dtype {tokens.dtype}: it must be a non-empty sequence of token ids"
+        )
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        place = int(outside[0])
+        raise EngineError(
+            f"prompt[{place}] is {tokens[place]}: token ids of this model lie in 0 .. {vocab_size - 1};"
+            " was the prompt tokenised for another model?"
+        )
+    if len(tokens) >= max_length:
+        raise EngineError(
+            f"prompt has {len(tokens)} tokens: with max_length={max_length} there is no room for an answer;"
+            " end the episode earlier or raise max_length"
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise EngineError(
+            f"stop_token_ids has {len(params.stop_token_ids)} entries: at most {MAX_STOP_TOKENS} are supported"
+        )
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        raise EngineError(f"stop_token_ids is {params.stop_token_ids}: ids must lie in 0 .. {vocab_size - 1}")
+    return tokens.astype(np.int32)

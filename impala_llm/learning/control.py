@@ -6,7 +6,7 @@ Invariant: all are fed with sums over all ranks and hold the same on every rank.
 import math
 from collections import deque
 
-from impala_llm.pipeline.complaints import Complaints
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import AlgorithmConfig
 
 _FIRST_UPDATES = 5
@@ -82,7 +82,7 @@ class CollapseAlarm:
         self._first: dict[str, list[float]] = {"entropy": [], "length": []}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_FIRST_UPDATES)
         self._best_score, self._entropy_at_best = 0.0, math.inf
-        self._complaints = Complaints(_ALARM_INTERVAL_S)
+        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
         self.collapsed: dict[str, bool] = {"entropy": False, "length": False, "noise": False}
 
     def observe(self, entropy: float, length: float, score: float) -> None:
@@ -95,7 +95,7 @@ class CollapseAlarm:
             limit = self._shares[name] * sum(first) / len(first)
             self.collapsed[name] = value < limit and score < _GOOD_SCORE
             if self.collapsed[name]:
-                self._complaints.log(
+                self._warnings.log(
                     f"{name.upper()} COLLAPSE",
                     f"mean {name} is {value:.3g}, below algorithm.{name}_alarm={self._shares[name]:g} of what it was "
                     f"at first, and the mean score is {score:.2f}: lower learner.learning_rate or "
@@ -112,7 +112,7 @@ class CollapseAlarm:
         has_fallen = self._best_score > _WORTH_LOSING and score < 0.5 * self._best_score
         self.collapsed["noise"] = has_fallen and entropy > 1.5 * self._entropy_at_best
         if self.collapsed["noise"]:
-            self._complaints.log(
+            self._warnings.log(
                 "COLLAPSE TO NOISE",
                 f"the mean score has fallen from {self._best_score:.2f} to {score:.2f} while the entropy rose from "
                 f"{self._entropy_at_best:.3g} to {entropy:.3g} nats: the data are too old for the correction; set "

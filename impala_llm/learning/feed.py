@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
     GroupAssembler,
@@ -167,12 +167,12 @@ class Feed:
         self._drop(late)
 
     def _yield_oldest(self, version: int) -> None:
-        """Nothing more can come in, as the replay arena is full, and there is no batch: the group that has waited
+        """Nothing more can come in, as the trajectory store is full, and there is no batch: the group that has waited
         longest for its other members is used without them, or dropped where it has but one."""
         if open_groups := self._groups.open_groups():
             group_id = min(open_groups)
             _log.warning(
-                "the replay arena is full of groups that miss members: group %d goes on with %d of %d; raise "
+                "the trajectory store is full of groups that miss members: group %d goes on with %d of %d; raise "
                 "replay.capacity_mb",
                 *(group_id, open_groups[group_id], self._group_size),
             )

@@ -38,7 +38,7 @@ from impala_llm.algorithms.importance import kl_estimates
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import PackedBatch, pack
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.pipeline.complaints import Complaints
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
@@ -133,7 +133,7 @@ class MismatchMonitor:
         self._dtype = config.engine.dtype
         self._model = model
         self._device = device
-        self._complaints = Complaints(_ALARM_INTERVAL_S)
+        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
         self.alarm = False
         """Whether the comparison judged last had a mean |l| above the threshold."""
         self._is_first = True
@@ -258,7 +258,7 @@ class MismatchMonitor:
             fixes.append(f"algorithm.recompute_behaviour={self._mode} uses the learner's own until then")
         else:
             fixes.append("set algorithm.recompute_behaviour=on_mismatch to use the learner's own")
-        self._complaints.log(
+        self._warnings.log(
             "ENGINE AND LEARNER DISAGREE",
             f"their log-probabilities of the same tokens and version differ by {mean:.3g} nats on average, above "
             f"algorithm.mismatch_alarm={self._threshold:g}: {'; '.join(fixes)}",

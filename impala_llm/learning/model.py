@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from impala_llm.engines.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
-from impala_llm.engines.model_weights import checkpoint_tensors
+from impala_llm.engines.embedded.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
+from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.logprobs import token_log_probs
-from impala_llm.pipeline.weight_slots import TensorSource
+from impala_llm.pipeline.weights.slots import TensorSource
 
 ATTENTION = "impala_segments"
 VALUE_HEAD_FILE = "value_head.safetensors"

@@ -13,16 +13,16 @@ A `VersionPublisher` sends a version to one of two places, or to none:
 - to engines, over all of its transports, and then announces it: every `interval`-th version, and any version without
   which this rank gets no batch. The board comes first: an engine that another transport misses reads it there.
 - to the board of kept versions, which only a restarted learner reads: a version that is not published while what was
-  trained on since the last one on a board fills its share of the replay arena.
+  trained on since the last one on a board fills its share of the trajectory store.
 
 A restarted learner goes on from the newest version on either board. Each version has its value head beside it.
 
 Invariant: whoever waits for a version gets it in the end. A version is skipped because readers hold all slots of the
 board only where tickets can do without it: the ticket that the step from version v takes demands v - η at most
-(pipeline/admission.py), so a learner at v gets its next batch while the newest published version is not older than
-v - η. Otherwise the learner waits until a reader ends its lease. Its ranks meet after each attempt, since a collective
-in which one of them is awaited for too long is an error. Where tickets ended without a trajectory, so that all that are
-left demand a later version, the learner's version is published at once.
+(pipeline/tickets/staleness.py), so a learner at v gets its next batch while the newest published version is not older
+than v - η. Otherwise the learner waits until a reader ends its lease. Its ranks meet after each attempt, since a
+collective in which one of them is awaited for too long is an error. Where tickets ended without a trajectory, so that
+all that are left demand a later version, the learner's version is published at once.
 """
 
 import time
@@ -30,12 +30,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.weight_sender import WeightSender
-from impala_llm.pipeline.complaints import Complaints
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.weights import SlotsInUse, WeightPublisher, WeightReader
+from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.weights.board import SlotsInUse, WeightPublisher, WeightReader
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
@@ -114,7 +114,7 @@ class VersionPublisher:
         self._interval = interval
         self._max_staleness = max_staleness
         self._last_due = 0
-        self._complaints = Complaints()
+        self._warnings = RateLimitedWarnings()
 
     def begin(self, version: int) -> None:
         """Publish the version that training starts from, and reserve memory for later ones. All ranks call it.
@@ -196,6 +196,6 @@ class VersionPublisher:
                 metrics |= transport(self._model, version)
         except SlotsInUse as error:
             fate = "is skipped" if may_skip else "waits"
-            self._complaints.log("a version was kept from the board", f"{version} {fate}: {error}")
+            self._warnings.log("a version was kept from the board", f"{version} {fate}: {error}")
             return None
         return metrics

@@ -7,9 +7,9 @@ import psutil
 
 from impala_llm.learning.feed import Batch, Feed
 from impala_llm.learning.parallel import Ranks
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import METRICS, MetricLog
-from impala_llm.pipeline.complaints import Complaints
-from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 
 _MAX_BEGUN = 1 << 14
@@ -73,7 +73,7 @@ class Meters:
         # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
-        self._complaints = Complaints()
+        self._warnings = RateLimitedWarnings()
         self._num_yielded = 0
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
@@ -120,7 +120,7 @@ class Meters:
                     log.add(name, value)
                 else:  # of an actor of another release: no reason to end the learner
                     log.add("pipeline/unknown_figures", 1)
-                    self._complaints.log("an actor reports a figure that this release does not know", repr(name[:80]))
+                    self._warnings.log("an actor reports a figure that this release does not know", repr(name[:80]))
 
     def _observe_lost(self, t: Trajectory, share: float) -> None:
         """share: of its action tokens, what does not teach for its age, or since all of it is dropped."""

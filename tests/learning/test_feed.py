@@ -13,12 +13,12 @@ import pytest
 
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch, Feed, Stalled
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import words_of
 from tests.pipeline.support import VOCAB_SIZE, turns_until
@@ -273,7 +273,7 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
     order = TaskOrder(range(50), GROUP, seed=1)
     ledger = TicketLedger(order, BATCH, max_staleness=2)
     size = -(-8 * len(words_of(make_record())) // 64) * 64
-    arena = ReplayArena(run_dir.replay_path(), 17 * size, max_records=64)
+    arena = TrajectoryStore(run_dir.replay_path(), 17 * size, max_records=64)
     receiver = Receiver(run_dir.endpoint(0), ledger, VOCAB_SIZE, run_dir, arena, heartbeat_timeout_s=600.0)
     receiver.start()
     actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, heartbeat_s=0.05)

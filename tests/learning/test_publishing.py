@@ -13,7 +13,7 @@ import torch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.learning.builders import save_lm
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from tests.pipeline.pair import Listener, Pair
 
 

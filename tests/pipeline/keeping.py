@@ -1,13 +1,13 @@
-"""Trajectories in a replay arena, without the intake: what its tests build."""
+"""Trajectories in a trajectory store, without the ingest: what its tests build."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from impala_llm.pipeline import kernels
-from impala_llm.pipeline.record import facts_of, record_bytes
-from impala_llm.pipeline.replay_arena import ReplayArena
+from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm.record import facts_of, record_bytes
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import make_trajectory
 
@@ -26,21 +26,21 @@ def words_of(trajectory: Trajectory) -> np.ndarray:
 
 def checksum_of(words: np.ndarray) -> int:
     """Of uint64[n], as int64: as descriptors and the index hold it."""
-    return int(np.array(int(kernels.checksum(words)), np.uint64).view(np.int64))
+    return int(np.array(int(record_kernels.checksum(words)), np.uint64).view(np.int64))
 
 
-def lay_down(arena: ReplayArena, start: int, words: np.ndarray) -> tuple[int, int, int, list[int]]:
+def lay_down(arena: TrajectoryStore, start: int, words: np.ndarray) -> tuple[int, int, int, list[int]]:
     """Copy a record to where room was reserved. Returns what `commit_laid` takes."""
     arena.words[start : start + len(words)] = words
     return start, len(words), checksum_of(words), list(facts_of(memoryview(words).cast("B")))
 
 
-def commit_laid(arena: ReplayArena, laid: Sequence[tuple[int, int, int, list[int]]]) -> list[Trajectory]:
+def commit_laid(arena: TrajectoryStore, laid: Sequence[tuple[int, int, int, list[int]]]) -> list[Trajectory]:
     starts, sizes, checksums, facts = (np.array(column, np.int64) for column in zip(*laid, strict=True))
     return arena.commit(starts, sizes, checksums, facts)
 
 
-def commit(arena: ReplayArena, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def commit(arena: TrajectoryStore, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Keep as many of the first ones as there is room for."""
     records = [words_of(trajectory) for trajectory in trajectories]
     starts = arena.reserve(np.array([len(words) for words in records], np.int64)).tolist()

@@ -4,15 +4,16 @@ from collections.abc import Callable
 
 import zmq
 
-from impala_llm.pipeline import sockets, wire
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.record import MAX_TOKENS
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.record import MAX_TOKENS
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import VOCAB_SIZE, turns_until
 
@@ -56,7 +57,7 @@ class Pair:
             self.ledger,
             VOCAB_SIZE,
             self.run_dir,
-            ReplayArena(self.run_dir.replay_path(), replay_bytes, max_records=64),
+            TrajectoryStore(self.run_dir.replay_path(), replay_bytes, max_records=64),
             heartbeat_timeout_s,
             grant_resend_s,
             ticket_timeout_s,
@@ -104,16 +105,16 @@ class Listener:
 
     def __init__(self) -> None:
         self.context = zmq.Context()
-        self.socket = sockets.router(self.context, "tcp://127.0.0.1:*", wire.MAX_RECORD_BYTES)
+        self.socket = sockets.router(self.context, "tcp://127.0.0.1:*", messages.MAX_RECORD_BYTES)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.offers: list[tuple[wire.DescriptorBatch, list[bytes]]] = []
-        self.others: list[wire.Message] = []
+        self.offers: list[tuple[messages.DescriptorBatch, list[bytes]]] = []
+        self.others: list[messages.Message] = []
 
     def listen(self) -> None:
         while self.socket.poll(0):
             self.address, frame, *records = self.socket.recv_multipart()
-            message = wire.decode(frame)
-            if isinstance(message, wire.DescriptorBatch):
+            message = messages.decode(frame)
+            if isinstance(message, messages.DescriptorBatch):
                 self.offers.append((message, records))
             else:
                 self.others.append(message)
@@ -122,8 +123,8 @@ class Listener:
     def records(self) -> list[bytes]:
         return [record for _, records in self.offers for record in records]
 
-    def say(self, message: wire.Message) -> None:
-        self.socket.send_multipart([self.address, wire.encode(message)])
+    def say(self, message: messages.Message) -> None:
+        self.socket.send_multipart([self.address, messages.encode(message)])
 
     def has_heard(self, num_offers: int) -> bool:
         self.listen()

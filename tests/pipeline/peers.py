@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import zmq
 
-from impala_llm.pipeline import sockets, wire
-from impala_llm.pipeline.receiver import Receiver
+from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport.receiver import Receiver
 
 
 class Peer:
@@ -24,28 +25,28 @@ class Peer:
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{actor_id}#{incarnation:016x}".encode()
-        self.socket = sockets.dealer(self.context, receiver.endpoint, identity, wire.MAX_MESSAGE_BYTES)
+        self.socket = sockets.dealer(self.context, receiver.endpoint, identity, messages.MAX_MESSAGE_BYTES)
         if introduced:
-            self.say(wire.Hello(actor_id, incarnation, tuple(held), arena, first_sequence))
+            self.say(messages.Hello(actor_id, incarnation, tuple(held), arena, first_sequence))
 
-    def say(self, message: wire.Message, *frames: bytes) -> None:
-        self.socket.send_multipart([wire.encode(message), *frames])
+    def say(self, message: messages.Message, *frames: bytes) -> None:
+        self.socket.send_multipart([messages.encode(message), *frames])
 
     def request(self, want: int) -> None:
-        self.say(wire.TicketRequest(want))
+        self.say(messages.TicketRequest(want))
 
-    def granted(self) -> wire.Grant:
+    def granted(self) -> messages.Grant:
         """The next grant."""
-        grant = self.hear_until(wire.Grant)
-        assert isinstance(grant, wire.Grant)
+        grant = self.hear_until(messages.Grant)
+        assert isinstance(grant, messages.Grant)
         return grant
 
-    def hear(self, timeout_s: float = 20.0) -> wire.Message:
+    def hear(self, timeout_s: float = 20.0) -> messages.Message:
         """The next message of the learner."""
         assert self.socket.poll(int(1000 * timeout_s)), "nothing has come"
-        return wire.decode(self.socket.recv())
+        return messages.decode(self.socket.recv())
 
-    def hear_until(self, kind: type[wire.Message]) -> wire.Message:
+    def hear_until(self, kind: type[messages.Message]) -> messages.Message:
         """The next message of this kind; others are passed over."""
         while not isinstance(message := self.hear(), kind):
             pass

@@ -8,8 +8,8 @@ from types import FrameType
 
 import numpy as np
 
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory
 
 VOCAB_SIZE = 1000

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.engines.sglang.launch_args import ServerSettings
 from tests.helpers import make_tiny_model
 
 ROOT = Path(__file__).parents[2]

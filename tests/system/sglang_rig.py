@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from impala_llm.engines.base import Generation, SamplingParams
-from impala_llm.engines.sglang_engine import SGLangEngine
-from impala_llm.engines.sglang_remote import RemoteServer
-from impala_llm.engines.sglang_server import SGLangServer
-from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.engines.sglang.engine import SGLangEngine
+from impala_llm.engines.sglang.external_server import RemoteServer
+from impala_llm.engines.sglang.launch_args import ServerSettings
+from impala_llm.engines.sglang.server import SGLangServer
 from impala_llm.learning.model import PolicyModel
 from tests.system.sglang import sglang_python, tiny_checkpoint
 

@@ -1,4 +1,4 @@
-"""A learner rank that is killed again and again: replay arena and journal tell the next one the truth."""
+"""A learner rank that is killed again and again: trajectory store and journal tell the next one the truth."""
 
 import os
 import random
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import TicketLedger, Verdict
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger, Verdict
+from impala_llm.pipeline.tickets.task_order import TaskOrder
 from tests.pipeline.keeping import commit, make
 from tests.pipeline.support import contents
 
@@ -20,9 +20,9 @@ BATCH_SIZE = 8
 CAPACITY = 1 << 16
 
 
-def open_rank(folder: Path, version: int) -> tuple[ReplayArena, TicketLedger, list[int], list[int]]:
+def open_rank(folder: Path, version: int) -> tuple[TrajectoryStore, TicketLedger, list[int], list[int]]:
     """What a rank has at its start; tickets that it found and wants, and those it found and does not want."""
-    arena = ReplayArena(folder / "rank.replay", CAPACITY, 256)
+    arena = TrajectoryStore(folder / "rank.replay", CAPACITY, 256)
     ledger = TicketLedger(
         TaskOrder(range(50), 2, 1), BATCH_SIZE, 2, version=version, journal=Journal(folder / "rank.journal")
     )

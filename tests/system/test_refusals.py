@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.keys import make_keys
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.network.keys import make_keys
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.settings import ASSETS
 from tests.system.runs import ROOT
 

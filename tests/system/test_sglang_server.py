@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm.engines.sglang_server import GUARD, SGLangServer
-from impala_llm.engines.sglang_settings import BadServerSettings, ServerError, ServerSettings
+from impala_llm.engines.sglang.launch_args import BadServerSettings, ServerError, ServerSettings
+from impala_llm.engines.sglang.server import GUARD, SGLangServer
 from tests.system.sglang import ROOT, cpu_settings, descendants, needs_sglang, tiny_checkpoint
 
 DEADLINE_S = 30.0
@@ -59,8 +59,8 @@ time.sleep(600) # like one of multiprocessing's spawn_main
 START_IN_ANOTHER_PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from impala_llm.engines.sglang_server import GUARD, SGLangServer
-from impala_llm.engines.sglang_settings import ServerSettings
+from impala_llm.engines.sglang.server import GUARD, SGLangServer
+from impala_llm.engines.sglang.launch_args import ServerSettings
 async def own():
     server = SGLangServer(ServerSettings(
         model=Path(sys.argv[1]), log=Path(sys.argv[2]), python=sys.argv[3], max_length=512, max_running=16

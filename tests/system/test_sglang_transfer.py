@@ -14,17 +14,16 @@ import psutil
 import pytest
 import torch
 
-from impala_llm.engines import sglang_turns
 from impala_llm.engines.base import SamplingParams
-from impala_llm.engines.sglang_engine import SGLangEngine
-from impala_llm.engines.sglang_server import SGLangServer
-from impala_llm.engines.sglang_settings import ServerSettings
-from impala_llm.learning import weight_sender
+from impala_llm.engines.sglang import weight_lock, weight_push
+from impala_llm.engines.sglang.engine import SGLangEngine
+from impala_llm.engines.sglang.launch_args import ServerSettings
+from impala_llm.engines.sglang.server import SGLangServer
+from impala_llm.engines.sglang.weight_push import Sent, TransferError, WeightSender
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
-from impala_llm.learning.weight_sender import Sent, TransferError, WeightSender
-from impala_llm.pipeline.weights import WeightPublisher
+from impala_llm.pipeline.weights.board import WeightPublisher
 from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
 from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
@@ -174,7 +173,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig
 
 def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer breaks off in the middle: the server stands still until it has a whole version, from disk."""
-    broadcast, calls = weight_sender._broadcast, []
+    broadcast, calls = weight_push._broadcast, []
 
     def breaking(*arguments: object) -> object:
         calls.append(1)
@@ -189,7 +188,7 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
             before = rig.engine.fed
             answers = start_answers(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(weight_sender, "_broadcast", breaking)
+            monkeypatch.setattr(weight_push, "_broadcast", breaking)
             sent = await rig.send(sender, first + 1)
             assert (sent.num_received, sent.num_dropped) == (0, 1)
             monkeypatch.undo()
@@ -210,7 +209,7 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
 
 def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is paused, with its session open: a new sender does not touch it, and its actor claims it back."""
-    monkeypatch.setattr(sglang_turns, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(weight_lock, "PATIENCE_S", 0.5)
 
     async def test() -> None:
         version = rig.engine.version + 1
@@ -238,7 +237,7 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
 
 def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner is held up for no longer than its timeout; answers go on when the server is back, and so do sends."""
-    broadcast, calls = weight_sender._broadcast, []
+    broadcast, calls = weight_push._broadcast, []
 
     def killing(*arguments: object) -> object:
         calls.append(1)
@@ -254,7 +253,7 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
             first = await rig.meet(sender)
             answers = start_answers(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(weight_sender, "_broadcast", killing)
+            monkeypatch.setattr(weight_push, "_broadcast", killing)
             sent = await rig.send(sender, first + 1)
             assert (sent.num_received, sent.num_dropped) == (0, 1)
             monkeypatch.undo()

@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from impala_llm.envs.toy import CorridorSuite, ParrotSuite
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.wire import Grant, Refused
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.messages import Grant, Refused
 from tests.pipeline.support import make_trajectory, turns_until
 from tests.system.runs import ROOT, Run, column
 
@@ -146,7 +146,7 @@ def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on
 
 @pytest.mark.system
 def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after_a_kill(tmp_path: Path) -> None:
-    """Four times as many trajectories as the replay arena has places for, all from the first weights."""
+    """Four times as many trajectories as the trajectory store has places for, all from the first weights."""
     offline = ("learner.sync_interval=null", "algorithm.max_staleness=null")
     small = ("learner.batch_size=32", "replay.capacity=32", "learner.stall_timeout_s=30")
     with Run(tmp_path, "experiment=toy", *offline, *small, ENDLESS) as run:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline import keys
+from impala_llm.pipeline.network import keys
 from tests.system.runs import ROOT, Run, column
 
 LEARNER, ACTORS = "10.77.0.1", "10.77.0.2"
@@ -86,15 +86,15 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 STRANGER = """
 import sys, zmq
-from impala_llm.pipeline import wire
+from impala_llm.pipeline.transport import messages
 context = zmq.Context()
 socket = context.socket(zmq.DEALER)
 if len(sys.argv) > 2:
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = sys.argv[2].encode()
 socket.connect(sys.argv[1])
-socket.send(wire.encode(wire.Hello("stranger", 1, (), "")))
-socket.send(wire.encode(wire.TicketRequest(10)))
+socket.send(messages.encode(messages.Hello("stranger", 1, (), "")))
+socket.send(messages.encode(messages.TicketRequest(10)))
 print(socket.poll(5000))
 context.destroy(linger=0)
 """

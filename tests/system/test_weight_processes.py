@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from impala_llm.pipeline.weight_server import WeightServer
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.relay_server import WeightServer
 
 NUM_WORDS = 200_000
 
@@ -20,7 +20,7 @@ PUBLISH = """
 import sys
 from pathlib import Path
 import numpy as np
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 directory, num_words = Path(sys.argv[1]), int(sys.argv[2])
 publisher = WeightPublisher(directory)
 version = (WeightReader(directory).latest() or 0) + 1
@@ -35,7 +35,7 @@ RELAY = """
 import sys
 from pathlib import Path
 import zmq
-from impala_llm.pipeline.relay import WeightRelay
+from impala_llm.pipeline.weights.relay_client import WeightRelay
 context = zmq.Context()
 def connect():
     socket = context.socket(zmq.DEALER)

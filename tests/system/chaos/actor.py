@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.tickets import Ticket
-from impala_llm.pipeline.weights import WeightReader
-from impala_llm.pipeline.wire import Ack, Grant, Refused, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.messages import Ack, Grant, Refused, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.weights.board import WeightReader
 from tests.system.chaos.content import digest, make_episode, scribble
 from tests.system.chaos.events import EventLog
 from tests.system.chaos.settings import ARENA_BYTES, Settings, die_with_parent, is_remote

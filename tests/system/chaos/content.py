@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.tickets import Ticket
-from impala_llm.pipeline.weights import TensorBytes
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.weights.board import TensorBytes
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.weights import WeightReader, WeightsError
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.weights.board import WeightReader, WeightsError
 from tests.system.chaos.content import is_whole
 from tests.system.chaos.events import EventLog
 from tests.system.chaos.settings import Settings, die_with_parent

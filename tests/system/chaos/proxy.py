@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from tests.system.chaos.events import EventLog
 from tests.system.chaos.settings import NUM_RANKS, Settings, die_with_parent
 

@@ -20,13 +20,13 @@ import psutil
 
 from impala_llm.config import load
 from impala_llm.learning.feed import Feed, Stalled
-from impala_llm.pipeline import journal
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
-from impala_llm.pipeline.weights import WeightPublisher, WeightReader
+from impala_llm.pipeline.shm import journal
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import VOCAB_SIZE
 from tests.system.chaos.content import digest, weights
@@ -158,7 +158,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
             "learner.stall_timeout_s=1",
         ]
     )
-    arena = ReplayArena(run_dir.replay_path(rank), REPLAY_BYTES, 4 * config.replay.capacity)
+    arena = TrajectoryStore(run_dir.replay_path(rank), REPLAY_BYTES, 4 * config.replay.capacity)
     receiver = LoggedReceiver(
         run_dir.endpoint(rank),
         ledger,

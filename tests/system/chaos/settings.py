@@ -6,7 +6,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from impala_llm.pipeline.rundir import RunDirectory
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 
 NUM_RANKS = 2
 NUM_ACTORS = 4

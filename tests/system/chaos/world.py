@@ -16,8 +16,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.weights import WeightReader
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.weights.board import WeightReader
 from tests.system.chaos.events import EventLog
 from tests.system.chaos.meeting import Meeting
 from tests.system.chaos.monkey import Action, Monkey

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from impala_llm.pipeline import relay_wire, safetensors_layout, weight_slots, wire
-from impala_llm.pipeline.tickets import Ticket
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.weights import relay_messages, safetensors_layout, slots
 from tests.system.fuzz.inputs import Decoder, Source
 from tests.system.fuzz.memory import (
     arena_decoder,
@@ -28,23 +29,23 @@ from tests.system.fuzz.sequences import sequence_decoder
 def wire_decoder(source: Source, folder: Path) -> Decoder:
     ticket = Ticket(1, 2, 3, 4, 5)
     valid = [
-        wire.encode(message)
+        messages.encode(message)
         for message in (
-            wire.Hello("actor-0", 7, (1, 2), "actor-0"),
-            wire.TicketRequest(5),
-            wire.DescriptorBatch.of([wire.Descriptor(1, 2, 3, 40, -5), wire.Descriptor(2, 2, 48, 40, 5)]),
-            wire.TicketFailed(3, "reason"),
-            wire.Heartbeat((1, 2, 3), {"a": 1.5, "b": 2}),
-            wire.Goodbye(),
-            wire.Engines(("http://127.0.0.1:30000", "http://b"), (1, 2)),
-            wire.HelloWanted(),
-            wire.Grant((ticket, ticket)),
-            wire.Ack((1, 2, 3)),
-            wire.Refused(3, "reason"),
-            wire.WeightsAnnounced(6),
-            wire.Shutdown("reason"),
-            wire.Revoked((1, 2)),
-            wire.RecordsWanted((1, 2)),
+            messages.Hello("actor-0", 7, (1, 2), "actor-0"),
+            messages.TicketRequest(5),
+            messages.DescriptorBatch.of([messages.Descriptor(1, 2, 3, 40, -5), messages.Descriptor(2, 2, 48, 40, 5)]),
+            messages.TicketFailed(3, "reason"),
+            messages.Heartbeat((1, 2, 3), {"a": 1.5, "b": 2}),
+            messages.Goodbye(),
+            messages.Engines(("http://127.0.0.1:30000", "http://b"), (1, 2)),
+            messages.HelloWanted(),
+            messages.Grant((ticket, ticket)),
+            messages.Ack((1, 2, 3)),
+            messages.Refused(3, "reason"),
+            messages.WeightsAnnounced(6),
+            messages.Shutdown("reason"),
+            messages.Revoked((1, 2)),
+            messages.RecordsWanted((1, 2)),
         )
     ]
 
@@ -63,10 +64,10 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
         return struct.pack("<I", zlib.crc32(body)) + body
 
     def decode(data: bytes) -> None:
-        message = wire.decode(data)
-        assert repr(wire.decode(wire.encode(message))) == repr(message), "it does not come back equal"
+        message = messages.decode(data)
+        assert repr(messages.decode(messages.encode(message))) == repr(message), "it does not come back equal"
 
-    return Decoder(make, decode, (wire.WireError,))
+    return Decoder(make, decode, (messages.WireError,))
 
 
 def safetensors_decoder(source: Source, folder: Path) -> Decoder:
@@ -95,12 +96,12 @@ def safetensors_decoder(source: Source, folder: Path) -> Decoder:
 def board_decoder(source: Source, folder: Path) -> Decoder:
     """An input: M and a manifest, L and a pointer to the latest version, or W, a manifest's length, it and weights."""
     (folder / "slot-0").mkdir()
-    slot = weight_slots.Slot(folder, 0)
+    slot = slots.Slot(folder, 0)
     layout = safetensors_layout.plan({"a": ("F32", (2, 3)), "b": ("U8", (5,))})
     tensors = {"a": ("F32", (2, 3), np.arange(24, dtype=np.uint8)), "b": ("U8", (5,), np.arange(5, dtype=np.uint8))}
     weights = np.zeros(layout.num_bytes, np.uint8)
-    manifest = weight_slots.write_version(layout, weights, tensors, 3).to_json()
-    weight_slots.write_latest(folder, 0, 3)
+    manifest = slots.write_version(layout, weights, tensors, 3).to_json()
+    slots.write_latest(folder, 0, 3)
     valid = {b"M": manifest, b"L": (folder / "latest").read_bytes()}
 
     def make() -> bytes:
@@ -119,7 +120,7 @@ def board_decoder(source: Source, folder: Path) -> Decoder:
     def decode(data: bytes) -> None:
         if data[:1] == b"L":
             (folder / "latest").write_bytes(data[1:])
-            weight_slots.read_latest(folder)
+            slots.read_latest(folder)
             return
         (length,) = struct.unpack_from("<I", data, 1) if data[:1] == b"W" else (len(data),)
         begin = 5 if data[:1] == b"W" else 1
@@ -127,15 +128,15 @@ def board_decoder(source: Source, folder: Path) -> Decoder:
         found = slot.read_manifest()
         if data[:1] == b"W" and found is not None:
             slot.weights.write_bytes(data[begin + length :])
-            weight_slots.Slot(folder, 0).mapped(found).tensors(found, "here", verify=True)
+            slots.Slot(folder, 0).mapped(found).tensors(found, "here", verify=True)
 
-    return Decoder(make, decode, (weight_slots.WeightsError,))
+    return Decoder(make, decode, (slots.WeightsError,))
 
 
 def relay_decoder(
-    source: Source, messages: Sequence[relay_wire.Request | relay_wire.Reply], decode: Callable[[bytes], object]
+    source: Source, messages: Sequence[relay_messages.Request | relay_messages.Reply], decode: Callable[[bytes], object]
 ) -> Decoder:
-    valid = [relay_wire.encode(message) for message in messages]
+    valid = [relay_messages.encode(message) for message in messages]
 
     def make() -> bytes:
         rng = source.rng
@@ -148,28 +149,28 @@ def relay_decoder(
 
     def check(data: bytes) -> None:
         message = decode(data)
-        assert decode(relay_wire.encode(message)) == message, "it does not come back equal"  # type: ignore[arg-type]
+        assert decode(relay_messages.encode(message)) == message, "it does not come back equal"  # type: ignore[arg-type]
 
-    return Decoder(make, check, (relay_wire.RelayWireError,))
+    return Decoder(make, check, (relay_messages.RelayWireError,))
 
 
 def relay_request_decoder(source: Source, folder: Path) -> Decoder:
     messages = (
-        relay_wire.LatestRequest(1),
-        relay_wire.ManifestRequest(2, 3, 1),
-        relay_wire.ChunkRequest(4, 3, "config.json", 0, 100),
+        relay_messages.LatestRequest(1),
+        relay_messages.ManifestRequest(2, 3, 1),
+        relay_messages.ChunkRequest(4, 3, "config.json", 0, 100),
     )
-    return relay_decoder(source, messages, relay_wire.decode_request)
+    return relay_decoder(source, messages, relay_messages.decode_request)
 
 
 def relay_reply_decoder(source: Source, folder: Path) -> Decoder:
     messages = (
-        relay_wire.Latest(1, -1),
-        relay_wire.Contents(2, 3, 1000, 2**64 - 1, (1, 2, 3), (("config.json", 10, 5), ("vocab.json", 0, 0))),
-        relay_wire.Chunk(4, 2**63),
-        relay_wire.Gone(5, 3),
+        relay_messages.Latest(1, -1),
+        relay_messages.Contents(2, 3, 1000, 2**64 - 1, (1, 2, 3), (("config.json", 10, 5), ("vocab.json", 0, 0))),
+        relay_messages.Chunk(4, 2**63),
+        relay_messages.Gone(5, 3),
     )
-    return relay_decoder(source, messages, relay_wire.decode_reply)
+    return relay_decoder(source, messages, relay_messages.decode_reply)
 
 
 DECODERS: dict[str, tuple[Callable[[Source, Path], Decoder], int]] = {

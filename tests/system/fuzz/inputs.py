@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgpack
 import numpy as np
 
-from impala_llm.pipeline.record import record_bytes
+from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.trajectory import Trajectory
 
 VOCAB_SIZE = 1000

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline import kernels, record
-from impala_llm.pipeline.arena import ArenaError, ArenaReader, ArenaWriter
-from impala_llm.pipeline.journal import ROW_WIDTH, Journal
-from impala_llm.pipeline.record import RecordError
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import TicketLedger
+from impala_llm.pipeline.shm import record, record_kernels
+from impala_llm.pipeline.shm.journal import ROW_WIDTH, Journal
+from impala_llm.pipeline.shm.record import RecordError
+from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.trajectory import ARRAY_FIELDS, TrajectoryError
 from tests.pipeline.keeping import commit
 from tests.system.fuzz.inputs import VOCAB_SIZE, Decoder, Source, changed_record, sample_trajectory
@@ -68,7 +68,7 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
         data = data[: len(data) // 8 * 8]
         before, after = (rng.randbytes(8 * rng.randrange(4)) for _ in range(2))
         start, size = len(before) // 8, len(data) // 8
-        checksum = int(kernels.checksum(np.frombuffer(data, np.uint64)))
+        checksum = int(record_kernels.checksum(np.frombuffer(data, np.uint64)))
         place = struct.pack("<QQQ", start, size, checksum)
         if rng.random() < 0.3:
             place = source.changed(place, keep_size=True, changes=2)
@@ -87,24 +87,26 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
             record.MAX_STATS,
             record.MAX_TEXT_BYTES,
             VOCAB_SIZE,
-            len(data) % 3 * kernels.LARGE,
+            len(data) % 3 * record_kernels.LARGE,
         )
         rows = np.array([[0, 0, start, size, checksum]])
-        kernels.take_records(words, rows, target, np.zeros(1, np.int64), *rules, facts)
+        record_kernels.take_records(words, rows, target, np.zeros(1, np.int64), *rules, facts)
         assert words.tobytes() == memory, "it wrote to its source"
         inside = start >= 0 and 0 <= size <= len(words) - start
         taken = memory[8 * start : 8 * (start + size)] if inside else b""
-        is_whole = len(taken) >= 88 and int(kernels.checksum(np.frombuffer(taken, np.uint64))) == checksum % 2**64
-        expected = kernels.TORN
+        is_whole = (
+            len(taken) >= 88 and int(record_kernels.checksum(np.frombuffer(taken, np.uint64))) == checksum % 2**64
+        )
+        expected = record_kernels.TORN
         if is_whole:
             try:
                 record.decode_record(taken).validate_vocabulary(VOCAB_SIZE)
-                expected = kernels.COPIED
+                expected = record_kernels.COPIED
                 assert target.tobytes() == taken, "the copy differs"
             except (RecordError, TrajectoryError):
-                expected = kernels.INVALID
+                expected = record_kernels.INVALID
         assert facts[0, 0] == expected, f"the compiled rules say {facts[0, 0]}, the others {expected}"
-        if expected != kernels.COPIED:
+        if expected != record_kernels.COPIED:
             raise Refusal
 
     return Decoder(make, decode, (Refusal,))
@@ -126,7 +128,7 @@ def arena_decoder(source: Source, folder: Path) -> Decoder:
         path.write_bytes(data)
         reader = ArenaReader(path, 5)
         reader.check_size()
-        kernels.checksum(reader.words)
+        record_kernels.checksum(reader.words)
 
     return Decoder(make, decode, (ArenaError,))
 
@@ -135,7 +137,7 @@ def replay_decoder(source: Source, folder: Path) -> Decoder:
     path = folder / "learner.replay"
     capacity, rows = 4096, 8
 
-    made = ReplayArena(path, capacity, rows)
+    made = TrajectoryStore(path, capacity, rows)
     commit(made, [sample_trajectory(source.rng, ticket_id) for ticket_id in range(5)])
     made.end([1])
     valid = path.read_bytes()
@@ -159,13 +161,13 @@ def replay_decoder(source: Source, folder: Path) -> Decoder:
             words = np.frombuffer(records, np.uint64)
             for row in table:
                 if 0 <= row[1] < len(words) and 0 < row[2] <= len(words):
-                    row[3:4].view(np.uint64)[0] = int(kernels.checksum(words[row[1] : row[1] + row[2]]))
+                    row[3:4].view(np.uint64)[0] = int(record_kernels.checksum(words[row[1] : row[1] + row[2]]))
             index = table.tobytes()
         return head + index + gap + records
 
     def decode(data: bytes) -> None:
         path.write_bytes(data)
-        arena = ReplayArena(path, capacity, rows)
+        arena = TrajectoryStore(path, capacity, rows)
         found = arena.recovered()
         for trajectory in found:
             dataclasses.replace(trajectory)  # which checks all of it

@@ -18,16 +18,17 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from impala_llm.pipeline import sockets, wire
-from impala_llm.pipeline.arena import ArenaWriter
-from impala_llm.pipeline.channel import ActorChannel
-from impala_llm.pipeline.journal import Journal
-from impala_llm.pipeline.receiver import Receiver
-from impala_llm.pipeline.record import EncodedTrajectory, record_bytes
-from impala_llm.pipeline.replay_arena import ReplayArena
-from impala_llm.pipeline.rundir import RunDirectory
-from impala_llm.pipeline.task_order import TaskOrder
-from impala_llm.pipeline.tickets import Ticket, TicketLedger
+from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.record import EncodedTrajectory, record_bytes
+from impala_llm.pipeline.shm.ring import ArenaWriter
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of
 from tests.system.fuzz.inputs import VOCAB_SIZE, Decoder, Source, changed_record, sample_trajectory
@@ -68,18 +69,18 @@ class Talker:
             self.socket.close(linger=0)
         self.incarnation = incarnation
         identity = f"{self.name}#{incarnation:016x}".encode()
-        self.socket = sockets.dealer(self.context, self.receiver.endpoint, identity, wire.MAX_MESSAGE_BYTES)
+        self.socket = sockets.dealer(self.context, self.receiver.endpoint, identity, messages.MAX_MESSAGE_BYTES)
 
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close(linger=0)
         self.arena.close()
 
-    def say(self, message: wire.Message, *frames: bytes) -> None:
+    def say(self, message: messages.Message, *frames: bytes) -> None:
         assert self.socket is not None
-        self.socket.send_multipart([wire.encode(message), *frames])
+        self.socket.send_multipart([messages.encode(message), *frames])
 
-    def beat(self, heartbeat: wire.Heartbeat) -> None:
+    def beat(self, heartbeat: messages.Heartbeat) -> None:
         """Say it, and wait for the answer. As an actor, over a new connection where none comes."""
         self.say(heartbeat)
         if not self.listen(PATIENCE_S / 4):
@@ -92,9 +93,9 @@ class Talker:
         assert self.socket is not None
         heard = False
         while self.socket.poll(0 if heard else int(1000 * timeout_s)):
-            message = wire.decode(self.socket.recv(zmq.NOBLOCK))
+            message = messages.decode(self.socket.recv(zmq.NOBLOCK))
             heard = True
-            if isinstance(message, wire.Grant):
+            if isinstance(message, messages.Grant):
                 self.granted = [*self.granted, *message.tickets][-100:]
         return heard
 
@@ -109,10 +110,10 @@ class Talker:
                 start = self.lay(data)
             else:
                 frames.append(data)
-            rows.append(wire.Descriptor(sequence, ticket_id, start, len(words), checksum_of(words)))
+            rows.append(messages.Descriptor(sequence, ticket_id, start, len(words), checksum_of(words)))
         if spoiled:
             rows[-1] = rows[-1]._replace(start=NUMBERS[len(rows) % 18], num_words=NUMBERS[-(len(rows) % 18)])
-        self.say(wire.DescriptorBatch.of(rows), *frames)
+        self.say(messages.DescriptorBatch.of(rows), *frames)
 
     def lay(self, data: bytes) -> int:
         encoded = EncodedTrajectory(data, words_at(b""), len(data) // 8)
@@ -142,7 +143,7 @@ class World:
             max_staleness=2,
             journal=Journal(self.run_dir.journal_path()),
         )
-        arena = ReplayArena(self.run_dir.replay_path(), 1 << 18, 64)
+        arena = TrajectoryStore(self.run_dir.replay_path(), 1 << 18, 64)
         self.receiver = Receiver(
             self.run_dir.endpoint(0),
             self.ledger,
@@ -171,7 +172,7 @@ class World:
             STEPS[rng.choices(range(len(STEPS)), WEIGHTS)[0]](rng, talker)
             talker.listen()
         for talker in used:
-            talker.beat(wire.Heartbeat(tuple({t.ticket_id for t in talker.granted}), {}, 4, 0))
+            talker.beat(messages.Heartbeat(tuple({t.ticket_id for t in talker.granted}), {}, 4, 0))
         self.learn(rng)
         self.num_sequences += 1
         if self.num_sequences % CANARY_EVERY == 0:
@@ -205,8 +206,8 @@ class World:
         for talker in self.talkers:  # what they hold, under whichever identity, is nobody else's
             for incarnation in INCARNATIONS:
                 talker.connect(incarnation)
-                talker.say(wire.Goodbye())
-                talker.beat(wire.Heartbeat((), {}))
+                talker.say(messages.Goodbye())
+                talker.beat(messages.Heartbeat((), {}))
             talker.granted = []
         actor = ActorChannel(self.receiver.endpoint, "sound", self.run_dir, ARENA_BYTES, heartbeat_s=0.05)
         actor.hello()
@@ -247,7 +248,7 @@ def number(rng: random.Random) -> int:
 
 def numbers(rng: random.Random) -> tuple[int, ...]:
     if rng.random() < 0.002:
-        return tuple(range(wire.MAX_ITEMS))
+        return tuple(range(messages.MAX_ITEMS))
     return tuple(number(rng) for _ in range(rng.choice((0, 1, 2, 5, 30))))
 
 
@@ -262,11 +263,11 @@ def hello(rng: random.Random, talker: Talker) -> None:
     name = talker.name if rng.random() < 0.95 else f"fuzz-{rng.randrange(5)}"
     arena = (talker.name if rng.random() < 0.95 else rng.choice(("none", "fuzz-0"))) if talker.shares else ""
     talker.next_sequence = 0 if rng.random() < 0.7 else number(rng)
-    talker.say(wire.Hello(name, talker.incarnation, numbers(rng), arena, talker.next_sequence))
+    talker.say(messages.Hello(name, talker.incarnation, numbers(rng), arena, talker.next_sequence))
 
 
 def request(rng: random.Random, talker: Talker) -> None:
-    talker.say(wire.TicketRequest(min(number(rng), wire.MAX_ITEMS)))
+    talker.say(messages.TicketRequest(min(number(rng), messages.MAX_ITEMS)))
 
 
 def heartbeat(rng: random.Random, talker: Talker) -> None:
@@ -274,12 +275,12 @@ def heartbeat(rng: random.Random, talker: Talker) -> None:
         text(rng): rng.choice((0, 1, -1.5, 2**64 - 1, float("nan"), float("inf"))) for _ in range(rng.randrange(3))
     }
     held = tuple(t.ticket_id for t in talker.granted) if rng.random() < 0.5 else numbers(rng)
-    talker.say(wire.Heartbeat(held, stats, min(number(rng), wire.MAX_ITEMS), number(rng)))
+    talker.say(messages.Heartbeat(held, stats, min(number(rng), messages.MAX_ITEMS), number(rng)))
 
 
 def fail(rng: random.Random, talker: Talker) -> None:
     ticket = rng.choice(talker.granted).ticket_id if talker.granted and rng.random() < 0.7 else number(rng)
-    talker.say(wire.TicketFailed(ticket, text(rng)))
+    talker.say(messages.TicketFailed(ticket, text(rng)))
 
 
 def offer(rng: random.Random, talker: Talker) -> None:
@@ -315,11 +316,11 @@ def made_for(rng: random.Random, ticket: Ticket, version: int) -> Trajectory:
 
 def engines(rng: random.Random, talker: Talker) -> None:
     count = rng.randrange(4)
-    talker.say(wire.Engines(tuple(f"http://{text(rng)}"[:4096] for _ in range(count)), tuple(range(count))))
+    talker.say(messages.Engines(tuple(f"http://{text(rng)}"[:4096] for _ in range(count)), tuple(range(count))))
 
 
 def goodbye(rng: random.Random, talker: Talker) -> None:
-    talker.say(wire.Goodbye())
+    talker.say(messages.Goodbye())
 
 
 def reverse(rng: random.Random, talker: Talker) -> None:
@@ -328,13 +329,13 @@ def reverse(rng: random.Random, talker: Talker) -> None:
     talker.say(
         rng.choice(
             (
-                wire.HelloWanted(),
-                wire.Grant((ticket,)),
-                wire.Ack(numbers(rng)),
-                wire.Refused(number(rng), text(rng)),
-                wire.WeightsAnnounced(number(rng)),
-                wire.Shutdown(text(rng)),
-                wire.Revoked(numbers(rng)),
+                messages.HelloWanted(),
+                messages.Grant((ticket,)),
+                messages.Ack(numbers(rng)),
+                messages.Refused(number(rng), text(rng)),
+                messages.WeightsAnnounced(number(rng)),
+                messages.Shutdown(text(rng)),
+                messages.Revoked(numbers(rng)),
             )
         )
     )

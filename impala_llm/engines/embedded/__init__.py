@@ -1,0 +1,1 @@
+"""The engine that generates with torch inside of the actor process."""

@@ -1,0 +1,225 @@
+"""Decoders: one forward of a causal LM over a packed batch of new tokens, with earlier tokens in the KV cache.
+
+Invariant: all decoders compute the same as the Hugging Face model, on the Hugging Face model's own parameters. After
+writing new values into those parameters in place, `refresh` must be called before the next batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from impala_llm.engines.base import EngineError
+from impala_llm.engines.embedded.attention import (
+    LOG2_E,
+    QueryRows,
+    Segment,
+    attend_rows,
+    attend_segment,
+    query_rows,
+    segment,
+)
+from impala_llm.engines.embedded.cpu_decoder import CpuDecoder
+from impala_llm.engines.embedded.fused_layers import CompactWeights
+from impala_llm.engines.embedded.kv_cache import KVCache
+from impala_llm.engines.embedded.scheduler import Plan
+
+_ATTENTION_NAME = "impala_llm_cached"
+_COMPACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_POSITION_ONLY_ROPE = ("default", "linear", "llama3", "yarn")
+_MAX_CPU_THREADS = 2  # the loops of CpuDecoder run on one thread; torch's operators use all
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """N new tokens end to end: decoding rows (one token of a session each), then segments, then padding."""
+
+    tokens: torch.Tensor
+    """int64[N]."""
+    positions: torch.Tensor
+    """int64[N]: index of each token in its own history."""
+    cache_rows: torch.Tensor
+    """int64[N * 2 * kv_heads]: rows of the cache for keys and values, see `KVCache.rows`."""
+    rows: QueryRows | None
+    """The first `rows.num_rows` tokens of the batch."""
+    segments: Sequence[Segment]
+    sample_index: torch.Tensor | None
+    """int64[R]: indices of tokens whose successors are sampled, padded at the end; None where all are."""
+    sample_rows: QueryRows | None
+    """These tokens as queries: the last layer computes only them. None where there are none."""
+
+
+def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = False) -> PackedBatch:
+    """Make the batch of a plan, with the indices that torch's operators need; `has_windows` as in `query_rows`."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    num_rows, num_tokens = plan.num_rows, len(plan.token_slots)
+    rows = None
+    if num_rows:
+        rows = query_rows(cache, plan.slots[:num_rows], plan.lengths[:num_rows], device, has_windows)
+    sample_rows = rows
+    if plan.sample_index is not None:
+        num_sampled = len(plan.sampled)
+        sample_rows = None
+        if num_sampled:
+            sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device, has_windows)
+    places = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
+    return PackedBatch(
+        tokens=tensor(plan.tokens),
+        positions=tensor(plan.positions),
+        cache_rows=tensor(places),
+        rows=rows,
+        segments=[segment(cache, *part, device) for part in plan.segments()],
+        sample_index=None if plan.sample_index is None else tensor(plan.sample_index),
+        sample_rows=sample_rows,
+    )
+
+
+class Decoder(Protocol):
+    """Computes a step."""
+
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        """Write the new tokens into the cache; return the logits float32[>= R, vocab] of the sampled ones."""
+        ...
+
+    def refresh(self) -> None:
+        """Take over new values of the model's parameters."""
+        ...
+
+
+def _attend(
+    queries: torch.Tensor,
+    rows: QueryRows | None,
+    segments: Sequence[Segment],
+    cache: KVCache,
+    layer: int,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend with queries [N, heads, head_dim], scaled, rows before segments. Returns [N, heads * head_dim]."""
+    if rows is not None and rows.num_rows == queries.shape[0]:
+        return attend_rows(queries, cache, layer, rows, window)
+    mixed = queries.new_zeros(queries.shape[0], queries.shape[1] * queries.shape[2])
+    if rows is not None:
+        mixed[: rows.num_rows] = attend_rows(queries[: rows.num_rows], cache, layer, rows, window)
+    for part in segments:
+        mixed[part.start : part.end] = attend_segment(queries[part.start : part.end], cache, layer, part, window)
+    return mixed
+
+
+def make_decoder(model: PreTrainedModel, max_length: int) -> Decoder:
+    """Make the fastest decoder for a model: CpuDecoder, CompactDecoder or HuggingFaceDecoder."""
+    config = model.config
+    plain_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if config.model_type not in _COMPACT_MODEL_TYPES or not plain_layers or rope not in _POSITION_ONLY_ROPE:
+        return HuggingFaceDecoder(model)
+    is_plain = model.device.type == "cpu" and model.dtype == torch.float32 and config.hidden_act == "silu"
+    if is_plain and torch.get_num_threads() <= _MAX_CPU_THREADS:
+        return CpuDecoder(model, max_length)
+    return CompactDecoder(model, max_length)
+
+
+class HuggingFaceDecoder:
+    """Decoder for any causal LM whose attention goes through transformers' AttentionInterface, by its own modules.
+
+    Each forward raises EngineError where the attention is neither plain causal nor with a sliding window. Other
+    unsupported models are found by `TorchEngine.start`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        AttentionInterface.register(_ATTENTION_NAME, _cached_attention)
+        model.set_attn_implementation(_ATTENTION_NAME)
+        self._model = model
+        self._has_windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
+
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        batch = pack(plan, cache, self._model.device, self._has_windows)
+        output = self._model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=0 if batch.sample_index is None else batch.sample_index,
+            cached_batch=(batch, cache),
+        )
+        return output.logits[0].float()
+
+    def refresh(self) -> None:
+        """Do nothing: the modules read the parameters."""
+
+
+def _cached_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cached_batch: tuple[PackedBatch, KVCache],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend with transformers' signature: query [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
+    batch, cache = cached_batch
+    if softcap is not None or s_aux is not None:
+        raise EngineError("this model's attention has a soft cap or sinks")
+    window = sliding_window if sliding_window and sliding_window < cache.max_length else None
+    cache.write(module.layer_idx, batch.cache_rows, torch.cat([key[0], value[0]]).transpose(0, 1).contiguous())
+    queries = query[0].transpose(0, 1) * (LOG2_E * (query.shape[-1] ** -0.5 if scaling is None else scaling))
+    mixed = _attend(queries, batch.rows, batch.segments, cache, module.layer_idx, window)
+    return mixed.view(1, *queries.shape), None
+
+
+class CompactDecoder:
+    """Decoder for Llama, Qwen2 and Qwen3 in few, fused operators of torch, on any device and in any dtype."""
+
+    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
+        self._weights = CompactWeights(model, max_length)
+
+    def __call__(self, plan: Plan, cache: KVCache) -> torch.Tensor:
+        weights = self._weights
+        eps, heads, head_dim = weights.eps, weights.heads, weights.head_dim
+        turned, half = heads + weights.kv_heads, head_dim // 2
+        batch = pack(plan, cache, weights.embedding.device)
+        hidden = F.embedding(batch.tokens, weights.embedding)
+        cos = weights.cos.index_select(0, batch.positions)[:, None]
+        sin = weights.sin.index_select(0, batch.positions)[:, None]
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
+            projected = layer.qkv(normed).view(hidden.shape[0], -1, head_dim)
+            to_turn = projected[:, :turned]
+            if layer.normalises_heads:
+                to_turn = F.rms_norm(to_turn, (head_dim,), None, eps)
+            to_turn = to_turn * layer.head_weights
+            swapped = torch.cat([to_turn[..., half:], to_turn[..., :half]], dim=-1)
+            rotated = torch.addcmul(to_turn * cos, swapped, sin)
+            cache.write(index, batch.cache_rows, torch.cat([rotated[:, heads:], projected[:, turned:]], dim=1))
+            queries = rotated[:, :heads]
+            if index == last:
+                if batch.sample_rows is None:
+                    return hidden.new_empty(0, weights.head.outputs, dtype=torch.float32)
+                if batch.sample_index is not None:
+                    hidden = hidden.index_select(0, batch.sample_index)
+                    queries = queries.index_select(0, batch.sample_index)
+                mixed = _attend(queries, batch.sample_rows, (), cache, index)
+            else:
+                mixed = _attend(queries, batch.rows, batch.segments, cache, index)
+            hidden = hidden + layer.output(mixed.to(hidden.dtype))
+            normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            hidden = hidden + layer.down(weights.activation(gate) * up)
+        normed = F.rms_norm(hidden, hidden.shape[-1:], weights.norm, eps)
+        return weights.head(normed).float()
+
+    def refresh(self) -> None:
+        """Pack the new values of the parameters."""
+        self._weights.refresh()

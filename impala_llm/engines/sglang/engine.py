@@ -1,0 +1,519 @@
+"""SGLang engine: episodes on one or several SGLang servers, over HTTP.
+
+Invariant: a server gets traffic only between a handshake, which gives it the newest weights, and the first sign that it
+is gone; and an answer ends exactly once, with every token that any server has streamed for it. An answer whose server
+dies is continued from those tokens on another server, or on the same one after its restart.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams, WeightSource, check_request
+from impala_llm.engines.sglang.client import ServerLost, SGLangClient, open_http
+from impala_llm.engines.sglang.external_server import Server
+from impala_llm.engines.sglang.replica import Replica, check_fit
+from impala_llm.engines.sglang.response import Answer
+from impala_llm.engines.sglang.weight_lock import load_in_turn
+from impala_llm.engines.sglang.weight_update import (
+    IN_FLIGHT,
+    InFlight,
+    Layout,
+    UpdateTimes,
+    check_layout,
+    read_layout,
+    update_in_flight,
+)
+
+_log = logging.getLogger(__name__)
+
+STREAM_INTERVAL = 16
+"""Tokens in one piece of a stream: at most so many of each answer are lost with a server."""
+_MAX_LOSSES = 4
+"""Number of times in a row that an answer may lose its server without a new token."""
+_ABORT_GRACE_S = 2.0
+
+WeightsSource = Callable[[], AbstractContextManager[tuple[Path, int]]]
+"""Source of the newest weights: (Hugging Face directory, version), which do not change within the context."""
+
+
+class SGLangEngine:
+    """Engine (see `impala_llm.engines.base.Engine`) on SGLang servers. All methods are called from one asyncio loop."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server] | Callable[[], Awaitable[Sequence[Server]]],
+        *,
+        vocab_size: int,
+        max_length: int,
+        version: int = 0,
+        in_flight: InFlight = "recompute_kv",
+        weights: WeightsSource | None = None,
+        request_timeout_s: float = 600.0,
+        update_timeout_s: float = 600.0,
+        max_starts: int = 5,
+        stream_interval: int = STREAM_INTERVAL,
+        is_fed: bool = False,
+    ) -> None:
+        """
+        Args:
+            servers: the engine owns them from now on: it starts, restarts and closes them. Or a function that finds
+                them at `start`.
+            vocab_size: of the model; an id beyond it would kill a server.
+            max_length: tokens of a session at most, answers included.
+            version: policy version of the weights that the servers start with.
+            in_flight: policy for answers under way when weights change; see docs/engines.md.
+            weights: source of the newest weights for a started or restarted server. Without it, they come from the
+                directory of the last `load_weights`, which must then not change until the next.
+            request_timeout_s: deadline of one answer, waiting and restarts of servers included.
+            update_timeout_s: deadline of a server for reading weights, or for ending its answers.
+            max_starts: attempts to restart a server before it is given up; the first start has one attempt.
+            stream_interval: tokens in one piece of a stream.
+            is_fed: the learner sends new weights to the servers: see `adopt`. Not with in_flight="drain".
+
+        Raises:
+            EngineError: no servers, an unknown policy, or a limit that is not positive.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise EngineError(f"in_flight is {in_flight!r}: it must be one of {', '.join(IN_FLIGHT)}")
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("max_length", max_length),
+            ("request_timeout_s", request_timeout_s),
+            ("update_timeout_s", update_timeout_s),
+            ("max_starts", max_starts),
+            ("stream_interval", stream_interval),
+        ):
+            if value <= 0:
+                raise EngineError(f"{name} is {value}: it must be > 0")
+        if is_fed and in_flight == "drain":
+            raise EngineError("in_flight is 'drain': a learner that sends weights does not wait for answers")
+        self.version = version
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.in_flight = in_flight
+        self.last_update: UpdateTimes | None = None
+        """Times of the latest successful `load_weights`."""
+        self._source = weights
+        self._newest: tuple[Path, int] | None = None
+        self._layout: Layout | None = None
+        self._request_timeout_s = request_timeout_s
+        self._update_timeout_s = update_timeout_s
+        self._stream_interval = stream_interval
+        self._home: dict[str, Replica] = {}
+        self._answers: dict[str, Answer] = {}
+        self._changed = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._servers = servers
+        self._is_fed = is_fed
+        self._max_starts = max_starts
+        self._replicas: list[Replica] = []
+        if not callable(servers):
+            self._take(servers)
+        self._keepers: list[asyncio.Task[None]] = []
+        self._errands: set[asyncio.Task[None]] = set()
+        self._stats = EngineStats()
+        self._busy_since = 0.0
+        self._closed = False
+        self._http: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Bring up all servers and give them the newest weights.
+
+        Raises:
+            EngineError: a server did not come up, or is not set up as this engine needs it. The engine is closed then.
+        """
+        if callable(self._servers):
+            self._take(await self._servers())
+        self._http = open_http()
+        self._keepers = [asyncio.create_task(replica.keep()) for replica in self._replicas]
+        try:
+            while not all(replica.version is not None for replica in self._replicas):
+                for replica in self._replicas:
+                    if replica.failure is not None:
+                        raise replica.failure
+                await self._changed.wait()
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Reason why no answer is possible any more: every server was given up. None before."""
+        failures = [replica.failure for replica in self._replicas]
+        return failures[0] if failures and all(failures) else None
+
+    @property
+    def restarts(self) -> int:
+        """Number of times that a server was lost and came back."""
+        return sum(replica.restarts for replica in self._replicas)
+
+    async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
+        """Continue a history, on the server that has its prefix. Waits while no server has the weights.
+
+        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length". The seed of
+        `params` is not used: servers have their own.
+
+        Raises:
+            EngineError: a request that cannot be answered (an id outside of the vocabulary, no room), a second one of a
+                session that has one, no answer before the deadline, an answer that cannot be true, or no server left.
+        """
+        self._check_open()
+        if session_id in self._answers:
+            raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
+        tokens = check_request(prompt, params, self.vocab_size, self.max_length)
+        limit = min(params.max_new_tokens, self.max_length - len(tokens))
+        answer = self._answers[session_id] = Answer(session_id, tokens, params, limit, self.vocab_size)
+        try:
+            async with asyncio.timeout(self._request_timeout_s) as answer.timer:
+                await self._complete(answer)
+        except TimeoutError:
+            if not answer.settle():
+                raise EngineError(
+                    f"session {session_id!r}: no whole answer within {self._request_timeout_s:g} s"
+                    f" ({len(answer.tokens)} of {limit} tokens): raise request_timeout_s, or see why servers hang"
+                ) from None
+        finally:
+            del self._answers[session_id]
+            self._notify()
+        return answer.result()
+
+    def release(self, session_id: str) -> None:
+        """Forget the server of a session; a running answer is aborted. Unknown ids are ignored."""
+        self.abort(session_id)
+        self._leave_home(session_id)
+
+    def abort(self, session_id: str | None = None) -> None:
+        """End one session's answer, or all: callers get the tokens so far, with reason "abort"."""
+        for name in list(self._answers) if session_id is None else [session_id]:
+            answer = self._answers.get(name)
+            if answer is None or answer.aborted:
+                continue
+            answer.aborted = True
+            grace = 0.0
+            if answer.rid:
+                client = self._home[name].client
+                assert client is not None
+                self._run_errand(client.abort(answer.rid))
+                grace = _ABORT_GRACE_S
+            if answer.timer is not None and not answer.timer.expired():
+                answer.timer.reschedule(asyncio.get_running_loop().time() + grace)
+
+    async def load_weights(self, directory: Path, version: int) -> None:
+        """Give all servers the weights of a Hugging Face directory; answers under way go on as `in_flight` says.
+
+        A server that is down gets them when it is back. Where all are down, this waits for the first.
+
+        Raises:
+            EngineError: a version below the present one; a directory that does not fit the model, or that a server
+                refuses. The old weights stay in use there, and answers go on.
+        """
+        self._check_open()
+        if version < self.version:
+            raise EngineError(
+                f"version {version} is older than the engine's {self.version}: versions never decrease;"
+                " after a restart of the learner, resume it from its checkpoint"
+            )
+        directory = Path(directory).absolute()
+        self._check_layout(directory)
+        while True:
+            changed = self._changed
+            async with self._updating:
+                serving = [replica for replica in self._replicas if replica.version is not None]
+                if serving:
+                    await self._update_all(serving, directory, version)
+                    if any(replica.version is not None for replica in serving):
+                        return
+            if self.failure is not None:
+                raise self.failure
+            await changed.wait()
+            self._check_open()
+
+    @property
+    def fed(self) -> dict[int, str]:
+        """Servers that the learner may send weights to: opening -> URL; see `pipeline.wire.Engines`."""
+        if not self._is_fed:
+            return {}
+        return {replica.opening: replica.server.url for replica in self._replicas if replica.version is not None}
+
+    async def adopt(self, version: int) -> bool:
+        """Adopt a version that the learner has sent to the servers. False where one lacks it: then `load_weights`."""
+        self._check_open()
+        async with self._updating:
+            behind = [
+                replica for replica in self._replicas if replica.version is not None and replica.version < version
+            ]
+            labels = await asyncio.gather(*(self._label(replica) for replica in behind))
+            for replica, label in zip(behind, labels, strict=True):
+                if label is not None and label >= version and replica.version is not None:
+                    replica.version = label
+            self._set_version()
+            self._notify()
+            return self.version >= version
+
+    async def reclaim(self, source: WeightSource) -> None:
+        """Load a version into all servers, whatever their labels: their learner has died, perhaps during a transfer.
+
+        Raises:
+            EngineError: see `load_weights`.
+        """
+        self._check_open()
+        directory = Path(source.path).absolute()
+        self._check_layout(directory)
+        async with self._updating:
+            serving = [replica for replica in self._replicas if replica.version is not None]
+            await self._update_all(serving, directory, source.version, anew=True)
+
+    async def _label(self, replica: Replica) -> int | None:
+        assert replica.client is not None
+        try:
+            return await replica.client.weight_version()
+        except ServerLost as error:
+            replica.suspect(error)
+        except EngineError:
+            pass
+        return None
+
+    async def load_shared(self, source: WeightSource) -> None:
+        """Load the weights of the source's directory; see `load_weights`."""
+        await self.load_weights(source.path, source.version)
+
+    def stats(self) -> EngineStats:
+        """Return counters and current load. Busy is the time in which a server worked on at least one answer."""
+        running = sum(replica.running for replica in self._replicas)
+        busy = self._stats.busy_seconds + (time.perf_counter() - self._busy_since if running else 0.0)
+        times = self.last_update or UpdateTimes(0.0, 0.0)
+        return replace(
+            self._stats,
+            busy_seconds=busy,
+            running=running,
+            waiting=len(self._answers) - running,
+            pause_seconds=times.pause_s,
+            transfer_seconds=times.transfer_s,
+            is_up=any(replica.version is not None for replica in self._replicas),
+            restarts=self.restarts,
+        )
+
+    async def close(self) -> None:
+        """Abort all answers, end the servers that are ours, and refuse further requests."""
+        self._closed = True
+        self.abort()
+        self._notify()
+        while self._answers:
+            await self._changed.wait()
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._errands:
+            await asyncio.wait(self._errands, timeout=_ABORT_GRACE_S)
+        for errand in self._errands:
+            errand.cancel()
+        await asyncio.gather(*self._keepers, *self._errands, return_exceptions=True)
+        await asyncio.gather(*(replica.server.close() for replica in self._replicas))
+        if self._http is not None:
+            await self._http.close()
+
+    # Answers
+
+    async def _complete(self, answer: Answer) -> None:
+        losses = 0
+        while not answer.settle():
+            replica = await self._acquire(answer.session_id)
+            before = len(answer.tokens)
+            try:
+                await self._stream(replica, answer)
+            except ServerLost as error:
+                replica.suspect(error)
+                losses = losses + 1 if len(answer.tokens) == before else 1
+                if losses >= _MAX_LOSSES:
+                    raise EngineError(
+                        f"session {answer.session_id!r} lost its server {losses} times in a row: {error}"
+                    ) from error
+
+    async def _acquire(self, session_id: str) -> Replica:
+        """Wait for the session's server to be open; a new session gets the least loaded one."""
+        while True:
+            self._check_open()
+            changed = self._changed
+            home = self._home.get(session_id)
+            if home is None or home.version is None:
+                serving = [replica for replica in self._replicas if replica.version is not None]
+                if serving:
+                    self._leave_home(session_id)
+                    home = min(serving, key=lambda replica: (not replica.is_open, replica.sessions, replica.running))
+                    self._home[session_id] = home
+                    home.sessions += 1
+            if home is not None and home.is_open:
+                return home
+            if self.failure is not None:
+                raise self.failure
+            await changed.wait()
+
+    async def _stream(self, replica: Replica, answer: Answer) -> None:
+        assert replica.client is not None and replica.version is not None
+        request = answer.request(uuid.uuid4().hex, replica.version, self._stream_interval)
+        if not any(other.running for other in self._replicas):
+            self._busy_since = time.perf_counter()
+        replica.running += 1
+        before = len(answer.tokens)
+        try:
+            async with contextlib.aclosing(replica.client.generate(request)) as pieces:
+                async for piece in pieces:
+                    answer.receive(piece)
+        finally:
+            if not answer.request_ended and not replica.suspected.is_set():
+                self._run_errand(replica.client.abort(answer.rid))
+            answer.rid = ""
+            replica.running -= 1
+            if not any(other.running for other in self._replicas):
+                self._stats.busy_seconds += time.perf_counter() - self._busy_since
+            self._stats.decode_tokens += len(answer.tokens) - before
+            self._stats.prefill_tokens += answer.prompt_tokens - answer.cached_tokens
+            self._notify()
+
+    # Servers
+
+    async def _handshake(self, replica: Replica) -> None:
+        """Give a new server the newest weights, then traffic."""
+        assert self._http is not None
+        client = SGLangClient(self._http, replica.server.url, replica.server.key)
+        info = await client.info()
+        check_fit(client.url, info, self.max_length, self.in_flight)
+        if self._layout is None and info.model_path.is_dir():
+            self._layout = read_layout(info.model_path)
+        if not self._is_fed:
+            await client.resume()  # a client that died may have left it paused
+        async with self._updating:
+            with self._source() if self._source is not None else nullcontext(self._newest) as newest:
+                if newest is None:
+                    version = self.version
+                    await client.relabel(version)
+                else:
+                    directory, version = newest
+                    directory = Path(directory).absolute()
+                    self._check_layout(directory)
+                    if self._is_fed:
+                        await load_in_turn(client, directory, version, self.in_flight, self._update_timeout_s)
+                    else:
+                        await client.update_weights(directory, version, True, self._update_timeout_s)
+            replica.open(client, version)
+            self._set_version()
+        self._notify()
+
+    # Weights
+
+    async def _update_all(self, serving: Sequence[Replica], directory: Path, version: int, anew: bool = False) -> None:
+        """Load a version into servers. Raises EngineError where one refuses; keepers deal with servers that die."""
+        before, self._newest = self._newest, (directory, version)
+        behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
+        begin = time.perf_counter()
+        outcomes = await asyncio.gather(
+            *(self._update(replica, directory, version, anew) for replica in behind), return_exceptions=True
+        )
+        refusals = []
+        for replica, outcome in zip(behind, outcomes, strict=True):
+            if isinstance(outcome, ServerLost):
+                _log.warning("version %d did not reach %s: %s", version, replica.server.url, outcome)
+                replica.suspect(outcome)
+                replica.version = None
+            elif isinstance(outcome, EngineError):
+                refusals.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        times = [outcome for outcome in outcomes if isinstance(outcome, UpdateTimes)]
+        if refusals and not times:
+            self._newest = before
+        if times:
+            self.last_update = UpdateTimes(max(t.pause_s for t in times), max(t.transfer_s for t in times))
+            self._stats.weight_loads += 1
+            self._stats.weight_load_seconds += time.perf_counter() - begin
+        self._set_version()
+        self._notify()
+        if refusals:
+            raise EngineError(
+                f"version {version} in {directory} was refused, the old weights stay in use: "
+                + "; ".join(str(refusal) for refusal in refusals)
+            )
+
+    async def _update(self, replica: Replica, directory: Path, version: int, anew: bool) -> UpdateTimes:
+        assert replica.client is not None
+        if self._is_fed:
+            wanted = None if anew else version
+            loaded = await load_in_turn(
+                replica.client, directory, version, self.in_flight, self._update_timeout_s, wanted
+            )
+            if loaded is None:
+                replica.version = version
+                return UpdateTimes(0.0, 0.0)
+            replica.given(version)
+            return loaded
+
+        async def drained() -> None:
+            replica.is_draining = True
+            while replica.running:
+                await self._changed.wait()
+
+        try:
+            times = await update_in_flight(
+                replica.client, directory, version, self.in_flight, drained, self._update_timeout_s
+            )
+        finally:
+            replica.is_draining = False
+        replica.version = version
+        return times
+
+    def _check_layout(self, directory: Path) -> None:
+        layout = read_layout(directory)
+        if self._layout is None:
+            self._layout = layout
+        check_layout(layout, self._layout, directory)
+
+    def _set_version(self) -> None:
+        versions = [replica.version for replica in self._replicas if replica.version is not None]
+        if versions:
+            self.version = min(versions)
+
+    # Helpers
+
+    def _take(self, servers: Sequence[Server]) -> None:
+        if not servers:
+            raise EngineError("servers is empty: at least one is needed")
+        self._replicas = [
+            Replica(server, self._handshake, self._notify, self._updating, self._max_starts, self._is_fed)
+            for server in servers
+        ]
+
+    def _leave_home(self, session_id: str) -> None:
+        home = self._home.pop(session_id, None)
+        if home is not None:
+            home.sessions -= 1
+
+    def _notify(self) -> None:
+        """Wake all tasks that wait for a change in servers or answers."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._http is None:
+            raise EngineError("the engine was not started: await start() first")
+
+    def _run_errand(self, errand: Coroutine[Any, Any, None]) -> None:
+        """Run a call in the background; a lost server is ignored."""
+
+        async def run() -> None:
+            with contextlib.suppress(ServerLost, EngineError):
+                await errand
+
+        task = asyncio.create_task(run())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)

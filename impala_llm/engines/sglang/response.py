@@ -1,0 +1,213 @@
+"""Answer under way: the pieces that its server has streamed so far, each checked.
+
+Invariant: tokens, log-probabilities and versions always have one length and only grow, so that an answer whose server
+dies is continued from its tokens, on any server.
+
+Versions: a server tells the version of each token (spans) when a request ends. Until then its pieces carry one label
+each, that of the weights in use when the piece left the server. A piece that left after a change of weights may hold
+tokens from before it; its tokens get the label of the piece before. So only where a server dies after a change of
+weights in the middle of an answer, up to one piece of tokens counts as one version older than it is.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from impala_llm.engines.base import EngineError, FinishReason, Generation, SamplingParams
+from impala_llm.engines.sglang.client import ServerLost
+
+_ROUNDING = 1e-4
+"""Largest value above zero to which a server's float32 log-softmax may round."""
+
+
+class BrokenAnswer(EngineError):
+    """Answer of a server that contradicts itself or the request."""
+
+
+class Answer:
+    """Tokens that continue a prompt. One request at a time is under way for it."""
+
+    def __init__(
+        self, session_id: str, prompt: np.ndarray, params: SamplingParams, limit: int, vocab_size: int
+    ) -> None:
+        """
+        Args:
+            prompt: int32[T], checked.
+            limit: tokens of the answer at most.
+        """
+        self.session_id = session_id
+        self.params = params
+        self.limit = limit
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.aborted = False
+        self.timer: asyncio.Timeout | None = None
+        self.rid = ""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Counts of the request under way, as far as its server has sent them."""
+        self._prompt: list[int] = prompt.tolist()
+        self._stops = frozenset(params.stop_token_ids)
+        self._vocab_size = vocab_size
+        self._base = 0
+        self._lowest_version = 0
+        self._label: int | None = None
+        self._ended = False
+
+    @property
+    def request_ended(self) -> bool:
+        """Whether the last piece of the request under way has arrived."""
+        return self._ended
+
+    def request(self, rid: str, version: int, stream_interval: int) -> dict[str, Any]:
+        """Begin a request for the missing tokens. Returns its body.
+
+        Args:
+            version: of the server's weights.
+            stream_interval: tokens in a piece.
+        """
+        self.rid = rid
+        self._base = len(self.tokens)
+        self._lowest_version = version
+        self._label = None
+        self._ended = False
+        self.prompt_tokens = self.cached_tokens = 0
+        params = self.params
+        return {
+            "rid": rid,
+            "input_ids": self._prompt + self.tokens,
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            # Every setting that a server's own defaults could change is explicit: see SamplingParams.
+            "sampling_params": {
+                "temperature": 0.0 if params.greedy else params.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "max_new_tokens": self.limit - len(self.tokens),
+                "min_new_tokens": 0,
+                "stop_token_ids": list(params.stop_token_ids),
+                # Only without stop tokens of ours: it disables them, too.
+                "ignore_eos": not params.stop_token_ids,
+                "skip_special_tokens": False,
+                "stream_interval": stream_interval,
+            },
+        }
+
+    def receive(self, piece: Mapping[str, Any]) -> None:
+        """Add a piece of the stream.
+
+        Raises:
+            BrokenAnswer: it contradicts itself or earlier pieces; nothing of it is kept.
+            ServerLost: the server ended the request by itself, or has lost the weights it was given.
+        """
+        try:
+            meta = piece["meta_info"]
+            ids, pairs, total = piece["output_ids"], meta["output_token_logprobs"], meta["completion_tokens"]
+            reason = meta["finish_reason"]
+            label = _version(meta["weight_version"])
+        except (KeyError, TypeError) as error:
+            raise self._broken(f"it lacks {error}") from error
+        had = len(self.tokens) - self._base
+        kind = None if reason is None else reason.get("type")
+        if kind == "abort":
+            # A request that waits when it is aborted repeats its last tokens.
+            ids, pairs = ids[: max(total - had, 0)], pairs[: max(total - had, 0)]
+        if len(ids) != len(pairs):
+            raise self._broken(f"{len(ids)} tokens have {len(pairs)} log-probabilities")
+        if had + len(ids) != total:
+            raise self._broken(f"{had} + {len(ids)} tokens have arrived, but it counts {total}")
+        logprobs = [self._check_pair(token, pair) for token, pair in zip(ids, pairs, strict=True)]
+        if len(self.tokens) + len(ids) > self.limit:
+            raise self._broken(f"it has {len(self.tokens) + len(ids)} tokens, at most {self.limit} were asked for")
+        if label is None or label < self._lowest_version:
+            raise ServerLost(
+                f"it serves weights of version {meta['weight_version']!r} after it was given {self._lowest_version}:"
+                " it was restarted, or another client changes its weights"
+            )
+        spans = meta.get("weight_versions")
+        # Only the last piece has them, and none where a request was aborted before it was begun.
+        versions = None if reason is None or (kind == "abort" and spans is None) else self._spans(spans, total)
+        self.tokens += ids
+        self.logprobs += logprobs
+        if versions is None:
+            self.versions += [label if self._label is None else self._label] * len(ids)
+            self._label = label
+        else:
+            self.versions[self._base :] = versions
+        self.prompt_tokens, self.cached_tokens = int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
+        if reason is not None:
+            self._end(kind, reason)
+
+    def settle(self) -> bool:
+        """Return whether the answer is complete, however its requests ended."""
+        if self.finish_reason is None:
+            if self.tokens and self.tokens[-1] in self._stops:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.limit:
+                self.finish_reason = "length"
+            elif self.aborted:
+                self.finish_reason = "abort"
+        return self.finish_reason is not None
+
+    def result(self) -> Generation:
+        """Answer as arrays."""
+        assert self.finish_reason is not None
+        return Generation(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            finish_reason=self.finish_reason,
+        )
+
+    def _end(self, kind: str | None, reason: Mapping[str, Any]) -> None:
+        self._ended = True
+        if self.settle():
+            return
+        if kind == "abort":
+            message = str(reason.get("message", ""))
+            if reason.get("status_code") == 400:
+                raise BrokenAnswer(f"session {self.session_id!r}: the server refused the request: {message}")
+            raise ServerLost(f"it aborted a request on its own: {message}")
+        if len(self.tokens) == self._base:
+            raise self._broken(f"it ended with {kind!r} before any token")
+        # Otherwise a stop token of the model that is not one of the request, or a limit of the server: go on.
+
+    def _check_pair(self, token: object, pair: object) -> float:
+        if not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            raise self._broken(f"token {token!r} is not in 0 .. {self._vocab_size - 1}")
+        if not isinstance(pair, list) or len(pair) < 2 or pair[1] != token:
+            raise self._broken(f"token {token} comes with the log-probability of another: {pair!r}")
+        logprob = pair[0]
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > _ROUNDING:
+            raise self._broken(f"token {token} has log-probability {logprob!r}: a finite number <= 0 is expected")
+        return min(float(logprob), 0.0)
+
+    def _spans(self, spans: object, total: int) -> list[int]:
+        if not isinstance(spans, list):
+            raise self._broken("it does not tell the versions of its tokens: SGLang >= 0.5.19 is needed")
+        versions: list[int] = []
+        for span in spans:
+            version = _version(span["version"])
+            if version is None or span["start"] != len(versions) or span["end"] < span["start"]:
+                raise self._broken(f"its weight_versions {spans!r} do not cover {total} tokens")
+            versions += [version] * (span["end"] - span["start"])
+        if len(versions) != total:
+            raise self._broken(f"its weight_versions {spans!r} do not cover {total} tokens")
+        return versions
+
+    def _broken(self, what: str) -> BrokenAnswer:
+        return BrokenAnswer(f"session {self.session_id!r}: the server's answer is broken: {what}")
+
+
+def _version(label: object) -> int | None:
+    """Parse a server's label as a version; None for a label that no engine gave."""
+    return int(label) if isinstance(label, str) and label.removeprefix("-").isdecimal() else None

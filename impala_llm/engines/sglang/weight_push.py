@@ -1,0 +1,446 @@
+"""Sends the learner's weights to SGLang servers while their answers are under way, one process group for each server.
+
+Invariant: `send` returns after its timeout whatever servers do (and a few seconds of tidying), and what a server reads
+of the tensors later than that gets no label. A server that it gives up is not touched again until its actor offers it
+under another number; until then the actor loads what is missing from disk. See engines/sglang/weight_lock.py for what
+the two leave each other.
+
+A server's group is made as SGLang's `init_custom_process_group` makes its side: the same store, the same prefixes.
+PyTorch's registry of groups is left out: a group that hangs shall concern nobody else.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impala_llm.engines.base import EngineError
+from impala_llm.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, open_http
+from impala_llm.engines.sglang.launch_args import HOST
+from impala_llm.engines.sglang.weight_lock import TRANSFER_TIMEOUT_S, pause_mode
+from impala_llm.engines.sglang.weight_update import InFlight
+from impala_llm.pipeline.network.listener import address_towards, listen_at
+
+_log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 512 << 20
+"""What a server receives before it copies it into its model: so much memory more."""
+MAX_FAILURES = 3
+"""In a row, at one URL: then no further attempt is made there."""
+_CLEANUP_S = 5.0
+_POLL_S = 0.001
+_OWN_SERVER = re.compile(rf"http://{re.escape(HOST)}:\d+")
+_T = TypeVar("_T")
+
+
+class TransferError(Exception):
+    """A transfer to one server came to nothing."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What became of a version. Times in seconds, of the slowest server.
+
+    num_received: servers that have it. num_dropped: that were given up. pause_s: answers stood still. transfer_s: the
+    part of it in which tensors travelled and were loaded.
+    """
+
+    num_received: int = 0
+    num_dropped: int = 0
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of observability/metrics.py; times only where anything was sent."""
+        counts = {"weights/servers_sent": float(self.num_received), "weights/servers_dropped": float(self.num_dropped)}
+        times = {"weights/pause_s": self.pause_s, "weights/transfer_s": self.transfer_s}
+        return counts | (times if self.num_received else {})
+
+
+class WeightSender:
+    """Use as a context, from one thread. Its HTTP calls run on a thread of its own."""
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
+        bucket_bytes: int = BUCKET_BYTES,
+        urls: Sequence[str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        """
+        Args:
+            in_flight: what becomes of answers under way; not "drain".
+            timeout_s: of one version to one server, meeting it included.
+            bucket_bytes: sent in one call.
+            urls: `engine.urls`, the servers, or routers in front of them, that are sent weights; None: those that
+                actors start on this host.
+            key: API key of all servers.
+        """
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._configured = None if urls is None else [url.rstrip("/") for url in urls]
+        self._known = set(self._configured or ())
+        self._strange: set[str] = set()
+        self._key = key
+        self._links: dict[int, _Link] = {}
+        self._given_up: set[int] = set()
+        self._failures: Counter[str] = Counter()
+        self._hanging: list[_Link] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sender", daemon=True)
+
+    def __enter__(self) -> "WeightSender":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._forget(list(self._links)), self._loop).result()
+        deadline = time.monotonic() + _CLEANUP_S
+        while any(link.hangs and not link.is_nccl for link in self._hanging) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def send(self, servers: Mapping[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
+        """Give all servers a version, at once; what cannot take it in time is given up.
+
+        Args:
+            servers: opening -> URL, see `pipeline.wire.Engines`. Those not among them any more are forgotten. Nothing
+                is sent to a URL that was not configured, whoever offers it.
+            tensors: name -> tensor, all on one device; they must stay as they are until this returns.
+        """
+        return asyncio.run_coroutine_threadsafe(self._send(dict(servers), tensors, version), self._loop).result()
+
+    async def _send(self, servers: dict[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
+        await self._forget([opening for opening in self._links if opening not in servers])
+        self._given_up &= servers.keys()
+        async with open_http() as http:
+            strange = await self._find_strange(http, set(servers.values()))
+        servers = {opening: url for opening, url in servers.items() if url not in strange}
+        wanted = {
+            opening: url
+            for opening, url in servers.items()
+            if opening not in self._given_up and self._failures[url] < MAX_FAILURES
+        }
+        if not wanted:
+            return Sent()
+        buckets = list(_buckets(tensors, self._bucket_bytes))
+        device = next(iter(tensors.values())).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the update's kernels have written them
+        async with open_http() as http:
+            times = await asyncio.gather(
+                *(self._send_one(http, opening, url, buckets, device, version) for opening, url in wanted.items())
+            )
+        done = [time_ for time_ in times if time_ is not None]
+        return Sent(
+            len(done),
+            len(times) - len(done),
+            max((pause_s for pause_s, _ in done), default=0.0),
+            max((transfer_s for _, transfer_s in done), default=0.0),
+        )
+
+    async def _find_strange(self, http: aiohttp.ClientSession, urls: set[str]) -> set[str]:
+        """Those that nobody has configured."""
+        if self._configured is None:
+            strange = {url for url in urls if not _OWN_SERVER.fullmatch(url)}
+        else:
+            if urls - self._known - self._strange:  # workers of a router, perhaps
+                workers = await asyncio.gather(*(SGLangClient(http, url).workers() for url in self._configured))
+                self._known.update(*workers)
+            strange = urls - self._known
+        for url in strange - self._strange:
+            _log.warning("an actor offers %r as a server: it is not among engine.urls, so nothing is sent there", url)
+        self._strange = strange
+        return strange
+
+    async def _send_one(
+        self,
+        http: aiohttp.ClientSession,
+        opening: int,
+        url: str,
+        buckets: Sequence["_Bucket"],
+        device: torch.device,
+        version: int,
+    ) -> tuple[float, float] | None:
+        """Seconds of pause and transfer; None where the server was given up."""
+        client = SGLangClient(http, url, self._key)
+        turn = _Turn(time.monotonic() + self._timeout_s)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if opening not in self._links:
+                    # The server may still have a group of a learner that was killed.
+                    self._links[opening] = _Link(f"impala-{opening:x}-{secrets.token_hex(4)}", url)
+                    await self._meet(client, self._links[opening], device)
+                times = await self._transfer(client, self._links[opening], buckets, version, turn)
+        except (ServerLost, EngineError, TransferError, OSError, RuntimeError, TimeoutError) as error:
+            why = f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
+        else:
+            self._failures[url] = 0
+            return times
+        self._given_up.add(opening)
+        self._failures[url] += 1
+        _log.warning(
+            "%s was not given version %d by the process group, its actor loads it from disk%s: %s",
+            url,
+            version,
+            "" if self._failures[url] < MAX_FAILURES else " from now on",
+            why,
+        )
+        # Not among the handlers: what the error refers to would keep the group, and so its connections.
+        await self._break_off(client, opening, turn)
+        return None
+
+    # One server
+
+    async def _meet(self, client: SGLangClient, link: "_Link", device: torch.device) -> None:
+        """Form a group with all GPUs of a server."""
+        size = 1 + (await client.info()).tensor_parallel
+        parts = urlsplit(link.url)
+        address = await _in_thread(address_towards, parts.hostname or "", parts.port or 80)
+        # A store of its own: who waits for a server at one keeps all others from it.
+        link.store = store = _open_store(address, self._timeout_s)
+        link.is_nccl = device.type == "cuda"
+        backend = "nccl" if link.is_nccl else "gloo"
+        num_keys = store.num_keys()
+
+        async def make() -> Any:
+            # A thread that waited for a server that never comes would outlive this, and abort the process at its end.
+            while store.num_keys() == num_keys:
+                await asyncio.sleep(_POLL_S)
+            return await _in_thread(_make_group, store, link.name, size, backend, self._timeout_s)
+
+        link.group = await _both(
+            make(), client.join_group(link.name, address, store.port, size, backend, self._timeout_s)
+        )
+
+    async def _transfer(
+        self, client: SGLangClient, link: "_Link", buckets: Sequence["_Bucket"], version: int, turn: "_Turn"
+    ) -> tuple[float, float]:
+        mode = pause_mode(self._in_flight)
+        begin = time.perf_counter()
+        turn.is_paused = True
+        await client.pause(mode)
+        try:
+            await client.begin_update()
+        except ServerRefused as error:
+            turn.is_others = True
+            raise TransferError(f"{error}: its actor is loading weights, or a learner has died at it") from error
+        turn.has_session = True
+        started = time.perf_counter()
+        for bucket in buckets:
+            turn.is_touched = True
+            await _both(
+                link.broadcast(bucket.tensors, turn.deadline),
+                client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
+            )
+        # A call of its own: what a server receives too late, when this has given it up, gets no label.
+        # Answers under way hold places in the cache after an in-place pause: it cannot be flushed then.
+        await client.receive_weights(link.name, [], version, mode == "retract", self._timeout_s)
+        turn.is_touched = False
+        await client.end_update()
+        turn.has_session = False
+        ended = time.perf_counter()
+        await client.resume()
+        return time.perf_counter() - begin, ended - started
+
+    async def _break_off(self, client: SGLangClient, opening: int, turn: "_Turn") -> None:
+        """Leave a server as it was; where it has a part of a version, paused."""
+        link = self._links.pop(opening)
+        self._let_go(link)
+        with contextlib.suppress(ServerLost, EngineError, TimeoutError):
+            async with asyncio.timeout(_CLEANUP_S):
+                if turn.is_others:
+                    return
+                if turn.has_session:
+                    await client.end_update()
+                if turn.is_paused and not turn.is_touched:
+                    await client.resume()
+                await client.leave_group(link.name)
+
+    async def _forget(self, openings: Sequence[int]) -> None:
+        """Groups of servers that are gone, or whose learner ends."""
+        links = [self._links.pop(opening) for opening in openings]
+        if not links:
+            return
+        async with open_http() as http:
+
+            async def leave(link: _Link) -> None:
+                with contextlib.suppress(ServerLost, EngineError, TimeoutError):
+                    async with asyncio.timeout(_CLEANUP_S):
+                        await SGLangClient(http, link.url, self._key).leave_group(link.name)
+                self._let_go(link)
+
+            await asyncio.gather(*(leave(link) for link in links))
+
+    def _let_go(self, link: "_Link") -> None:
+        """Close a group, at once or when what hangs in it has reached its deadline: before, that would block."""
+        self._hanging = [other for other in self._hanging if other.hangs]
+        if link.is_nccl and link.group is not None:
+            threading.Thread(target=link.group.abort, daemon=True).start()
+        if link.hangs:
+            self._hanging.append(link)
+        else:
+            link.group, link.works = None, ()  # broadcasts keep the connections open too
+
+
+@dataclass
+class _Turn:
+    """How far a transfer has come: what there is to undo. deadline: monotonic. is_others: the session is not ours."""
+
+    deadline: float
+    is_paused: bool = False
+    is_others: bool = False
+    has_session: bool = False
+    is_touched: bool = False
+
+
+@dataclass
+class _Link:
+    """One server's process group, of which this process is rank 0."""
+
+    name: str
+    url: str
+    store: dist.TCPStore | None = None
+    """Where the two meet; it is needed for as long as the group."""
+    group: Any = None
+    is_nccl: bool = False
+    works: Sequence[Any] = ()
+    """Of the latest broadcasts."""
+
+    @property
+    def hangs(self) -> bool:
+        """A broadcast is under way; NCCL's may be, and its group is never freed: it was aborted."""
+        return self.group is not None and (self.is_nccl or not all(work.is_completed() for work in self.works))
+
+    async def broadcast(self, tensors: Sequence[Tensor], deadline: float) -> None:
+        """From here to all. Raises RuntimeError at the deadline, a monotonic time, or where a peer is gone."""
+        self.works = await _in_thread(_broadcast, self, tensors, max(0.1, deadline - time.monotonic()))
+        while not all(work.is_completed() for work in self.works):
+            await asyncio.sleep(_POLL_S)
+        for work in self.works:
+            work.wait()
+        self.works = ()
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    tensors: list[Tensor]
+    described: list[tuple[str, str, tuple[int, ...]]]
+    """(name, torch's name of the dtype, shape) of each."""
+
+
+def _buckets(tensors: Mapping[str, Tensor], num_bytes: int) -> Iterator[_Bucket]:
+    """In order, each with at least one tensor and else at most so many bytes."""
+    bucket, size = _Bucket([], []), 0
+    for name, tensor in tensors.items():
+        if bucket.tensors and size + tensor.nbytes > num_bytes:
+            yield bucket
+            bucket, size = _Bucket([], []), 0
+        bucket.tensors.append(tensor.contiguous())
+        bucket.described.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        size += tensor.nbytes
+    yield bucket
+
+
+def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """At one of this host's addresses and no other."""
+    listener = listen_at(address)
+    return dist.TCPStore(
+        address,
+        listener.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.descriptor,
+    )
+
+
+def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeout_s: float) -> Any:
+    """Rank 0's end, once the others are there. Raises RuntimeError where they do not come."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupNCCL.Options()
+    # Long: whoever hangs is aborted from here, by `timeout_s`.
+    options._timeout = timedelta(seconds=10 * timeout_s)
+    with _errors_left_to_us():
+        return dist.ProcessGroupNCCL(prefixed, 0, size, options)
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """A group made meanwhile cleans up after an error. NCCL's default in PyTorch would end this process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _broadcast(link: _Link, tensors: Sequence[Tensor], timeout_s: float) -> list[Any]:
+    """Begin to send. Only the link refers to its group: of an error's traces one reference would keep it open."""
+    device = tensors[0].device
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return [link.group.broadcast([tensor], options) for tensor in tensors]
+
+
+async def _both(first: Any, second: Any) -> Any:
+    """What the first gives, once both are done. Raises what either raises, at once."""
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """On a thread of its own that nobody waits for at the end: it may hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*arguments))
+        except Exception as error:
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future

@@ -1,0 +1,1 @@
+"""Sockets, keys and authentication."""

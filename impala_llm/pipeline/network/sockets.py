@@ -1,0 +1,190 @@
+"""ZeroMQ sockets between actors and learner ranks, with all of their options.
+
+Invariant: a socket that reaches beyond this host is encrypted and accepts only authorised keys; any other request
+raises before a socket is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket as system
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+
+from impala_llm.hosts import TcpEndpoint, check_bind, check_connect
+from impala_llm.pipeline.network.keys import ActorKeys
+from impala_llm.pipeline.network.zap_authenticator import ZAP_DOMAIN, ZapAuthenticator
+
+_LINGER_MS = 1000
+_BACKLOG = 1024
+_HANDSHAKE_MS = 10_000
+_CONNECT_MS = 5_000
+_RECONNECT_MS = 100
+_RECONNECT_MAX_MS = 2_000
+# A peer that neither sends nor answers for so long is disconnected, and connects again when it can. Any message counts,
+# so the largest one must arrive within this time.
+_HEARTBEAT_MS = 3_000
+# A learner has many peers, and each sends heartbeats of its own.
+_ROUTER_HEARTBEAT_MS = 15_000
+_HEARTBEAT_TIMEOUT_MS = 15_000
+# Bytes that encryption adds to a message (RFC 26: 8 of command name, 8 of nonce, 16 of authenticator, 1 of flags).
+_CURVE_OVERHEAD = 33
+_DEFAULT_QUEUE = 1000
+
+
+def router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    max_message_bytes: int,
+    authenticator: ZapAuthenticator | None = None,
+    queue_messages: int = _DEFAULT_QUEUE,
+) -> zmq.Socket[bytes]:
+    """Make and bind a learner's ROUTER socket.
+
+    An actor that connects again takes its routing id over, even while its old connection seems to exist.
+
+    Args:
+        endpoint: ipc:///path or tcp://address:port, `*` as port for any free one (then see zmq.LAST_ENDPOINT).
+        max_message_bytes: a peer that sends a larger frame is disconnected.
+        authenticator: of this context: the socket is encrypted and accepts authorised keys only; None: clear text, on
+            this host only.
+        queue_messages: maximum of messages that wait for, or from, each peer.
+
+    Raises:
+        ValueError: the endpoint needs keys or is malformed.
+        zmq.ZMQError: the endpoint is in use, or not of this host.
+    """
+    check_bind(endpoint, has_keys=authenticator is not None)
+    if endpoint.startswith("ipc://"):
+        _refuse_if_taken(Path(endpoint.removeprefix("ipc://")))
+    socket = context.socket(zmq.ROUTER)
+    try:
+        # In this order: the authenticator watches from before the first connection.
+        _set_common(socket, max_message_bytes, encrypted=authenticator is not None, queue_messages=queue_messages)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if authenticator is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, authenticator.keys.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            # Without it libzmq accepts every peer when no authenticator answers.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            authenticator.watch(socket)
+        if endpoint.startswith("tcp://"):
+            target = _numeric_localhost(TcpEndpoint.parse(endpoint))
+            socket.setsockopt(zmq.IPV6, int(target.is_ipv6))
+            _set_tcp(socket, _ROUTER_HEARTBEAT_MS)
+            endpoint = str(target)
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        if error.errno == errno.ENODEV:
+            raise zmq.ZMQError(
+                error.errno, f"{endpoint} is no address of this host: use one of its addresses or 0.0.0.0"
+            ) from None
+        raise zmq.ZMQError(error.errno, f"cannot listen at {endpoint}: {error.strerror}") from None
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_message_bytes: int,
+    keys: ActorKeys | None = None,
+    queue_messages: int = _DEFAULT_QUEUE,
+) -> zmq.Socket[bytes]:
+    """Make an actor's DEALER socket. It connects in the background, again whenever it must.
+
+    Args:
+        endpoint: of a `router`, which need not exist yet.
+        identity: routing id.
+        max_message_bytes, queue_messages: as for `router`.
+        keys: of the actor; None: clear text, on this host only.
+
+    Raises:
+        ValueError: the endpoint needs keys or is malformed.
+    """
+    check_connect(endpoint, has_keys=keys is not None)
+    socket = context.socket(zmq.DEALER)
+    try:
+        _set_common(socket, max_message_bytes, encrypted=keys is not None, queue_messages=queue_messages)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.learner)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        if endpoint.startswith("tcp://"):
+            target = _numeric_localhost(TcpEndpoint.parse(endpoint))
+            socket.setsockopt(zmq.IPV6, int(_has_ipv6_only(target)))
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+            _set_tcp(socket, _HEARTBEAT_MS)
+            endpoint = str(target)
+        socket.connect(endpoint)
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, encrypted: bool, queue_messages: int) -> None:
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + encrypted * _CURVE_OVERHEAD)
+    socket.setsockopt(zmq.SNDHWM, queue_messages)
+    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+def _set_tcp(socket: zmq.Socket[bytes], heartbeat_ms: int) -> None:
+    # A lost network closes no socket. ZeroMQ's heartbeats detect it; the kernel's detect a peer whose ZeroMQ hangs.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def _numeric_localhost(endpoint: TcpEndpoint) -> TcpEndpoint:
+    # libzmq binds to no names, and `localhost` may mean either family where one side has only the other.
+    return replace(endpoint, host="127.0.0.1") if endpoint.host.lower() == "localhost" else endpoint
+
+
+def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
+    """Return whether a host has no IPv4 address; False for a name that cannot be looked up now."""
+    try:
+        found = system.getaddrinfo(endpoint.host, None, type=system.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(family == system.AF_INET6 for family, *_ in found)
+
+
+def _refuse_if_taken(path: Path) -> None:
+    """Check that a path is free, or the socket of a dead process: libzmq would delete any file there silently.
+
+    Raises:
+        zmq.ZMQError: a process listens there, or the file is no socket.
+    """
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise zmq.ZMQError(errno.EEXIST, f"{path} is a file that is no socket: move it away")
+    with system.socket(system.AF_UNIX, system.SOCK_STREAM) as probe:
+        # A listener that is stopped, or has a full queue, counts as well: do not wait for it.
+        probe.setblocking(False)
+        code = probe.connect_ex(os.fspath(path))
+    if code not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise zmq.ZMQError(
+            errno.EADDRINUSE, f"somebody listens at {path} already: stop that process or choose another run name"
+        )

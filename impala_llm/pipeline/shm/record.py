@@ -1,0 +1,241 @@
+"""Record: a trajectory as bytes, the same in an actor's arena, in a trajectory store and on the wire to another host.
+
+    88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
+                  each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
+                  unroll_index; score; flags (1: bootstrap, 2: success, 4: continues, and then bootstrap as well)
+    float64 each  values of the stats
+    texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
+                  two; then zeros up to a multiple of 8 bytes
+    block         the arrays, as `Trajectory.block` holds them
+
+Invariant: `decode_record` returns a valid trajectory or raises RecordError, whatever the bytes.
+`record_kernels.take_records` applies the same rules at memory speed; a record that it rejects goes through
+`decode_record` for the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, block_words
+
+MAX_TOKENS = 1 << 24
+MAX_TEXT_BYTES = (1 << 16) - 1
+"""Maximum size of each text, and of all names of stats together."""
+MAX_STATS = 256
+MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
+HEADER_WORDS = 11
+_HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
+_WORDS = struct.Struct(f"<{HEADER_WORDS}q")
+_SCORE = struct.Struct("<d")
+_BITS = struct.Struct("<q")
+_PADDING = [bytes(-length % 8) for length in range(8)]
+_BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
+
+# Facts of a record, a row of integers: results of the compiled checks, then its header from the second word on, then
+# begin and end of the text of its episode_id, in bytes.
+OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
+NUM_TOKENS, NUM_TURNS, TEXTS, STATS, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(3, 13)
+EPISODE_BEGIN, EPISODE_END = range(13, 15)
+FACTS = 15
+
+Facts = Sequence[int]
+"""A row of FACTS integers."""
+
+
+class RecordError(ValueError):
+    """Bytes that are no valid record, or a trajectory that cannot be encoded."""
+
+
+class EncodedTrajectory(NamedTuple):
+    """A record in two parts.
+
+    Attributes:
+        header: bytes before the block, a multiple of 8.
+        block: uint64[n].
+        num_words: words of 8 bytes of both parts.
+    """
+
+    header: bytes
+    block: np.ndarray
+    num_words: int
+
+
+def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
+    """Encode a trajectory without copying its arrays.
+
+    Raises:
+        RecordError: its metadata is too large.
+    """
+    t = trajectory
+    num_tokens = len(t.tokens)
+    stats = t.stats
+    episode, env, actor, signature = parts = t.episode_id, t.env, t.actor_id, t.signature
+    try:
+        names, num_name_bytes, header = _stats_layout(tuple(stats))
+        text = f"{episode}{env}{actor}{signature}{names}"
+        data = text.encode()
+        lengths = len(episode), len(env), len(actor), len(signature)
+        if len(data) != len(text):  # letters of more than one byte
+            lengths = tuple(len(part.encode()) for part in parts)  # type: ignore[assignment]  # four as well
+        head = header.pack(
+            MAGIC,
+            num_tokens,
+            len(t.turns),
+            *lengths,
+            len(stats),
+            num_name_bytes,
+            t.ticket_id,
+            t.group_id,
+            t.task_id,
+            t.unroll_index,
+            t.score,
+            t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS + t.continues * CONTINUES,
+            *stats.values(),
+        )
+    except (ValueError, TypeError, OverflowError, struct.error) as error:
+        if isinstance(error, _StatsError):
+            raise RecordError(f"stats of episode {t.episode_id!r:.80} has {error}") from error
+        if max(map(len, parts)) > MAX_TEXT_BYTES:
+            raise RecordError(
+                f"a text of episode {t.episode_id!r:.80} is too long: at most {MAX_TEXT_BYTES} bytes are allowed, "
+                "shorten episode_id, env, actor_id or signature"
+            ) from error
+        raise RecordError(f"the metadata of episode {t.episode_id!r:.80} cannot be encoded: {error}") from error
+    if num_tokens > MAX_TOKENS:
+        raise RecordError(f"episode {t.episode_id!r} has {num_tokens} tokens: at most {MAX_TOKENS} are allowed")
+    head += data + _PADDING[len(data) % 8]
+    block = t.block
+    # Three times as fast as to call the class.
+    return tuple.__new__(EncodedTrajectory, (head, block, len(head) // 8 + len(block)))
+
+
+class _StatsError(ValueError):
+    """Stats with too many entries, too long names or a zero byte in a name."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _stats_layout(names: tuple[str, ...]) -> tuple[str, int, struct.Struct]:
+    """Prepare to write stats with these names.
+
+    Returns:
+        (names joined by zero bytes, number of their bytes, format of the header with the values).
+    """
+    joined = "\0".join(names)
+    num_bytes = len(joined.encode())
+    if len(names) > MAX_STATS or num_bytes > MAX_TEXT_BYTES or joined.count("\0") > max(0, len(names) - 1):
+        raise _StatsError(
+            f"{len(names)} names of {num_bytes} bytes in all: at most {MAX_STATS} of {MAX_TEXT_BYTES} are allowed, "
+            "without zero bytes"
+        )
+    return joined, num_bytes, struct.Struct(f"{_HEADER.format}{len(names)}d")
+
+
+def record_bytes(trajectory: Trajectory) -> bytes:
+    """Encode a trajectory as one piece of bytes. Raises RecordError as `encode_record`."""
+    encoded = encode_record(trajectory)
+    return encoded.header + encoded.block.tobytes()
+
+
+def facts_of(record: memoryview) -> Facts:
+    """Read the header of a record without checking its values.
+
+    Raises:
+        RecordError: the record is shorter than a header, or begins with another magic number.
+    """
+    if record.nbytes < _WORDS.size or record.nbytes % 8:
+        raise RecordError(f"a record of {record.nbytes} bytes: a multiple of 8, {_WORDS.size} at least, is expected")
+    magic, *words = _WORDS.unpack_from(record)
+    if magic != MAGIC:
+        raise RecordError(
+            f"a record begins with {magic:#x}, this program writes {MAGIC:#x}: run the same release on both sides"
+        )
+    begin = 8 * (HEADER_WORDS + (words[STATS - NUM_TOKENS] & 0xFFFFFFFF))
+    return [0, 0, 0, *words, begin, begin + (words[TEXTS - NUM_TOKENS] & 0xFFFF)]
+
+
+def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
+    """Read METADATA_FIELDS by name.
+
+    Raises:
+        RecordError: a text is no UTF-8, or the names of stats are not as many as their values, or not all different.
+    """
+    num_stats = facts[STATS] & 0xFFFFFFFF
+    start = 8 * HEADER_WORDS
+    values = struct.unpack_from(f"<{num_stats}d", record, start)
+    start += 8 * num_stats
+    texts = []
+    for length in _text_lengths(facts):
+        try:
+            texts.append(str(record[start : start + length], "utf-8"))
+        except UnicodeDecodeError as error:
+            raise RecordError(f"a text of a record is no UTF-8: {error}") from error
+        start += length
+    names = texts[4].split("\0") if num_stats else []
+    if len(names) != num_stats or len(set(names)) != num_stats or (texts[4] and not num_stats):
+        raise RecordError(f"stats has {num_stats} values and the names {names!r:.80}: one each, all different")
+    return {
+        "bootstrap": bool(facts[FLAGS] & _BOOTSTRAP),
+        "continues": bool(facts[FLAGS] & CONTINUES),
+        "episode_id": texts[0],
+        "unroll_index": facts[UNROLL_INDEX],
+        "group_id": facts[GROUP_ID],
+        "task_id": facts[TASK_ID],
+        "env": texts[1],
+        "actor_id": texts[2],
+        "ticket_id": facts[TICKET_ID],
+        "signature": texts[3],
+        "score": _SCORE.unpack(_BITS.pack(facts[SCORE]))[0],
+        "success": bool(facts[FLAGS] & _SUCCESS),
+        "stats": dict(zip(names, values, strict=True)),
+    }
+
+
+def block_start(facts: Facts) -> int:
+    """Index of the first word of the block in a record."""
+    num_text = sum(_text_lengths(facts))
+    return HEADER_WORDS + (facts[STATS] & 0xFFFFFFFF) + -(-num_text // 8)
+
+
+def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
+    """Decode a record and check every rule.
+
+    Raises:
+        RecordError: a rule is broken; the message says which.
+    """
+    view = memoryview(record).cast("B")
+    facts = facts_of(view)
+    for name, place, low, high in (
+        ("the number of tokens", NUM_TOKENS, 1, MAX_TOKENS),
+        ("the number of turns", NUM_TURNS, 1, MAX_TOKENS),
+        ("ticket_id", TICKET_ID, 0, 2**63 - 1),
+        ("flags", FLAGS, 0, _BOOTSTRAP | _SUCCESS | CONTINUES),
+    ):
+        if not low <= facts[place] <= high:
+            raise RecordError(f"{name} is {facts[place]}: it must lie in [{low}, {high}]")
+    if facts[STATS] & 0xFFFFFFFF > MAX_STATS or not 0 <= facts[STATS] >> 32 <= MAX_TEXT_BYTES:
+        raise RecordError(f"stats is said to have more than {MAX_STATS} values or {MAX_TEXT_BYTES} bytes of names")
+    num_tokens, num_turns = facts[NUM_TOKENS], facts[NUM_TURNS]
+    start = block_start(facts)
+    if view.nbytes != 8 * (start + block_words(num_tokens, num_turns)):
+        raise RecordError(f"a record has {view.nbytes} bytes: its header says something else")
+    metadata = metadata_of(view, facts)
+    arrays: dict[str, Any] = block_views(np.frombuffer(view[8 * start :], np.uint64), num_tokens, num_turns)
+    # numpy takes any byte for a bool; 2 would be True and yet unequal to it.
+    if arrays["action_mask"].view(np.uint8).max() > 1:
+        raise RecordError("action_mask holds a byte that is neither 0 nor 1")
+    try:
+        return Trajectory(**arrays, **metadata)
+    except TrajectoryError as error:
+        raise RecordError(str(error)) from error
+
+
+def _text_lengths(facts: Facts) -> tuple[int, ...]:
+    """Lengths of the five texts in bytes."""
+    packed = facts[TEXTS]
+    return (*(packed >> shift & 0xFFFF for shift in (0, 16, 32, 48)), facts[STATS] >> 32 & 0xFFFFFFFF)

@@ -1,0 +1,597 @@
+"""Compiled loops over bytes: copying with a checksum, and the checks of a trajectory's arrays.
+
+All functions release the GIL, so that the learner's thread computes meanwhile, and touch only the arrays they are
+given. Invariant: no input makes a loop read or write outside of its arrays; shared memory is not trusted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from impala_llm.compiled import compiled
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring words get unlike keys
+_LOW = np.uint64(0xFFFFFFFF)
+_MAX_LOGPROB = np.float32(1e-4)
+_LARGEST = np.finfo(np.float32).max
+_ZERO, _NO_VERSION = np.int32(0), np.int32(-1)
+_NO_NUMBER = np.float32(0)
+_NO_ACTION = np.uint8(0)
+_NOTHING, _EIGHT = np.uint64(0), np.uint64(8)
+_BLOCK = 64
+"""Words that are summed and then stored: a multiple of a cache line's 8, small enough for the level 1 cache."""
+_TAKEN_BLOCK = 256
+"""The same where the words are checked as well: larger, since each block has a higher fixed cost."""
+LARGE = 4096
+"""Words from which on a record is written past the caches: the other process's core reads it from memory anyway, at
+half the speed while both compete for the memory's bandwidth."""
+
+
+_compiled = compiled()
+
+
+@_compiled
+def _mixed(word: int, key: int) -> int:
+    """Mix a word: x + low(x)·high(x) modulo 2^64 of x = word XOR key, where low and high are the halves of x.
+
+    A flipped bit k of the low half changes it by ±2^k·(1 + high), of the high half by ±2^k·(2^32 + low): never by a
+    multiple of 2^64.
+    """
+    word = word ^ key
+    return word + (word & _LOW) * (word >> np.uint64(32))
+
+
+@_compiled
+def checksum(words: np.ndarray, first: int = 0) -> int:
+    """Checksum: sum over i of mixed(words[i], (first + i)·k), modulo 2^64, with k = `_STEP`.
+
+    A flipped bit always changes it, other accidents (such as moved words) almost surely. It does not protect against
+    adversaries. It runs at memory speed, ten times faster than a CRC.
+
+    Args:
+        words: uint64[n].
+        first: as for `copy_checksum`.
+    """
+    total = np.uint64(0)
+    key = np.uint64(first) * _STEP
+    for i in range(words.size):
+        total += _mixed(words[i], key + np.uint64(i) * _STEP)
+    return total
+
+
+@_compiled
+def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
+    """Copy uint64[n] to uint64[n] in one pass.
+
+    Args:
+        first: index of source[0] in a larger array, whose checksum is the sum of those of its pieces, modulo 2^64.
+
+    Returns:
+        The checksum of the words that were copied.
+    """
+    total = np.uint64(0)
+    key = np.uint64(first) * _STEP
+    for i in range(source.size):
+        word = source[i]
+        target[i] = word
+        total += _mixed(word, key + np.uint64(i) * _STEP)
+    return total
+
+
+@intrinsic
+def _borrowed(typing: Any, array: Any) -> Any:
+    """Return the array without reference counting, for a caller that keeps it alive. Each count is an atomic
+    instruction, and in a loop it would wait for all streamed stores before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        for name in ("meminfo", "parent"):
+            setattr(view, name, ir.Constant(getattr(view, name).type, None))
+        return view._getvalue()
+
+    return array(array), generate
+
+
+@intrinsic
+def _stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -> Any:
+    """Set target[place : place + 8] = source[index : index + 8], uint64, by a store past the caches: the old contents
+    are not fetched first. The address of target[place] is a multiple of 64 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+        to = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        of = context.make_array(signature.args[2])(context, builder, arguments[2]).data
+        words = builder.load(builder.bitcast(builder.gep(of, [arguments[3]]), line), align=8)
+        store = builder.store(words, builder.bitcast(builder.gep(to, [arguments[1]]), line), align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, place, source, index), generate
+
+
+@intrinsic
+def _prefetch(typing: Any, source: Any, index: Any) -> Any:
+    """Prefetch the cache line of source[index], which may lie outside of the array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        of = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        word = builder.bitcast(builder.gep(of, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [word.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [word, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(source, index), generate
+
+
+@intrinsic
+def _fence(typing: Any) -> Any:
+    """Make streamed stores visible to others before any later store."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_compiled
+def _stream_checksum(target: np.ndarray, source: np.ndarray, first: int) -> int:
+    """`copy_checksum` with stores past the caches. Others may see the words only after a `_fence`."""
+    total = np.uint64(0)
+    # The only way to an address in numba; a target that begins within a word has no whole lines.
+    lead = (-(target.ctypes.data >> 3)) & 7 if target.ctypes.data & 7 == 0 else source.size
+    lead = min(lead, source.size)
+    end = lead + (source.size - lead) // 8 * 8
+    total += copy_checksum(target[:lead], source[:lead], first)
+    for begin in range(lead, end, _BLOCK):
+        block = source[begin : min(begin + _BLOCK, end)]
+        # Two loops, the second over words in the level 1 cache: one loop would not become vector code.
+        total += checksum(block, first + begin)
+        for i in range(0, block.size, 8):
+            _stream_line(target, begin + i, block, i)
+    return total + copy_checksum(target[end : source.size], source[end:], first + end)
+
+
+_BAD, _LARGEST_TOKEN, _OLDEST, _NEWEST, _FINDINGS = range(5)
+
+
+@_compiled
+def _begin_findings(findings: np.ndarray) -> None:
+    findings[_BAD] = 0
+    findings[_LARGEST_TOKEN] = 0
+    findings[_OLDEST] = 0xFFFFFFFF
+    findings[_NEWEST] = -1
+
+
+@compiled(inline="always")
+def _check_span(
+    field: int,
+    ids: np.ndarray,
+    versions: np.ndarray,
+    numbers: np.ndarray,
+    begin: int,
+    mask: np.ndarray,
+    first: int,
+    count: int,
+    findings: np.ndarray,
+) -> None:
+    """Check items of one of the first four arrays by the rules of `Trajectory`.
+
+    All integers are uint64: numba then needs no branch for negative indices, and loops without branches become vector
+    code.
+
+    Args:
+        field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards.
+        ids, versions, numbers: the same memory as uint32, int32 and float32; the items are [begin, begin + count).
+        mask: uint8[T], of which mask[first] belongs to the first item.
+        findings: int64[_FINDINGS], updated.
+    """
+    bad = False
+    if field == 0:
+        largest = np.uint32(0)
+        for i in range(_NOTHING, count):
+            largest = max(largest, ids[begin + i])
+        findings[_LARGEST_TOKEN] = max(findings[_LARGEST_TOKEN], np.int64(largest))
+    elif field == 1:
+        for i in range(_NOTHING, count):
+            number = numbers[begin + i]
+            finite = (number <= _MAX_LOGPROB) & (number >= -_LARGEST)
+            bad |= (not finite) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
+    elif field == 2:
+        newest = _NO_VERSION
+        oldest = np.uint32(0xFFFFFFFF)
+        for i in range(_NOTHING, count):
+            version = versions[begin + i]
+            bad |= ((version >= _ZERO) == (mask[first + i] == _NO_ACTION)) | (version < _NO_VERSION)
+            newest = max(newest, version)
+            oldest = min(oldest, np.uint32(version))  # -1 becomes the largest number
+        findings[_NEWEST] = max(findings[_NEWEST], np.int64(newest))
+        findings[_OLDEST] = min(findings[_OLDEST], np.int64(oldest))
+    else:
+        for i in range(_NOTHING, count):
+            number = numbers[begin + i]
+            bad |= (not abs(number) <= _LARGEST) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
+    findings[_BAD] |= np.int64(bad)
+
+
+@_compiled
+def _take_checked(
+    target: np.ndarray, source: np.ndarray, first: int, mask: np.ndarray, block: np.ndarray, findings: np.ndarray
+) -> int:
+    """Copy the first four arrays past the caches and check them on the way.
+
+    Others may see the target only after a `_fence`.
+
+    Args:
+        target, source: uint64[2·T].
+        first: index of source[0] in its record.
+        mask: uint8[T], copied already.
+        block: uint64[_TAKEN_BLOCK], scratch memory. Each word is fetched once from the source, which may change
+            meanwhile; the checks and the checksum are of the fetched words.
+
+    Returns:
+        The checksum of these words.
+    """
+    num_items = np.uint64(mask.size)
+    end = np.uint64(source.size)
+    address = np.uint64(target.ctypes.data)  # numba has no other way to it
+    lead = (_NOTHING - (address >> np.uint64(3))) & np.uint64(7)
+    ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
+    total = np.uint64(0)
+    field = 0
+    field_end = num_items
+    begin = _NOTHING
+    while begin < end:
+        size = min(lead if begin < lead else np.uint64(_TAKEN_BLOCK), end - begin)
+        key = (np.uint64(first) + begin) * _STEP
+        for i in range(_NOTHING, size):
+            word = source[begin + i]
+            block[i] = word
+            total += _mixed(word, key + i * _STEP)
+        for i in range(_NOTHING, size, _EIGHT):
+            _prefetch(source, begin + size + i)
+        item, last = np.uint64(2) * begin, np.uint64(2) * (begin + size)
+        while item < last:
+            if item == field_end:
+                field += 1
+                field_end += num_items
+            stop = min(field_end, last)
+            place = item + num_items - field_end
+            _check_span(field, ids, versions, numbers, item - np.uint64(2) * begin, mask, place, stop - item, findings)
+            item = stop
+        in_lines = size & ~np.uint64(7) if address & np.uint64(7) == _NOTHING else _NOTHING
+        for i in range(_NOTHING, in_lines, _EIGHT):
+            _stream_line(target, begin + i, block, i)
+        for i in range(in_lines, size):
+            target[begin + i] = block[i]
+        begin += size
+    return total
+
+
+@_compiled
+def _check_turns(turns: np.ndarray, mask: np.ndarray) -> bool:
+    """Return whether the spans int32[2·K] are in order, disjoint and cover exactly the actions of the mask uint8[T],
+    which holds only 0 and 1, at least one action, and none at its beginning."""
+    num_actions = np.int64(0)
+    bytes_seen = np.uint8(0)
+    for i in range(mask.size):
+        bytes_seen |= mask[i]
+        num_actions += np.int64(mask[i])
+    if bytes_seen > 1 or num_actions == 0 or mask[0] != 0:
+        return False
+    num_covered = 0
+    last_end = 0
+    for k in range(0, turns.size, 2):
+        start, end = turns[k], turns[k + 1]
+        if start < last_end or end <= start or end > mask.size:
+            return False
+        span = mask[start:end]
+        inside = np.int64(0)
+        for i in range(span.size):
+            inside += np.int64(span[i])
+        if inside != end - start:
+            return False
+        num_covered += inside
+        last_end = end
+    return num_covered == num_actions
+
+
+@_compiled
+def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) -> int:
+    """Complete a record whose header of `num_header` words lies at ring[start:]: copy its block, uint64[n], behind it.
+
+    Returns:
+        The checksum of the whole record, as int64.
+    """
+    middle = start + num_header
+    total = checksum(ring[start:middle])
+    place = ring[middle : middle + block.size]
+    if block.size < LARGE:
+        return np.int64(total + copy_checksum(place, block, num_header))
+    total += _stream_checksum(place, block, num_header)
+    _fence()
+    return np.int64(total)
+
+
+COPIED, TORN, INVALID = 1, 2, 3
+"""Outcomes of `take_records`. Torn: the record lies outside of the source, or its checksum disagrees. Invalid: it is
+whole, but breaks a rule."""
+
+
+@_compiled
+def is_utf8(text: np.ndarray) -> bool:
+    """Return whether uint8[n] is UTF-8 by RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF."""
+    i = 0
+    while i < text.size:
+        first = np.int64(text[i])
+        if first < 0x80:
+            i += 1
+            continue
+        if 0xC2 <= first <= 0xDF:
+            more, low, high = 1, 0x80, 0xBF
+        elif 0xE0 <= first <= 0xEF:
+            more = 2
+            low = 0xA0 if first == 0xE0 else 0x80
+            high = 0x9F if first == 0xED else 0xBF
+        elif 0xF0 <= first <= 0xF4:
+            more = 3
+            low = 0x90 if first == 0xF0 else 0x80
+            high = 0x8F if first == 0xF4 else 0xBF
+        else:
+            return False
+        if i + more >= text.size:
+            return False
+        for k in range(1, more + 1):
+            byte = np.int64(text[i + k])
+            if byte < low or byte > high:
+                return False
+            low, high = 0x80, 0xBF
+        i += more + 1
+    return True
+
+
+@_compiled
+def _check_names(names: np.ndarray, num_stats: int) -> bool:
+    """Return whether uint8[n] holds `num_stats` different, non-empty names, with a zero byte between two."""
+    if num_stats == 0:
+        return names.size == 0
+    starts = np.empty(num_stats + 1, np.int64)
+    starts[0] = 0
+    count = 1
+    for i in range(names.size):
+        if names[i] == 0:
+            if count == num_stats:
+                return False
+            starts[count] = i + 1
+            count += 1
+    if count != num_stats:
+        return False
+    starts[count] = names.size + 1
+    for k in range(num_stats):
+        length = starts[k + 1] - starts[k]
+        if length == 1:
+            return False
+        for other in range(k):
+            if length == starts[other + 1] - starts[other]:
+                same = True
+                for i in range(length - 1):
+                    same = same and names[starts[k] + i] == names[starts[other] + i]
+                if same:
+                    return False
+    return True
+
+
+@_compiled
+def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
+    """Word at which the arrays of a record of this size begin, by its header uint64[11]; 0 where it is invalid."""
+    num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+    if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
+        return 0
+    if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
+        return 0
+    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[4] >> np.uint64(32))
+    if num_stats > max_stats or num_names > max_text:
+        return 0
+    num_text = np.int64(record[3] & np.uint64(0xFFFF)) + num_names
+    for shift in range(16, 64, 16):
+        num_text += np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+    start = 11 + num_stats + (num_text + 7) // 8
+    if size != start + (17 * num_tokens + 8 * num_turns + 7) // 8:
+        return 0
+    return start
+
+
+@_compiled
+def _check_metadata(record: np.ndarray, block_start: int) -> bool:
+    """Return whether a record's header and texts keep the rules that `_find_block` does not check."""
+    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[4] >> np.uint64(32))
+    score = record[9:10].view(np.float64)[0]
+    num_episode = np.int64(record[3] & np.uint64(0xFFFF))
+    if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
+        return False
+    text = record[11 + num_stats : block_start].view(np.uint8)
+    # Each text by itself: a character may not begin in one text and end in the next.
+    begin = 0
+    good = True
+    for shift in range(0, 64, 16):
+        end = begin + np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+        good = good and is_utf8(text[begin:end])
+        begin = end
+    names = text[begin : begin + num_names]
+    return good and is_utf8(names) and _check_names(names, num_stats)
+
+
+@_compiled
+def take_records(
+    source: np.ndarray,
+    rows: np.ndarray,
+    target: np.ndarray,
+    starts: np.ndarray,
+    magic: int,
+    max_tokens: int,
+    max_stats: int,
+    max_text: int,
+    vocab_size: int,
+    large: int,
+    facts: np.ndarray,
+) -> None:
+    """Copy records and check the copies, which nobody else can change. Layout and rules: record.py.
+
+    Args:
+        source, target: uint64.
+        rows: int64[n, 5], a `messages.Descriptor` each: position in the source (start and length in words) and
+        checksum.
+        starts: int64[n], word of the target where each record goes; there is room.
+        magic, max_tokens, max_stats, max_text: constants of record.py.
+        vocab_size: bound that token ids must lie below.
+        large: words from which on a record is written past the caches.
+        facts: int64[n, record.FACTS], set. The first of a row is one of COPIED, TORN and INVALID; the others are valid
+            where it is COPIED.
+    """
+    source, target = _borrowed(source), _borrowed(target)
+    kept_space, kept_findings = np.empty(_TAKEN_BLOCK, np.uint64), np.empty(_FINDINGS, np.int64)
+    space, findings = _borrowed(kept_space), _borrowed(kept_findings)
+    for n in range(rows.shape[0]):
+        start, size = rows[n, 2], rows[n, 3]
+        facts[n, 0] = TORN
+        if start < 0 or size < 11 or size > source.size or start > source.size - size:
+            continue
+        record = target[starts[n] : starts[n] + size]
+        taken = source[start : start + size]
+        total = copy_checksum(record[:11], taken[:11])
+        # From here on only the copy is read.
+        begin = _find_block(record[:11], size, magic, max_tokens, max_stats, max_text)
+        num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+        end = begin + 2 * num_tokens
+        _begin_findings(findings)
+        if begin > 0 and size >= large:
+            total += copy_checksum(record[11:begin], taken[11:begin], 11)
+            total += copy_checksum(record[end:], taken[end:], end)
+            mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+            total += _take_checked(record[begin:end], taken[begin:end], begin, mask, space, findings)
+        else:
+            total += copy_checksum(record[11:], taken[11:], 11)
+        if np.int64(total) != rows[n, 4]:
+            continue
+        facts[n, 0] = INVALID
+        for i in range(1, 11):
+            facts[n, 2 + i] = np.int64(record[i])
+        # Begin and end of the text of episode_id: behind the values of the stats.
+        facts[n, 13] = 8 * (11 + (facts[n, 6] & 0xFFFFFFFF))
+        facts[n, 14] = facts[n, 13] + (facts[n, 5] & 0xFFFF)
+        if begin == 0 or not _check_metadata(record, begin):
+            continue
+        mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+        if size < large:
+            block = record[begin:end]
+            ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
+            for field in range(4):
+                place = np.uint64(field * num_tokens)
+                _check_span(field, ids, versions, numbers, place, mask, _NOTHING, np.uint64(num_tokens), findings)
+        good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size
+        if good and _check_turns(record[end : end + num_turns].view(np.int32), mask):
+            facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, findings[_OLDEST], findings[_NEWEST]
+    kept_space[0] = kept_findings[0] = 0  # kept until here
+    _fence()
+
+
+@_compiled
+def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
+    """Count the records that were copied, are of their row's ticket, and of no later version.
+
+    Args:
+        rows, facts: as for `take_records`.
+        version: the learner's.
+    """
+    count = 0
+    for n in range(rows.shape[0]):
+        count += facts[n, 0] == COPIED and facts[n, 7] == rows[n, 1] and facts[n, 2] <= version
+    return count
+
+
+def compile_ingest() -> None:
+    """Compile the functions that take in records, or load them from the cache: the first record shall not wait."""
+    offered = np.frombuffer(bytes(8), np.uint64)  # read-only, as what actors offer
+    rows, starts, facts = np.empty((0, 5), np.int64), np.empty(0, np.int64), np.empty((0, 15), np.int64)
+    take_records(offered, rows, np.empty(1, np.uint64), starts, 0, 0, 0, 0, 0, LARGE, facts)
+    count_sound(rows, facts, 0)
+    lay_end_to_end(starts, 1, starts)
+
+
+@_compiled
+def lay_end_to_end(sizes: np.ndarray, unit: int, starts: np.ndarray) -> int:
+    """Place pieces one behind the other, at multiples of `unit`.
+
+    Args:
+        sizes: int64[n].
+        starts: int64[n], set: where each begins.
+
+    Returns:
+        The end of the last one.
+    """
+    end = 0
+    for n in range(sizes.size):
+        starts[n] = end
+        end += (sizes[n] + unit - 1) // unit * unit
+    return end
+
+
+@_compiled
+def _tail_word(data: np.ndarray) -> int:
+    """Last, incomplete word of uint8[n], padded with zeros; 0 where there is none."""
+    word = np.uint64(0)
+    begin = data.size // 8 * 8
+    for i in range(begin, data.size):
+        word |= np.uint64(data[i]) << np.uint64(8 * (i - begin))
+    return word
+
+
+@_compiled
+def bytes_checksum(data: np.ndarray) -> int:
+    """Compute the `checksum` of uint8[n], read as little-endian words, the last one padded with zeros."""
+    num_words = data.size // 8
+    total = checksum(data[: num_words * 8].view(np.uint64))
+    if data.size % 8:
+        total += _mixed(_tail_word(data), np.uint64(num_words) * _STEP)
+    return total
+
+
+def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
+    """Copy uint8[n] to uint8[n] past the caches, in one pass.
+
+    For data that is larger than the caches or will be read by another core. Fastest where the target's address is a
+    multiple of 8.
+
+    Returns:
+        The `bytes_checksum` of the bytes that were copied.
+    """
+    # Read-only for all callers: numba would compile once more for writable arrays.
+    source = source.view()
+    source.flags.writeable = False
+    total: int = _stream_bytes(target, source)
+    return total
+
+
+@_compiled
+def _stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
+    if target.size != source.size:
+        raise ValueError("target and source differ in size")
+    num_words = source.size // 8
+    words = source[: num_words * 8].view(np.uint64)
+    total = _stream_checksum(target[: num_words * 8].view(np.uint64), words, 0)
+    if source.size % 8:
+        total += _mixed(_tail_word(source), np.uint64(num_words) * _STEP)
+        for i in range(num_words * 8, source.size):
+            target[i] = source[i]
+    _fence()
+    return total

@@ -1,0 +1,403 @@
+"""Run directory: holds the sockets, arenas and weight slots of a run, and says who may delete them.
+
+Invariant: the owner holds a lock (flock) on the directory from its creation to its removal; the kernel frees it with
+the process, whatever ends it, and every process sees it, from other PID namespaces too. Only the holder of the lock
+removes files inside. All other processes attach and create files inside.
+
+Each run has a random number, its run id, made at the first start and kept when a dead owner's run is resumed. The files
+of the run lie in a folder of that name: a process of an earlier run of the same name finds none of them.
+
+Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
+
+    run.json                run id, API key of the run's SGLang servers, and the owner's process id for error messages
+    <run id>/learner-<rank>.sock    the socket of a learner rank
+    <run id>/learner-<rank>.replay  the trajectory store of a learner rank
+    <run id>/learner-<rank>.journal the journal of its tickets
+    <run id>/<actor id>.arena       the arena of an actor
+    <run id>/weights/               the weight board
+    <run id>/kept/                  the weight board of versions that only a restarted learner reads
+    <run id>/began                  the time at which the run began to train
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from impala_llm.supervised import SUPERVISED
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RUN_FILE = "run.json"
+_ATTACH_INTERVAL_S = 0.05
+_LOCK_TRIES = 20
+_LOCK_INTERVAL_S = 0.01
+# sun_path holds 108 bytes with its closing zero (unix(7)); 104 on the BSDs.
+_MAX_SOCKET_PATH = 103
+
+
+class RunDirectoryError(RuntimeError):
+    """The run directory cannot be used: it belongs to a living owner, to another user, or does not exist."""
+
+
+def check_name(what: str, name: str) -> str:
+    """Return `name` where it may become part of a file name.
+
+    Args:
+        what: noun for the error message.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what} is {name!r}: use 1 to 64 letters, digits, '.', '_' or '-', not starting with a sign")
+    return name
+
+
+def shared_memory() -> Path:
+    """Default parent of run directories: /dev/shm, or the directory for temporary files where there is none."""
+    shared_memory = Path("/dev/shm")
+    return shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def _run_path(run_name: str, base: Path | None) -> Path:
+    check_name("run name", run_name)
+    return (base or shared_memory()) / f"impala_llm-{os.getuid()}-{run_name}"
+
+
+class RunDirectory:
+    """Paths inside a run directory. Made by `create` (the owner) or `attach` (all others).
+
+    Attributes:
+        run_id: of the run, in [1, 2^63).
+        path: folder of its files.
+
+    >>> with RunDirectory.create("docs-example") as run:            # doctest: +SKIP
+    ...     receiver = Receiver(run.endpoint(rank=0), ...)
+    """
+
+    def __init__(self, root: Path, run_id: int, lock: int | None = None) -> None:
+        """Make the object for a directory that exists.
+
+        Args:
+            lock: descriptor of the locked directory; None: attached.
+        """
+        self.run_id = run_id
+        # Half of the number, since a socket's path must be short.
+        self.path = root / f"{run_id & 0xFFFFFFFF:08x}"
+        self._root = root
+        self._owned = lock is not None
+        self._lock = lock
+
+    @classmethod
+    def for_learner(cls, run_name: str, resume: bool) -> RunDirectory:
+        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one.
+
+        Args:
+            resume: see `take_over` of `create`.
+        """
+        return cls.attach(run_name) if os.environ.get(SUPERVISED) else cls.create(run_name, take_over=resume)
+
+    @classmethod
+    def create(cls, run_name: str, base: Path | None = None, take_over: bool = False) -> RunDirectory:
+        """Make the directory of a run and own it until `remove`. A dead owner's directory of that name goes first.
+
+        Args:
+            base: parent directory; None: see `shared_memory`.
+            take_over: resume a dead owner's run instead, with all trajectories that its learner has acknowledged.
+
+        Raises:
+            RunDirectoryError: the owner is alive, or the path belongs to another user.
+        """
+        root = _run_path(run_name, base)
+        while (lock := _lock(root, run_name, make=True)) is None:
+            continue
+        try:
+            run_id = _read_run_id(root) if take_over else None
+            server_key = secrets.token_hex(16) if run_id is None else _read(root).get("server_key")
+            if run_id is None:
+                _empty(root)
+                os.fchmod(lock, 0o700)  # of whatever made it
+                run_id = 1 + secrets.randbelow(2**63 - 1)
+            run = cls(root, run_id, lock)
+            run.path.mkdir(mode=0o700, exist_ok=True)
+            new = root / (_RUN_FILE + ".new")
+            new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid(), "server_key": server_key}))
+            os.replace(new, root / _RUN_FILE)  # last: a process that finds it finds all other files
+            return run
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def attach(cls, run_name: str, base: Path | None = None, timeout_s: float | None = 0.0) -> RunDirectory:
+        """Use the directory that another process owns.
+
+        Args:
+            base: as for `create`.
+            timeout_s: seconds to wait for it to appear; None: for ever, which is logged once.
+
+        Raises:
+            RunDirectoryError: it does not exist by then, its owner is dead, or it belongs to another user.
+        """
+        root = _run_path(run_name, base)
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        is_said = False
+        # The next start will replace the files of a dead owner: they do not count.
+        while not _has_owner(root) or (run_id := _read_run_id(root)) is None:
+            if timeout_s is None and not is_said:
+                _log.warning(
+                    "run %r has no directory %s with a living owner yet: waiting for its learner", run_name, root
+                )
+                is_said = True
+            if time.monotonic() >= deadline:
+                raise RunDirectoryError(
+                    f"run {run_name!r} has no directory {root} with a living owner after {timeout_s:g} s: start its "
+                    "learner first, or check that both sides use the same run name, user and host"
+                )
+            time.sleep(_ATTACH_INTERVAL_S)
+        return cls(root, run_id)
+
+    def has_ended(self) -> bool:
+        """Return whether the run is over: its owner has removed the directory, or another run has taken the name."""
+        return not self.path.is_dir()
+
+    def endpoint(self, rank: int = 0) -> str:
+        """ZeroMQ endpoint of a learner rank.
+
+        Raises:
+            RunDirectoryError: the path is too long for a socket.
+        """
+        path = self.path / f"learner-{rank}.sock"
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise RunDirectoryError(
+                f"socket path {path} has {len(os.fsencode(path))} bytes, at most {_MAX_SOCKET_PATH} are possible: "
+                "use a shorter run name or base directory"
+            )
+        return f"ipc://{path}"
+
+    def arena_path(self, actor_id: str) -> Path:
+        """File of an actor's arena.
+
+        Raises:
+            ValueError: the id cannot be part of a file name.
+        """
+        return self.path / f"{check_name('actor_id', actor_id)}.arena"
+
+    def replay_path(self, rank: int = 0) -> Path:
+        """File of a learner rank's trajectory store."""
+        return self.path / f"learner-{rank}.replay"
+
+    def journal_path(self, rank: int = 0) -> Path:
+        """File of a learner rank's ticket journal."""
+        return self.path / f"learner-{rank}.journal"
+
+    def began_at(self) -> float:
+        """Time of the first call in this run, in seconds of `time.monotonic`, which all processes of a host share."""
+        path = self.path / "began"
+        with contextlib.suppress(FileNotFoundError):
+            return float(path.read_text())
+        now = time.monotonic()
+        new = path.with_name("began.new")
+        new.write_text(repr(now))
+        os.replace(new, path)
+        return now
+
+    @property
+    def kept_path(self) -> Path:
+        """Directory of the board of kept versions, which were not published to engines: only learners read it."""
+        return self.path / "kept"
+
+    @property
+    def weights_path(self) -> Path:
+        """Directory of the weight board."""
+        return self.path / "weights"
+
+    @property
+    def server_key(self) -> str:
+        """API key of the SGLang servers that the run starts, for all who may read the run's folder."""
+        return str(_read(self._root)["server_key"])
+
+    def remove(self) -> None:
+        """Delete the directory and everything in it. A second call does nothing.
+
+        Raises:
+            RunDirectoryError: this process attached to it, and does not own it.
+        """
+        if not self._owned:
+            raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
+        if self._lock is not None:
+            _empty(self._root)
+            self._root.rmdir()
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._owned:
+            self.remove()
+
+
+def find_run(run_name: str, base: Path | None = None) -> int | None:
+    """Find the run that a dead owner has left under this name.
+
+    Returns:
+        Its run id; None where there is none.
+
+    Raises:
+        RunDirectoryError: its owner lives, or it belongs to another user.
+    """
+    root = _run_path(run_name, base)
+    if _has_owner(root):
+        raise _in_use(root, run_name)
+    return _read_run_id(root)
+
+
+def left_bytes(run_name: str, base: Path | None = None) -> int:
+    """Bytes on disk, or in memory, of the files under this name."""
+    total = 0
+    for folder, _, names in os.walk(_run_path(run_name, base)):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+    return total
+
+
+def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5.0) -> None:
+    """Remove the directory that a dead owner left, if there is one. For supervisors, after the end of a run.
+
+    Args:
+        timeout_s: seconds to wait for an owner that is being killed.
+
+    Raises:
+        RunDirectoryError: the owner is still alive then.
+    """
+    root = _run_path(run_name, base)
+    deadline = time.monotonic() + timeout_s
+    while os.path.lexists(root):
+        try:
+            lock = _lock(root, run_name, make=False)
+        except RunDirectoryError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_ATTACH_INTERVAL_S)
+            continue
+        if lock is not None:
+            _empty(root)
+            root.rmdir()
+            os.close(lock)
+
+
+def _check_ours(root: Path) -> None:
+    # /dev/shm is writable for every user: never follow links that another user has put there.
+    status = os.lstat(root)
+    if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
+        raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: choose another run name")
+
+
+def _open(root: Path) -> int | None:
+    """Open the directory; None where there is none. Raises RunDirectoryError where it is another user's."""
+    try:
+        _check_ours(root)
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+
+
+def _lock(root: Path, run_name: str, make: bool) -> int | None:
+    """Lock the directory of a run.
+
+    Returns:
+        A descriptor that holds the lock; None where the directory was removed meanwhile: try again.
+
+    Raises:
+        RunDirectoryError: another process holds the lock.
+    """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+    if (handle := _open(root)) is None:
+        return None
+    try:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # The holder may be a process that checks for an owner, for a moment.
+                if attempt + 1 == _LOCK_TRIES:
+                    raise _in_use(root, run_name) from None
+                time.sleep(_LOCK_INTERVAL_S)
+        if os.path.samestat(os.stat(root), os.fstat(handle)):
+            return handle
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
+
+
+def _in_use(root: Path, run_name: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run {run_name!r} is in use: {root} belongs to the living process {_owner_pid(root)}. "
+        "Stop that process or choose another run name"
+    )
+
+
+def _has_owner(root: Path) -> bool:
+    """Return whether a living process holds the lock."""
+    if (handle := _open(root)) is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+
+
+def _read_run_id(root: Path) -> int | None:
+    """Read the run id; None where there is no run, or one that is being made or removed."""
+    value = _read(root).get("run_id")
+    return value if type(value) is int and 0 < value < 2**63 else None
+
+
+def _owner_pid(root: Path) -> object:
+    return _read(root).get("pid", "that makes or removes it")
+
+
+def _read(root: Path) -> dict[str, object]:
+    try:
+        values = json.loads((root / _RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _empty(root: Path) -> None:
+    """Remove all files in a directory whose lock is held, also while ending actors create and remove files in it."""
+    (root / _RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to a directory that is half deleted
+    for path in root.iterdir():
+        while os.path.lexists(path):
+            try:
+                path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
+            except OSError as error:
+                # A file was created or removed after the listing: list again.
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    raise

@@ -1,0 +1,139 @@
+"""Rows of a ledger's journal: how a ledger writes them, and how that of a later process reads them.
+
+Invariant: the last of a ticket's rows counts. Arrivals are not noted: the trajectory store holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.tickets.ticket import Entry, State
+from impala_llm.trajectory import MAX_TICKETS
+
+Row = tuple[int, ...]
+_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
+_LOSSES_AT = 32
+"""Bit of a row's field from which on a ticket's losses stand; its attempts are below."""
+_KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
+_ENDS = {kind: state for state, kind in _KINDS.items()}
+
+
+def note(entry: Entry) -> Row:
+    """Row of a ticket: its end, or that it has not ended."""
+    ticket = entry.ticket
+    kind = _KINDS.get(entry.state, _LIVE)
+    tries = entry.attempts | entry.losses << _LOSSES_AT
+    return kind, ticket.ticket_id, entry.born_version, ticket.min_version, tries, entry.step
+
+
+def read_tries(tries: int) -> tuple[int, int]:
+    """Split a row's field into attempts and losses."""
+    return tries & (1 << _LOSSES_AT) - 1, tries >> _LOSSES_AT
+
+
+def note_made(version: int) -> Row:
+    """Row for a completed step, that of this version, whether or not it counts."""
+    return _MADE, version, 0, 0, 0, 0
+
+
+def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
+    """Row for one of several unrolls that was trained on or evicted.
+
+    Args:
+        step: version of the step that trained on it; 0: it was evicted.
+    """
+    return _SETTLED, ticket_id, unroll_index, step, 0, 0
+
+
+def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
+    """Rows from which a later process restores these tickets, as few as possible.
+
+    Args:
+        version: of the newest completed step, see `note_made`.
+    """
+    entries = list(entries)
+    return [
+        (_ORDER, *order.identity().values()),
+        (_TAKEN, order.num_taken, 0, 0, 0, 0),
+        note_made(version),
+        *map(note, entries),
+        *(
+            note_settled(entry.ticket.ticket_id, unroll_index, step)
+            for entry in entries
+            if entry.parts is not None
+            for unroll_index, step in entry.parts.settled.items()
+        ),
+        *(
+            (_CRASHED, entry.ticket.ticket_id, unroll_index, count, 0, 0)
+            for entry in entries
+            if entry.crashes is not None
+            for unroll_index, count in entry.crashes.items()
+        ),
+    ]
+
+
+@dataclass
+class Past:
+    """State of tickets, as read from rows. By ticket id."""
+
+    last: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Last row."""
+    settled: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By unroll that a step which counts has settled: that step's version; 0: it was evicted."""
+    crashes: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By unroll: number of steps that trained on it in which the learner died."""
+
+    def end_of(self, ticket_id: int) -> State | None:
+        """Final state of a ticket; None where it has not ended."""
+        return _ENDS.get(self.last[ticket_id][0])
+
+
+def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
+    """Read rows, and move the task order to its position.
+
+    Args:
+        version: newest one on a board: steps that made a later one do not count.
+
+    Raises:
+        ValueError: the rows are of another task order, or damaged.
+    """
+    past = Past()
+    made = version
+    steps: dict[int, set[tuple[int, int]]] = {}  # those that do not count: (ticket_id, unroll_index)
+    identity = order.identity()
+    for row in rows:
+        if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
+            raise ValueError(f"the journal is damaged: it has the row {row}. Start under another run.name")
+        if row[0] == _ORDER:
+            if list(row[1:]) != list(identity.values()):
+                raise ValueError(
+                    f"the journal is of the task order {row[1:]}, this run has {identity}: start under another run.name"
+                )
+        elif row[0] == _TAKEN:
+            order.skip_to(row[1])
+        elif row[0] == _SETTLED:
+            if row[3] <= version:
+                past.settled.setdefault(row[1], {})[row[2]] = row[3]
+            else:
+                steps.setdefault(row[3], set()).add((row[1], row[2]))
+        elif row[0] == _MADE:
+            made = max(made, row[1])
+        elif row[0] == _CRASHED:
+            past.crashes.setdefault(row[1], {})[row[2]] = row[3]
+        else:
+            past.last[row[1]] = row
+    for ticket_id, (kind, *_, step) in past.last.items():
+        in_parts = steps.get(step, ())
+        if kind == _TRAINED and step > version and all(ticket_id != other for other, _ in in_parts):
+            steps.setdefault(step, set()).add((ticket_id, 0))
+    # The latest step, if it was not over when the learner died.
+    latest = max(steps, default=made)
+    for ticket_id, unroll_index in steps[latest] if latest > made else ():
+        crashes = past.crashes.setdefault(ticket_id, {})
+        crashes[unroll_index] = crashes.get(unroll_index, 0) + 1
+    if past.last:
+        group = max(past.last) // order.group_size
+        order.skip_to(max(order.num_taken, group // identity["world_size"] + 1))
+    return past

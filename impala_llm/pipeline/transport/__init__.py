@@ -1,0 +1,1 @@
+"""Between actors and a learner rank: messages, sessions, descriptors of trajectories, acknowledgements."""

@@ -1,0 +1,468 @@
+"""Ingest: copies records that actors offer into the trajectory store, as trajectories. For one thread at a time.
+
+Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged), or
+refused, or a duplicate that is acknowledged again. While the arena is full it stays queued. A record of the version
+that the learner is about to announce waits for the announcement: the first servers have it before the slowest one.
+
+Invariant: a record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. No
+contents of a record or descriptor raise an error here. If our own code fails before the ledger was asked, nothing has
+changed and the error ends the peer's session; afterwards it is an IngestBroken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm.record import (
+    EPISODE_BEGIN,
+    EPISODE_END,
+    FACTS,
+    FLAGS,
+    GROUP_ID,
+    HEADER_WORDS,
+    MAGIC,
+    MAX_STATS,
+    MAX_TEXT_BYTES,
+    MAX_TOKENS,
+    NEWEST_VERSION,
+    NUM_TOKENS,
+    OLDEST_VERSION,
+    OUTCOME,
+    TASK_ID,
+    TICKET_ID,
+    UNROLL_INDEX,
+    Facts,
+    RecordError,
+    decode_record,
+)
+from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger, Verdict
+from impala_llm.trajectory import Trajectory, TrajectoryError
+
+_CLAIMED = np.array(
+    [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
+)
+"""Facts of which a `ledger.Claim` consists."""
+_SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
+"""Columns of a row: the fields of `messages.Descriptor`."""
+
+
+_MANY, _MANY_WORDS = 512, 1 << 20
+"""Records, and words, from which on a chunk is processed without waiting for more: earlier acknowledgements let actors
+go on earlier."""
+
+
+def too_long(num_tokens: int, max_tokens: int) -> str:
+    """Reason for the refusal of a record with more tokens than `learner.token_budget`."""
+    return f"it has {num_tokens} tokens, learner.token_budget is {max_tokens}: raise it, or lower engine.max_length"
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Records that were offered together.
+
+    Attributes:
+        rows: int64[n, 5], a `messages.Descriptor` each.
+        frames: one for each record, where records come as frames; else empty.
+    """
+
+    rows: np.ndarray
+    frames: list[bytes]
+
+    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
+        """Split into the first `count` records and the others."""
+        return _Chunk(self.rows[:count], self.frames[:count]), _Chunk(self.rows[count:], self.frames[count:])
+
+    def only(self, places: list[int]) -> _Chunk:
+        """Select the records at these indices."""
+        return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
+
+
+@dataclass(slots=True)
+class Offers:
+    """Records that an actor process has offered and that were not answered yet.
+
+    Attributes:
+        reader: of its arena; None where its records come as frames.
+        first_sequence: sequence below which all were answered before.
+        refused: reasons of the refusals, by sequence.
+        queue: chunks to take, oldest first.
+        early: (version, chunk) of records that wait for the announcement of that version.
+    """
+
+    reader: ArenaReader | None
+    first_sequence: int = 0
+    refused: dict[int, str] = field(default_factory=dict)
+    queue: deque[_Chunk] = field(default_factory=deque)
+    early: deque[tuple[int, _Chunk]] = field(default_factory=deque)
+    # Sequences that were seen: all below, and these.
+    _seen_below: int = field(init=False)
+    _seen: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._seen_below = self.first_sequence
+
+    def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
+        """Queue new records.
+
+        Args:
+            rows: int64[n, 5], a `messages.Descriptor` each.
+            frames: a record each, or none at all.
+
+        Returns:
+            Sequences of records that were settled before, to be answered again.
+        """
+        # A writable copy, as rows of several chunks are: numba would compile its code once more for read-only rows.
+        rows = rows.copy()
+        sequences = rows[:, 0]
+        follows = not self._seen and sequences[0] == self._seen_below
+        if follows and (len(rows) == 1 or (np.diff(sequences) == 1).all()):
+            self._seen_below += len(rows)
+            self.queue.append(_Chunk(rows, frames))
+            return []
+        waiting = self._waiting()
+        settled: list[int] = []
+        new: list[int] = []
+        for place, sequence in enumerate(sequences.tolist()):
+            if sequence >= self._seen_below and sequence not in self._seen:
+                self._seen.add(sequence)
+                waiting.add(sequence)
+                new.append(place)
+            elif sequence not in waiting:
+                settled.append(sequence)
+        self._close_gap()
+        if new:
+            self.queue.append(_Chunk(rows, frames).only(new))
+        return settled
+
+    def announced(self, version: int) -> None:
+        """Queue the records that waited for this version or an older one."""
+        while self.early and self.early[0][0] <= version:
+            self.queue.append(self.early.popleft()[1])
+
+    def look_up(self, sequences: list[int]) -> tuple[list[int], list[int]]:
+        """Classify records that are named without their bytes.
+
+        Returns:
+            Sequences that were settled before, and sequences that never arrived.
+        """
+        waiting = self._waiting()
+        lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
+        return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
+
+    def _waiting(self) -> set[int]:
+        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
+        return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
+
+    def answered_below(self, sequence: int) -> None:
+        """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
+        if sequence > self._seen_below:
+            self._seen_below = sequence
+            self._seen = {later for later in self._seen if later >= sequence}
+            self._close_gap()
+
+    def _close_gap(self) -> None:
+        while self._seen_below in self._seen:
+            self._seen.remove(self._seen_below)
+            self._seen_below += 1
+
+    def next_chunk(self) -> _Chunk:
+        """Take the chunk that was offered first, joined with later ones that can be processed together with it."""
+        chunks = [self.queue.popleft()]
+        num_records = num_words = 0
+        while self.queue:
+            rows = chunks[-1].rows
+            num_records, num_words = num_records + len(rows), num_words + int(rows[:, _NUM_WORDS].sum())
+            if num_records >= _MANY or num_words >= _MANY_WORDS:
+                break
+            chunks.append(self.queue.popleft())
+        if len(chunks) == 1:
+            return chunks[0]
+        frames = [frame for chunk in chunks for frame in chunk.frames]
+        return _Chunk(np.concatenate([chunk.rows for chunk in chunks]), frames)
+
+    @property
+    def num_gaps(self) -> int:
+        """Number of records that arrived before one with a smaller sequence. Small for an actor without defects."""
+        return len(self._seen)
+
+
+class ReceiverError(RuntimeError):
+    """The receiver has died. Its `__cause__` is the reason."""
+
+
+class Inbox:
+    """A queue for any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trajectories: list[Trajectory] = []
+        self._error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._trajectories)
+
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Append trajectories."""
+        with self._lock:
+            self._trajectories.extend(trajectories)
+
+    def fail(self, error: BaseException) -> None:
+        """Make `drain` raise from now on."""
+        self._error = error
+
+    def is_ready(self) -> bool:
+        """Return whether `drain` would return something, or raise."""
+        return bool(self._trajectories) or self._error is not None
+
+    def drain(self) -> list[Trajectory]:
+        """Take everything out, oldest first.
+
+        Raises:
+            ReceiverError: the receiver has died.
+        """
+        if self._error is not None:
+            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
+        with self._lock:
+            trajectories, self._trajectories = self._trajectories, []
+        return trajectories
+
+
+class IngestBroken(RuntimeError):
+    """The ledger and the trajectory store may disagree: only a process that recovers from both can go on."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """Answers for an actor: sequences to acknowledge, and (sequence, reason) to refuse."""
+
+    acks: list[int] = field(default_factory=list)
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Ingest:
+    """Copies records into the trajectory store, checks them, and passes valid ones on to the ledger and the inbox.
+
+    Args:
+        vocab_size: bound that token ids must lie below.
+        max_tokens: of a record (learner.token_budget).
+    """
+
+    def __init__(
+        self,
+        arena: TrajectoryStore,
+        ledger: TicketLedger,
+        inbox: Inbox,
+        vocab_size: int,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        self._arena, self._ledger, self._inbox = arena, ledger, inbox
+        self._vocab_size = vocab_size
+        self._max_tokens = min(max_tokens, MAX_TOKENS)
+        self.totals: Counter[str] = Counter()
+        """Counters: received_bytes, trajectories_refused, trajectories_unwanted."""
+
+    def take(self, offers: Offers, actor_id: str) -> Settled:
+        """Settle the chunk that an actor has offered first, as far as there is room for it.
+
+        Returns:
+            Answers; none where there is no room.
+
+        Raises:
+            IngestBroken: our own code failed after the ledger was asked.
+        """
+        settled = Settled()
+        chunk = self._possible(offers.next_chunk(), actor_id, settled)
+        starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
+        if len(starts) < len(chunk.rows):
+            chunk, rest = chunk.split(len(starts))
+            offers.queue.appendleft(rest)
+        if not len(starts):
+            return settled
+        try:
+            facts = self._copy(offers, chunk, starts)
+        except Exception as error:
+            for row, start in zip(chunk.rows.tolist(), starts.tolist(), strict=True):
+                self._arena.cancel(start, row[_NUM_WORDS])
+                if isinstance(error, ArenaError):
+                    self._refuse(row, actor_id, str(error), settled)
+            if isinstance(error, ArenaError):
+                return settled
+            raise
+        version = self._ledger.version
+        try:
+            if early := self._judge(chunk, starts, facts, version, actor_id, settled):
+                offers.early.append((version + 1, chunk.only(early)))
+        except Exception as error:
+            raise IngestBroken(f"the records of {actor_id} could not be validated: {error!r}") from error
+        return settled
+
+    def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
+        """Refuse records of impossible sizes. Returns the chunk without them."""
+        sizes = chunk.rows[:, _NUM_WORDS]
+        largest = self._arena.capacity // 8
+        if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
+            return chunk
+        good = []
+        for place, row in enumerate(chunk.rows.tolist()):
+            size = row[_NUM_WORDS]
+            if size < HEADER_WORDS:
+                reason = f"a record of {8 * size} bytes is shorter than its header"
+            elif size > largest:
+                reason = (
+                    f"a record of {8 * size} bytes does not fit into the trajectory store of {8 * largest}: "
+                    "raise replay.capacity_mb"
+                )
+            elif chunk.frames and len(chunk.frames[place]) != 8 * size:
+                reason = f"a record of {8 * size} bytes came as a frame of {len(chunk.frames[place])}"
+            else:
+                good.append(place)
+                continue
+            self._refuse(row, actor_id, reason, settled)
+        return chunk.only(good)
+
+    def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
+        """Copy and check records.
+
+        Returns:
+            int64[n, FACTS], see `record_kernels.take_records`.
+
+        Raises:
+            ArenaError: the actor's arena was truncated.
+        """
+        rows = chunk.rows
+        facts = np.empty((len(rows), FACTS), np.int64)
+        rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, record_kernels.LARGE)
+        if offers.reader is not None:
+            offers.reader.check_size()
+            record_kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)
+            return facts
+        rows = rows.copy()
+        rows[:, _START] = 0
+        for i, frame in enumerate(chunk.frames):
+            words = np.frombuffer(frame, np.uint64)
+            part = slice(i, i + 1)
+            record_kernels.take_records(words, rows[part], self._arena.words, starts[part], *rules, facts[part])
+        return facts
+
+    def _judge(
+        self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
+    ) -> list[int]:
+        """Keep or refuse each record that was copied.
+
+        Args:
+            version: the learner's.
+
+        Returns:
+            Indices of records that must wait for the next version.
+        """
+        rows = chunk.rows
+        early: list[int] = []
+        if record_kernels.count_sound(rows, facts, version) < len(rows):
+            sound = facts[:, OUTCOME] == record_kernels.COPIED
+            sound &= (facts[:, TICKET_ID] == rows[:, _TICKET]) & (facts[:, NEWEST_VERSION] <= version)
+            places = np.flatnonzero(~sound).tolist()
+            early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
+            rows, starts, facts = rows[sound], starts[sound], facts[sound]
+        begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
+        episodes = list(map(self._arena.text, starts.tolist(), begins, ends))
+        answers = self._ledger.received_all(zip(episodes, *claims, strict=True))
+        if answers.count(Verdict.ACCEPTED) < len(answers):
+            for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
+                if answer is not Verdict.ACCEPTED:
+                    self._turn_away(answer, row, start, known, actor_id, settled)
+            kept = [answer is Verdict.ACCEPTED for answer in answers]
+            rows, starts, facts = rows[kept], starts[kept], facts[kept]
+        settled.acks += rows[:, _SEQUENCE].tolist()
+        self.totals["received_bytes"] += 8 * int(rows[:, _NUM_WORDS].sum())
+        self._inbox.put(self._arena.commit(starts, rows[:, _NUM_WORDS], rows[:, _CHECKSUM], facts))
+        return early
+
+    def _sort_out(
+        self,
+        chunk: _Chunk,
+        starts: np.ndarray,
+        facts: np.ndarray,
+        places: list[int],
+        version: int,
+        actor_id: str,
+        settled: Settled,
+    ) -> list[int]:
+        """Refuse invalid records, with a reason.
+
+        Args:
+            places: indices of records that are invalid or of a later version than the learner's.
+
+        Returns:
+            Indices of those that must wait for the next version.
+        """
+        early = []
+        for place in places:
+            row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
+            reason = self._explain(row, start, known)
+            self._arena.cancel(start, row[_NUM_WORDS])
+            # One version is made at a time: nobody can have a later one.
+            if reason is None and known[NEWEST_VERSION] == version + 1:
+                early.append(place)
+            else:
+                unknown = f"versions reaches {known[NEWEST_VERSION]}, the learner has {version}"
+                self._refuse(row, actor_id, reason or unknown, settled)
+        return early
+
+    def _turn_away(
+        self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
+    ) -> None:
+        """Answer a record that the ledger did not accept, and free its space."""
+        self._arena.cancel(start, row[_NUM_WORDS])
+        if answer is Verdict.DUPLICATE:
+            settled.acks.append(row[_SEQUENCE])
+        elif answer is Verdict.NOT_AS_GRANTED:
+            self._refuse(row, actor_id, self._explain_claim(row[_TICKET], facts), settled)
+        else:
+            what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
+            self.totals["trajectories_unwanted"] += 1
+            settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
+
+    def _explain(self, row: list[int], start: int, facts: Facts) -> str | None:
+        """Reason why a record that was copied cannot be kept; None where it only came too early."""
+        if facts[OUTCOME] == record_kernels.TORN:
+            return "it has another checksum than its descriptor says, or lies outside of its arena: bytes were changed"
+        if facts[OUTCOME] != record_kernels.COPIED:
+            if self._max_tokens < facts[NUM_TOKENS] <= MAX_TOKENS:
+                return too_long(facts[NUM_TOKENS], self._max_tokens)
+            # The slow checks tell which rule it breaks.
+            try:
+                decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
+            except (RecordError, TrajectoryError) as error:
+                return str(error)
+            except Exception as error:
+                return f"it cannot be decoded ({error!r}): a defect, please report it"
+            return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
+        if facts[TICKET_ID] != row[_TICKET]:
+            return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"
+        return None
+
+    def _explain_claim(self, ticket_id: int, facts: Facts) -> str:
+        """Reason why a record does not match its ticket."""
+        task_id, group_id, oldest = facts[TASK_ID], facts[GROUP_ID], facts[OLDEST_VERSION]
+        ticket = self._ledger.lookup(ticket_id)
+        if ticket is None:  # the learner's thread has ended it meanwhile
+            return f"task_id {task_id}, group_id {group_id} or version {oldest} is not what ticket {ticket_id} was for"
+        if (task_id, group_id) != (ticket.task_id, ticket.group_id):
+            return (
+                f"task_id and group_id are {task_id} and {group_id}, ticket {ticket_id} is for {ticket.task_id} and "
+                f"{ticket.group_id}"
+            )
+        return f"versions goes down to {oldest}, ticket {ticket_id} demands {ticket.min_version}"
+
+    def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
+        self.totals["trajectories_refused"] += 1
+        self._ledger.refused(row[_TICKET], actor_id)
+        settled.refusals.append((row[_SEQUENCE], reason))

@@ -1,0 +1,279 @@
+"""Relay: fetches the learner's weights to another host, once for all of its engines. The server is relay_server.py.
+
+Invariant: a relay publishes on its host's board only whole versions of the learner's board, with their checksums
+compared, and versions only grow. A relay, a server or the network may fail at any moment: chunks that were received are
+kept, and the download continues at the first missing chunk. The server keeps a version while it is being fetched, and
+versions published meanwhile are skipped; a version that was overwritten nevertheless is dropped.
+
+    loop:  newest?  ->  contents of it  ->  chunks, `window` of them asked for at a time  ->  verify, publish locally
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.relay_download import ChunkPlace, Download
+from impala_llm.pipeline.weights.relay_messages import (
+    MAX_CHUNK_BYTES,
+    Chunk,
+    ChunkRequest,
+    Contents,
+    Gone,
+    Latest,
+    LatestRequest,
+    ManifestRequest,
+    RelayWireError,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+from impala_llm.pipeline.weights.slots import WeightsError
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.1
+_JOIN_S = 10.0
+
+
+@dataclass
+class RelayStats:
+    """Counters since the start.
+
+    Attributes:
+        versions: published on this host's board.
+        bytes_received: of chunks.
+        dropped: downloads ended because the learner had overwritten the version.
+        reconnects: connections made anew because no answer came.
+        malformed: messages that were no valid answer.
+        damaged: chunks, or whole versions, with a wrong checksum.
+    """
+
+    versions: int = 0
+    bytes_received: int = 0
+    dropped: int = 0
+    reconnects: int = 0
+    malformed: int = 0
+    damaged: int = 0
+
+
+class WeightRelay:
+    """Fetches versions to the board in `directory`, in a thread of its own from `start` to `close`, or by `turn`.
+
+    Args:
+        directory: of this host's board.
+        make_socket: returns a DEALER socket connected to the learner's weight server; called at first and whenever an
+            answer is overdue, in the thread that works.
+        num_slots: of the board, as for WeightPublisher.
+        chunk_bytes: size of a request.
+        window: requests without an answer at a time.
+        answer_s: seconds to wait for an answer before the connection is made anew.
+        poll_s: seconds between two requests for the newest version.
+
+    Raises:
+        ValueError: chunk_bytes or window is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        make_socket: Callable[[], zmq.Socket[bytes]],
+        num_slots: int = 3,
+        chunk_bytes: int = 4 << 20,
+        window: int = 4,
+        answer_s: float = 10.0,
+        poll_s: float = 0.5,
+    ) -> None:
+        if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES or window < 1:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes} and window {window}: 1 to {MAX_CHUNK_BYTES}, and 1 at least, is right"
+            )
+        self.stats = RelayStats()
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_socket = make_socket
+        self._num_slots = num_slots
+        self._chunk_bytes = chunk_bytes
+        self._window = window
+        self._answer_s = answer_s
+        self._poll_s = poll_s
+        self._socket: zmq.Socket[bytes] | None = None
+        self._next_request = 0
+        self._reader = WeightReader(directory)
+        self._publisher: WeightPublisher | None = None
+        self._files: dict[str, bytes] = {}
+        self._warnings = RateLimitedWarnings()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin to fetch in the background thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close the connection. Chunks that were received are kept for the next relay."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        else:
+            self._disconnect()
+
+    def turn(self, timeout_s: float = math.inf) -> int | None:
+        """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.
+
+        Args:
+            timeout_s: seconds for all of it; by default as long as chunks arrive.
+
+        Returns:
+            The version that was published; None where there is none newer, or it could not be fetched because the
+            server was silent, the version was overwritten, or the time was over: call again.
+
+        Raises:
+            WeightsError: the local board cannot be written.
+        """
+        deadline = time.monotonic() + timeout_s
+        latest = self._ask(LatestRequest(self._number()), deadline)
+        if not isinstance(latest, Latest):
+            return None
+        here = self._reader.latest()
+        if here is not None and latest.version < here:
+            self._warnings.log(
+                "the learner's weights are older than this host's",
+                f"{latest.version} there, {here} here: the learner restarted from an older checkpoint; "
+                "restart this host's actors and relay too",
+            )
+        if latest.version < 0 or (here is not None and latest.version <= here):
+            return None
+        have = -1 if here is None else here
+        contents = self._ask(ManifestRequest(self._number(), latest.version, have), deadline)
+        if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
+            self.stats.dropped += isinstance(contents, Gone)
+            return None
+        with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
+            if not self._fetch(download, deadline):
+                return None
+            try:
+                tensors, files = download.tensors(), download.files()
+            except WeightsError as error:
+                self.stats.damaged += 1
+                self._warnings.log("weights arrived damaged, they are fetched again", str(error))
+                download.forget()
+                return None
+            if self._publisher is None or files != self._files:
+                self._publisher = WeightPublisher(self._directory, self._num_slots, files)
+                self._files = files
+            self._publisher.publish(tensors, contents.version)
+            download.forget()
+        self.stats.versions += 1
+        return contents.version
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    self.turn()
+                except (WeightsError, OSError) as error:
+                    self._warnings.log("the relay cannot write weights", str(error))
+                self._stop.wait(self._poll_s)
+        except zmq.ContextTerminated:
+            _log.info("the weight relay ends with its context")
+        finally:
+            self._disconnect()
+
+    def _fetch(self, download: Download, deadline: float) -> bool:
+        """Receive all missing chunks. Returns False where the version is gone, or the time is over."""
+        waiting = download.missing()[::-1]
+        asked: dict[int, ChunkPlace] = {}
+        version = download.contents.version
+        while waiting or asked:
+            while waiting and len(asked) < self._window:
+                chunk = waiting.pop()
+                number = self._number()
+                request = ChunkRequest(number, version, chunk.name, chunk.offset, chunk.length)
+                if not self._send(request):
+                    waiting.append(chunk)
+                    break
+                asked[number] = chunk
+            received = self._receive(deadline)
+            if received is None:
+                if self._stop.is_set() or time.monotonic() >= deadline:
+                    return False
+                self._reconnect()
+                waiting.extend(reversed(asked.values()))
+                asked.clear()
+                continue
+            reply, data = received
+            if reply.request not in asked:
+                continue  # answer to an earlier request
+            if isinstance(reply, Gone):
+                self.stats.dropped += 1
+                return False
+            chunk = asked.pop(reply.request)
+            if isinstance(reply, Chunk) and download.put(chunk, data, reply.checksum):
+                self.stats.bytes_received += len(data)
+                continue
+            self.stats.damaged += 1
+            self._warnings.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
+            waiting.append(chunk)
+        return True
+
+    def _ask(self, request: Request, deadline: float) -> Reply | None:
+        """Send a request and wait for its answer. Returns None where there is none in time."""
+        if self._send(request):
+            until = min(deadline, time.monotonic() + self._answer_s)
+            while (received := self._receive(until)) is not None:
+                if received[0].request == request.request:
+                    return received[0]
+        if not self._stop.is_set():
+            self._reconnect()
+        return None
+
+    def _send(self, request: Request) -> bool:
+        if self._socket is None:
+            self._socket = self._make_socket()
+        try:
+            self._socket.send(encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            return False  # not connected, and the queue is full
+        return True
+
+    def _receive(self, deadline: float) -> tuple[Reply, bytes] | None:
+        """Receive an answer and its data. Returns None after `answer_s`, at the deadline, and after `close`."""
+        until = min(deadline, time.monotonic() + self._answer_s)
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            if self._socket is None or not self._socket.poll(int(1000 * min(left, _POLL_S)) + 1):
+                continue
+            frames = self._socket.recv_multipart()
+            try:
+                reply = decode_reply(frames[0])
+                if len(frames) != (2 if isinstance(reply, Chunk) else 1):
+                    raise RelayWireError(f"{type(reply).__name__} in {len(frames)} frames")
+                return reply, frames[-1]
+            except RelayWireError as error:
+                self.stats.malformed += 1
+                self._warnings.log("malformed answer of the weight server", str(error))
+        return None
+
+    def _number(self) -> int:
+        self._next_request += 1
+        return self._next_request
+
+    def _reconnect(self) -> None:
+        self.stats.reconnects += 1
+        self._warnings.log("the weight server does not answer", "connecting anew")
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None

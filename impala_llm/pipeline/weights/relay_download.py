@@ -1,0 +1,151 @@
+"""Download of one version by a relay, in files that outlive the relay.
+
+Invariant: a chunk counts as received only after its bytes lie in the file and their checksum agreed; so a relay that
+opens the files after a kill goes on at the first missing chunk.
+
+    download           the weights, then the files beside them, end to end; its pages are used for the next version
+    download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm.ring import populate
+from impala_llm.pipeline.weights.relay_messages import Contents, encode
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorBytes, WeightsError, parse_weights
+
+_DOWNLOAD = "download"
+_PROGRESS = "download.progress"
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """A part of a file: bytes [offset, offset + length) of `name`, which lie at `position` of the download."""
+
+    index: int
+    name: str
+    offset: int
+    length: int
+    position: int
+
+
+class Download:
+    """Received part of one version. A directory has one at a time.
+
+    Args:
+        directory: of the local board.
+        contents: the server's description of the version; a partial download of the same contents is continued.
+        chunk_bytes: size of all chunks but the last of a file.
+
+    Raises:
+        WeightsError: memory is short, or another relay uses the directory.
+    """
+
+    def __init__(self, directory: Path, contents: Contents, chunk_bytes: int) -> None:
+        self.contents = contents
+        self._source = directory / _DOWNLOAD
+        sizes = {WEIGHTS_FILE: contents.num_bytes, **{name: size for name, size, _ in contents.files}}
+        total = sum(sizes.values())
+        disk = os.statvfs(directory)
+        if total > disk.f_blocks * disk.f_frsize:
+            raise WeightsError(f"version {contents.version} has {total} bytes: more than all of {directory} can hold")
+        self._sections: dict[str, tuple[int, int]] = {}
+        self._chunks: list[ChunkPlace] = []
+        position = 0
+        for name, size in sizes.items():
+            for offset in range(0, size, chunk_bytes):
+                length = min(chunk_bytes, size - offset)
+                self._chunks.append(ChunkPlace(len(self._chunks), name, offset, length, position + offset))
+            self._sections[name] = (position, position + size)
+            position += size
+        self._handle = os.open(self._source, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            self._data = self._map(total)
+        except OSError as error:
+            os.close(self._handle)
+            raise WeightsError(f"cannot reserve {total} bytes for {self._source}: {error}. Free memory") from error
+        self._progress = os.open(directory / _PROGRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        # The number of the request differs each time.
+        identity = encode(dataclasses.replace(contents, request=0)) + chunk_bytes.to_bytes(8, "little")
+        digest = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
+        known = os.pread(self._progress, _DIGEST_BYTES + len(self._chunks), 0)
+        if known[:_DIGEST_BYTES] != digest:
+            os.ftruncate(self._progress, 0)
+            os.pwrite(self._progress, digest, 0)
+            known = b""
+        received = known[_DIGEST_BYTES:].ljust(len(self._chunks), b"\0")
+        self._missing = {chunk.index: chunk for chunk in self._chunks if received[chunk.index] != 1}
+
+    def missing(self) -> list[ChunkPlace]:
+        """List the chunks that were not received yet, in order."""
+        return list(self._missing.values())
+
+    def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
+        """Store a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
+        target = self._data[chunk.position : chunk.position + chunk.length]
+        if len(data) != chunk.length or record_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
+            return False
+        os.pwrite(self._progress, b"\1", _DIGEST_BYTES + chunk.index)
+        self._missing.pop(chunk.index, None)
+        return True
+
+    def tensors(self) -> dict[str, TensorBytes]:
+        """Return the tensors of the complete version, without a copy.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
+        start, end = self._sections[WEIGHTS_FILE]
+        manifest = self.contents.manifest
+        weights = parse_weights(self._data[start:end], manifest, str(self._source))
+        return weights.tensors(manifest, str(self._source), verify=True)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files beside the weights, name -> contents.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
+        files = {}
+        for name, _, checksum in self.contents.files:
+            start, end = self._sections[name]
+            data = self._data[start:end]
+            if record_kernels.bytes_checksum(data) != checksum:
+                raise WeightsError(f"{self._source}: the checksum of {name} is not that of the server's file")
+            files[name] = data.tobytes()
+        return files
+
+    def forget(self) -> None:
+        """Mark all chunks as missing; the file stays for the next version."""
+        os.ftruncate(self._progress, 0)
+
+    def close(self) -> None:
+        """Close the files; they keep the received chunks."""
+        # The mapping, which may live on, has a descriptor of its own to the same lock.
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
+        os.close(self._handle)
+        os.close(self._progress)
+
+    def _map(self, num_bytes: int) -> np.ndarray:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._handle)
+            raise WeightsError(f"{self._source} is in use: one relay a host is enough, end the other one") from error
+        if os.fstat(self._handle).st_size != num_bytes:
+            os.ftruncate(self._handle, 0)
+        os.posix_fallocate(self._handle, 0, num_bytes)
+        mapping = mmap.mmap(self._handle, num_bytes)
+        populate(mapping, write=True)
+        return np.frombuffer(mapping, np.uint8)

@@ -1,0 +1,211 @@
+"""Weight server: serves the learner's weight board to the relays of other hosts. The client is relay_client.py.
+
+Invariant: the chunks of a version are of that version only, since each is read under a lease. A relay that misbehaves,
+or asks for a version that is overwritten, costs an answer or a log line, never the server.
+
+The version that a relay fetches is leased for it while it asks for more chunks, so that a learner faster than the
+network does not overwrite it each time. As many versions are leased as the board has slots beyond two, which the
+publisher needs. A relay for which no further one can be leased gets one that is leased for another, if it is newer than
+its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.weights.board import WeightLease, WeightReader
+from impala_llm.pipeline.weights.relay_messages import (
+    Chunk,
+    ChunkRequest,
+    Contents,
+    Gone,
+    Latest,
+    LatestRequest,
+    ManifestRequest,
+    RelayWireError,
+    Reply,
+    decode_request,
+    encode,
+)
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError
+
+_log = logging.getLogger(__name__)
+_POLL_MS = 100
+_JOIN_S = 10.0
+
+
+@dataclass
+class ServerStats:
+    """Counters since the start.
+
+    Attributes:
+        requests: answered.
+        bytes_sent: of chunks.
+        malformed: messages that were no valid request.
+        unsent: answers that could not be sent because their relay does not read, or is gone.
+    """
+
+    requests: int = 0
+    bytes_sent: int = 0
+    malformed: int = 0
+    unsent: int = 0
+
+
+@dataclass
+class _Held:
+    """A leased version.
+
+    Attributes:
+        relays: time of the last request of each relay that fetches it, by routing id.
+    """
+
+    lease: WeightLease
+    stack: ExitStack
+    relays: dict[bytes, float]
+
+
+class WeightServer:
+    """Answers relays in a thread of its own, from `start` to `close`.
+
+    Args:
+        directory: of the board.
+        socket: a ROUTER, bound, with `relay_messages.MAX_FRAME_BYTES` as message limit and a short queue (each waiting
+            message may be a chunk). The server owns it from now on.
+        idle_s: seconds without a request after which a relay counts as gone.
+    """
+
+    def __init__(self, directory: Path, socket: zmq.Socket[bytes], idle_s: float = 60.0) -> None:
+        self.stats = ServerStats()
+        self._reader = WeightReader(directory)
+        self._socket = socket
+        self._idle_s = idle_s
+        self._held: dict[int, _Held] = {}
+        self._warnings = RateLimitedWarnings()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, end all leases and close the socket."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        else:
+            self._socket.close(linger=0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._socket.poll(_POLL_MS):
+                    self._answer(self._socket.recv_multipart())
+                self._leave_the_silent()
+        except zmq.ContextTerminated:
+            _log.info("the weight server ends with its context")
+        finally:
+            for held in self._held.values():
+                held.stack.close()
+            self._held.clear()
+            self._socket.close(linger=0)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise RelayWireError(f"{len(frames)} frames: 2 are expected")
+            reply, data = self._reply(frames[0], decode_request(frames[1]))
+        except RelayWireError as error:
+            self.stats.malformed += 1
+            self._warnings.log("malformed request for weights", f"from {frames[0][:32]!r}: {error}")
+            return
+        except (WeightsError, OSError) as error:
+            self._warnings.log("weights cannot be served", str(error))
+            return
+        try:
+            self._socket.send_multipart([frames[0], encode(reply), *data], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            self.stats.unsent += 1
+            self._warnings.log("a relay does not take its answer", f"{frames[0][:32]!r}: {error}")
+            return
+        self.stats.requests += 1
+        self.stats.bytes_sent += sum(len(part) for part in data)
+
+    def _reply(
+        self, relay: bytes, request: LatestRequest | ManifestRequest | ChunkRequest
+    ) -> tuple[Reply, list[bytes]]:
+        if isinstance(request, LatestRequest):
+            self._leave(relay)  # it has finished its download
+            latest = self._reader.latest()
+            return Latest(request.request, -1 if latest is None else latest), []
+        version, has_room = request.version, len(self._held) < self._reader.num_slots() - 2
+        if isinstance(request, ManifestRequest) and not has_room and version not in self._held:
+            version = max((held for held in self._held if held > request.have), default=version)
+        with ExitStack() as stack:
+            held = self._held.get(version)
+            if held is None:
+                try:
+                    lease = stack.enter_context(self._reader.lease(version, timeout_s=0))
+                except WeightsError:
+                    return Gone(request.request, version), []
+                held = _Held(lease, stack, {})
+                if has_room:
+                    held.stack = stack.pop_all()
+                    self._held[version] = held
+            held.relays[relay] = time.monotonic()
+            if isinstance(request, ChunkRequest):
+                data = _read(held.lease, request)
+                return Chunk(request.request, record_kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
+            return _contents(held.lease, request.request), []
+
+    def _leave(self, relay: bytes) -> None:
+        """End the leases that only this relay needs."""
+        for version, held in list(self._held.items()):
+            held.relays.pop(relay, None)
+            if not held.relays:
+                self._held.pop(version).stack.close()
+
+    def _leave_the_silent(self) -> None:
+        now = time.monotonic()
+        for held in list(self._held.values()):
+            for relay, last_asked in list(held.relays.items()):
+                if now - last_asked >= self._idle_s:
+                    self._leave(relay)
+
+
+def _contents(lease: WeightLease, request: int) -> Contents:
+    files = []
+    for path in sorted(lease.path.iterdir()):
+        if path.name != WEIGHTS_FILE and path.suffix != ".new" and path.is_file():
+            content = path.read_bytes()
+            files.append((path.name, len(content), record_kernels.bytes_checksum(np.frombuffer(content, np.uint8))))
+    manifest = lease.manifest
+    return Contents(
+        request, manifest.version, manifest.num_bytes, manifest.header_checksum, manifest.checksums, tuple(files)
+    )
+
+
+def _read(lease: WeightLease, request: ChunkRequest) -> bytes:
+    end = request.offset + request.length
+    if request.name == WEIGHTS_FILE:
+        data = lease.file_bytes()[request.offset : end].tobytes()
+    else:
+        path = lease.path / request.name
+        if not path.is_file():
+            raise RelayWireError(f"version {request.version} has no file {request.name!r}")
+        with path.open("rb") as file:
+            file.seek(request.offset)
+            data = file.read(request.length)
+    if len(data) != request.length:
+        raise RelayWireError(f"{request.name} ends before byte {end}")
+    return data

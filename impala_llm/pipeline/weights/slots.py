@@ -1,0 +1,370 @@
+"""Files of a weight board, shared by publisher, readers and relay: pointer, manifests, locks, mapped weights.
+
+Invariant: the contents of a file are checked before use: a malformed manifest, or weights that are shorter than it
+says, give a WeightsError that names the file.
+
+    latest         JSON: the slot that holds the newest version; replaced by an atomic rename
+    slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
+    slot-<k>.json  the manifest of the slot, JSON; absent while the slot is written
+    slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
+    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
+    its holder
+    publisher.lock flock: exclusive while a publisher writes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm.ring import populate
+from impala_llm.pipeline.weights import safetensors_layout
+from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorPlace
+
+WEIGHTS_FILE = "model.safetensors"
+PUBLISHER_LOCK = "publisher.lock"
+_ROOM_TIMEOUT_S = 60.0
+_RETRY_S = 0.05
+_LATEST = "latest"
+_UINT64 = 2**64
+
+TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
+"""(dtype by its safetensors name, shape, uint8[number of bytes])."""
+TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None]]
+"""TensorBytes, or, instead of the bytes, a function that writes them into a uint8[number of bytes]: from a GPU without
+a copy of the whole model on the host."""
+
+
+class WeightsError(RuntimeError):
+    """A version cannot be published or read."""
+
+
+class SlotsInUse(WeightsError):
+    """Readers hold all slots but that of the latest version. The message names the processes."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of the weights in a slot. Checksums are `record_kernels.bytes_checksum`.
+
+    Attributes:
+        version: of the weights.
+        num_bytes: of the weights file.
+        header_checksum: of the bytes before the first tensor.
+        checksums: of the tensors, in the order of the file.
+    """
+
+    version: int
+    num_bytes: int
+    header_checksum: int
+    checksums: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sums = (self.header_checksum, *self.checksums)
+        if any(type(value) is not int or value < 0 for value in (self.version, self.num_bytes, *sums)):
+            raise ValueError(f"version {self.version!r}, {self.num_bytes!r} bytes: integers >= 0 are expected")
+        if max(sums) >= _UINT64:
+            raise ValueError(f"checksum {max(sums)} has more than 64 bits")
+
+    def to_json(self) -> bytes:
+        """Contents of a manifest file."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Manifest:
+        """Make a manifest of values from JSON or a message.
+
+        Raises:
+            ValueError: a field is missing or of another type.
+        """
+        try:
+            return cls(**{**values, "checksums": tuple(values["checksums"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a manifest of weights: {error}") from error
+
+
+@dataclass(frozen=True)
+class MappedWeights:
+    """A weights file in memory.
+
+    Attributes:
+        data: uint8[bytes of the file].
+        header: bytes before the first tensor.
+        places: of the tensors, in the order of the file.
+    """
+
+    data: np.ndarray
+    header: bytes
+    places: dict[str, TensorPlace]
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Return whether the header in the file, which may be rewritten, is the parsed one and the manifest's."""
+        header = self.data[: len(self.header)]
+        return (
+            len(self.places) == len(manifest.checksums)
+            and record_kernels.bytes_checksum(header) == manifest.header_checksum
+            and header.tobytes() == self.header
+        )
+
+    def tensors(self, manifest: Manifest, source: str, verify: bool) -> dict[str, TensorBytes]:
+        """Return views of all tensors.
+
+        Args:
+            source: name of the file, for the error message.
+            verify: compare the checksums.
+
+        Raises:
+            WeightsError: a checksum differs.
+        """
+        tensors: dict[str, TensorBytes] = {}
+        for (name, place), checksum in zip(self.places.items(), manifest.checksums, strict=True):
+            data = self.data[place.start : place.end]
+            if verify and record_kernels.bytes_checksum(data) != checksum:
+                raise damaged(source, manifest.version, name)
+            tensors[name] = (place.dtype, place.shape, data)
+        return tensors
+
+
+def damaged(source: str, version: int, tensor: str) -> WeightsError:
+    """Make the error for a tensor whose checksum is not the published one."""
+    return WeightsError(
+        f"{source} was changed after version {version} was published: the checksum of tensor {tensor!r} differs"
+    )
+
+
+class Slot:
+    """One slot of a board. It keeps its mappings of the weights file until the file is replaced."""
+
+    def __init__(self, board: Path, index: int) -> None:
+        self.index = index
+        self.directory = board / f"slot-{index}"
+        self.weights = self.directory / WEIGHTS_FILE
+        self.manifest = board / f"slot-{index}.json"
+        self.lock = board / f"slot-{index}.lock"
+        self.extra = board / f"slot-{index}.extra"
+        self._writable: np.ndarray | None = None
+        self._writable_file: tuple[int, int, int] | None = None
+        self._mapped: MappedWeights | None = None
+        self._mapped_file: tuple[int, int, int] | None = None
+
+    def read_manifest(self) -> Manifest | None:
+        """Read the manifest. Returns None while the slot is written.
+
+        Raises:
+            WeightsError: the file is malformed.
+        """
+        values = _read_json(self.manifest)
+        try:
+            return None if values is None else Manifest.from_values(values)
+        except ValueError as error:
+            raise WeightsError(f"{self.manifest}: {error}") from error
+
+    def has_file_of(self, num_bytes: int) -> bool:
+        """Return whether the slot has a weights file of this size, which can be overwritten in place."""
+        try:
+            found = self.weights.lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+
+    def writable(self, num_bytes: int) -> np.ndarray:
+        """Map the weights file for writing, resident; a file of another size is replaced. Needs the exclusive lock.
+
+        Returns:
+            uint8[num_bytes].
+
+        Raises:
+            WeightsError: memory is short.
+        """
+        is_new = not self.has_file_of(num_bytes)
+        if is_new:
+            self._writable = None
+            self.manifest.unlink(missing_ok=True)
+            self.weights.unlink(missing_ok=True)
+        handle = os.open(self.weights, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            found = _identity(os.fstat(handle))
+            if self._writable is None or found != self._writable_file:
+                os.posix_fallocate(handle, 0, num_bytes)
+                mapping = mmap.mmap(handle, num_bytes)
+                populate(mapping, write=True)
+                self._writable = np.frombuffer(mapping, np.uint8)
+                self._writable_file = _identity(os.fstat(handle))
+        except OSError as error:
+            if is_new:
+                self.weights.unlink()
+            raise WeightsError(
+                f"cannot reserve {num_bytes} bytes for {self.weights}: {error}. Free memory in /dev/shm"
+            ) from error
+        finally:
+            os.close(handle)
+        return self._writable
+
+    def mapped(self, manifest: Manifest) -> MappedWeights:
+        """Map the weights file read-only. Needs the shared lock. The checksums of the tensors are not compared.
+
+        Raises:
+            WeightsError: size or header of the file disagree with the manifest.
+        """
+        try:
+            handle = os.open(self.weights, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise WeightsError(f"{self.weights} cannot be opened: {error}") from error
+        try:
+            found = os.fstat(handle)
+            # A page that is mapped beyond the end of a file would kill this process when it is touched.
+            if not stat.S_ISREG(found.st_mode) or found.st_size != manifest.num_bytes or not found.st_size:
+                raise WeightsError(
+                    f"{self.weights} has {found.st_size} bytes, version {manifest.version} has {manifest.num_bytes}: "
+                    "another process wrote to it; have the learner publish again"
+                )
+            file = _identity(found)
+            if file != self._mapped_file:
+                self._mapped = self._mapped_file = None
+                mapping = mmap.mmap(handle, found.st_size, prot=mmap.PROT_READ)
+                populate(mapping, write=False)
+                self._mapped = MappedWeights(np.frombuffer(mapping, np.uint8), b"", {})
+                self._mapped_file = file
+        finally:
+            os.close(handle)
+        assert self._mapped is not None
+        if not self._mapped.is_of(manifest):
+            self._mapped = parse_weights(self._mapped.data, manifest, str(self.weights))
+        return self._mapped
+
+
+def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWeights:
+    """Find the tensors in uint8[bytes of a weights file].
+
+    Args:
+        source: name of the file, for the error message.
+
+    Raises:
+        WeightsError: the header is not that of the manifest.
+    """
+    try:
+        places = safetensors_layout.parse(data.data)
+    except LayoutError as error:
+        raise WeightsError(f"{source}: {error}") from error
+    begin = min((place.start for place in places.values()), default=data.size)
+    weights = MappedWeights(data, data[:begin].tobytes(), places)
+    if not weights.is_of(manifest):
+        raise WeightsError(
+            f"{source} holds {len(places)} tensors, version {manifest.version} has {len(manifest.checksums)}, "
+            "or the checksum of the header differs"
+        )
+    return weights
+
+
+def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], version: int) -> Manifest:
+    """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest."""
+    header = np.frombuffer(layout.header, np.uint8)
+    sums = [record_kernels.stream_bytes(target[: header.size], header)]
+    for name, place in layout.places.items():
+        part, source = target[place.start : place.end], tensors[name][2]
+        if callable(source):
+            source(part)
+            sums.append(record_kernels.bytes_checksum(part))
+        else:
+            sums.append(record_kernels.stream_bytes(part, source))
+    return Manifest(version, layout.num_bytes, sums[0], tuple(sums[1:]))
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size
+
+
+@contextlib.contextmanager
+def flock(path: Path, operation: int) -> Iterator[bool]:
+    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(handle, operation | fcntl.LOCK_NB)
+            locked = True
+        except BlockingIOError:
+            locked = False
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def holders(locks: Sequence[Path]) -> list[str]:
+    """Find the processes that have one of these lock files open, with their command lines, as far as visible."""
+    paths = {str(lock) for lock in locks}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(file.path in paths for file in process.open_files()):
+                found.append(f"process {process.pid} ({' '.join(process.cmdline())[:100]})")
+        except (psutil.Error, OSError):
+            continue  # gone, or another user's
+    return found
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file: a process that opens it sees the old contents or the new.
+
+    Waits for room where others have filled the file system.
+
+    Raises:
+        WeightsError: there is no room in time.
+    """
+    new = path.with_name(path.name + ".new")
+    deadline = time.monotonic() + _ROOM_TIMEOUT_S
+    while True:
+        try:
+            new.write_bytes(content)
+            break
+        except OSError as error:
+            if error.errno != errno.ENOSPC or time.monotonic() >= deadline:
+                raise WeightsError(f"cannot write {path}: {error}. Free memory") from error
+            time.sleep(_RETRY_S)
+    os.replace(new, path)
+
+
+def write_latest(board: Path, slot: int, version: int) -> None:
+    """Make the version in a slot the latest one."""
+    write_atomically(board / _LATEST, json.dumps({"slot": slot, "version": version}).encode())
+
+
+def read_latest(board: Path) -> tuple[int, int] | None:
+    """Read (slot, version) of the newest version; None before the first.
+
+    Raises:
+        WeightsError: the file is malformed.
+    """
+    path = board / _LATEST
+    values = _read_json(path)
+    if values is None:
+        return None
+    slot, version = values.get("slot"), values.get("version")
+    if type(slot) is not int or type(version) is not int or slot < 0 or version < 0:
+        raise WeightsError(f"{path} names version {version!r} in slot {slot!r}: integers >= 0 are expected")
+    return slot, version
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightsError(f"{path} holds {str(values)[:40]!r}: it was not written by a WeightPublisher")
+    return values

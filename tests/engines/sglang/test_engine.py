@@ -1,0 +1,556 @@
+"""The SGLang engine against a server that misbehaves on demand. The real one: tests/system/test_sglang_engine.py.
+
+The fake answers token i of a sequence with the id (sequence length) % VOCAB and log-probability -id / 8.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from safetensors.numpy import save_file
+
+from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.engines.sglang.engine import SGLangEngine
+from impala_llm.engines.sglang.external_server import RemoteServer, find_servers
+from impala_llm.engines.sglang.response import BrokenAnswer
+
+VOCAB = 50
+PIECE = 4
+Change = Callable[[dict, int], object]
+"""Gets a piece of an answer and its number, changes it, or gives the raw bytes to send in its place."""
+
+
+class FakeServer:
+    """One SGLang server. Counts what it is asked; `change`, `die_after` and the others make it misbehave."""
+
+    def __init__(self, **info: object) -> None:
+        self.info = {
+            "version": "0.5.21",
+            "incremental_streaming_output": True,
+            "disable_radix_cache": True,
+            "max_req_input_len": 4096,
+            **info,
+        }
+        self.label = "default"
+        self.calls: list[str] = []
+        self.requests: list[dict] = []
+        self.loaded: list[Path] = []
+        self.aborted: list[str] = []
+        self.change: Change = lambda piece, number: None
+        self.die_after: list[int] = []
+        """For each of the next requests: pieces until its connection breaks."""
+        self.refuse_weights = ""
+        self.transports: list[asyncio.Transport] = []
+        self.is_dead = False
+        self.gate = asyncio.Event()
+        """Answers stop after their first piece until it is set."""
+        self.gate.set()
+        app = web.Application()
+        app.router.add_get("/server_info", self.tell_info)
+        app.router.add_get("/model_info", self.tell_model)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/{call}", self.take_call)
+        self.server = TestServer(app)
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def die(self) -> None:
+        """As by SIGKILL: all connections break, no new ones are taken."""
+        self.is_dead = True
+        for transport in self.transports:
+            transport.abort()
+        self.gate.set()
+        await self.server.close()
+
+    async def tell_info(self, _request: web.Request) -> web.Response:
+        return web.json_response(self.info)
+
+    async def tell_model(self, _request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "/nowhere", "weight_version": self.label})
+
+    async def take_call(self, request: web.Request) -> web.Response:
+        call, body = request.match_info["call"], await request.json()
+        self.calls.append(call)
+        if call == "update_weight_version":
+            self.label = body["new_version"]
+        elif call == "update_weights_from_disk":
+            if self.refuse_weights:
+                return web.json_response({"success": False, "message": self.refuse_weights}, status=400)
+            self.loaded.append(Path(body["model_path"]))
+            self.label = body["weight_version"]
+        elif call == "abort_request":
+            self.aborted.append(body["rid"])
+        return web.json_response({"success": True})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.transports.append(request.transport)
+        dies_after = self.die_after.pop(0) if self.die_after else None
+        response = web.StreamResponse()
+        await response.prepare(request)
+        length, limit = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        stops = set(body["sampling_params"]["stop_token_ids"])
+        sent = 0
+        for number in range(1000):
+            if number == dies_after:
+                request.transport.abort()
+                return response
+            ids = [(length + sent + place) % VOCAB for place in range(min(PIECE, limit - sent))]
+            stop = next((place for place, token in enumerate(ids) if token in stops), None)
+            ids = ids if stop is None else ids[: stop + 1]
+            sent += len(ids)
+            reason = {"type": "stop"} if stop is not None else {"type": "length"} if sent == limit else None
+            if body["rid"] in self.aborted:
+                reason = {"type": "abort", "message": "on request"}
+            piece = {
+                "output_ids": ids,
+                "meta_info": {
+                    "finish_reason": reason,
+                    "completion_tokens": sent,
+                    "prompt_tokens": length,
+                    "cached_tokens": 0,
+                    "weight_version": self.label,
+                    "output_token_logprobs": [[-token / 8, token, None] for token in ids],
+                },
+            }
+            if reason is not None:
+                piece["meta_info"]["weight_versions"] = [{"version": self.label, "start": 0, "end": sent}]
+            raw = self.change(piece, number)
+            reason = piece["meta_info"]["finish_reason"]
+            data = raw if isinstance(raw, bytes) else json.dumps(piece).encode()
+            if self.is_dead:
+                return response
+            with contextlib.suppress(ConnectionError):
+                await response.write(b"data: " + data + b"\n\n")
+            if reason is not None:
+                await response.write(b"data: [DONE]\n\n")
+                return response
+            await self.gate.wait()
+        raise AssertionError("an answer without end")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def running(*fakes: FakeServer, timeout_s: float = 10, **options):
+    for fake in fakes:
+        await fake.server.start_server(shutdown_timeout=0.1)
+    servers = [RemoteServer(fake.url, timeout_s=timeout_s) for fake in fakes]
+    engine = SGLangEngine(servers, **{"vocab_size": VOCAB, "max_length": 200, **options})
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+        for fake in fakes:
+            await fake.server.close()
+
+
+def check_tokens(prompt: list[int], answer: Generation) -> None:
+    tokens = [(len(prompt) + place) % VOCAB for place in range(len(answer.tokens))]
+    assert answer.tokens.tolist() == tokens
+    np.testing.assert_array_equal(answer.logprobs, -np.array(tokens, np.float32) / 8)
+
+
+def weights(directory: Path, rows: int = 3) -> Path:
+    directory.mkdir()
+    save_file({"layer.weight": np.zeros((rows, 2), np.float32)}, directory / "model.safetensors")
+    return directory
+
+
+def edit(**changes: object) -> Change:
+    """Changes the second piece; a function gets the old value."""
+
+    def change(piece: dict, number: int) -> None:
+        if number == 1:
+            for name, value in changes.items():
+                holder = piece if name in piece else piece["meta_info"]
+                holder[name] = value(holder[name]) if callable(value) else value
+
+    return change
+
+
+def nothing_said(piece: dict, number: int) -> bytes | None:
+    return b"{}" if number == 1 else None
+
+
+def no_json(piece: dict, number: int) -> bytes | None:
+    return b"<html>" if number == 1 else None
+
+
+def spans(*values: tuple[str, int, int]) -> Change:
+    def change(piece: dict, number: int) -> None:
+        if piece["meta_info"]["finish_reason"] is not None:
+            piece["meta_info"]["weight_versions"] = [
+                {"version": version, "start": start, "end": end} for version, start, end in values
+            ]
+
+    return change
+
+
+def drop_spans(piece: dict, number: int) -> None:
+    piece["meta_info"].pop("weight_versions", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (edit(output_token_logprobs=lambda pairs: pairs[1:]), "4 tokens have 3 log-probabilities"),
+        (edit(completion_tokens=9), "4 \\+ 4 tokens have arrived, but it counts 9"),
+        (edit(output_ids=[7, VOCAB, 9, 10]), f"token {VOCAB} is not in 0 .. {VOCAB - 1}"),
+        (edit(output_ids=[7, "8", 9, 10]), "token '8'"),
+        (edit(output_token_logprobs=lambda pairs: [[None, *pairs[0][1:]], *pairs[1:]]), "log-probability None"),
+        (edit(output_token_logprobs=lambda pairs: [[float("nan"), *pairs[0][1:]], *pairs[1:]]), "log-probability nan"),
+        (edit(output_token_logprobs=lambda pairs: [[0.5, *pairs[0][1:]], *pairs[1:]]), "log-probability 0.5"),
+        (edit(output_token_logprobs=lambda pairs: pairs[::-1]), "log-probability of another"),
+        (edit(finish_reason={"type": "abort", "message": "too long", "status_code": 400}), "too long"),
+        (spans(("0", 0, 9)), "do not cover 10 tokens"),
+        (spans(("0", 0, 4), ("0", 5, 10)), "do not cover 10 tokens"),
+        (spans(("default", 0, 10)), "do not cover 10 tokens"),
+        (drop_spans, "SGLang >= 0.5.19"),
+        (nothing_said, "lacks"),
+        (no_json, "not JSON"),
+    ],
+)
+def test_a_broken_answer_is_named_and_the_engine_lives(change, complaint):
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            fake.change = change
+            with pytest.raises(EngineError, match=complaint) as caught:
+                await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=10))
+            assert isinstance(caught.value, BrokenAnswer) or fake.url in str(caught.value)
+            fake.change = lambda piece, number: None
+            check_tokens([1, 2, 3], await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=10)))
+            assert engine.restarts == 0
+
+    run(test)
+
+
+def test_what_arrived_before_a_reset_is_kept_and_continued():
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            fake.die_after = [2, 0, 1]
+            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=15, stop_token_ids=(44,)))
+            check_tokens([1, 2, 3], answer)
+            assert len(answer.tokens) == 15 and answer.finish_reason == "length"
+            prompts = [request["input_ids"] for request in fake.requests]
+            limits = [request["sampling_params"]["max_new_tokens"] for request in fake.requests]
+            assert [len(prompt) for prompt in prompts] == [3, 11, 11, 15] and limits == [15, 7, 7, 3]
+            assert prompts[3] == [1, 2, 3, *answer.tokens[:12].tolist()]
+            assert engine.stats().decode_tokens == 15 and engine.restarts == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("stops", "limit", "reason"), [((6,), 20, "stop"), ((), 4, "length")])
+def test_a_reset_after_the_last_token_needs_no_further_request(stops, limit, reason):
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+
+            def hide_end(piece: dict, number: int) -> None:
+                piece["meta_info"]["finish_reason"] = None
+
+            fake.change, fake.die_after = hide_end, [1]
+            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=limit, stop_token_ids=stops))
+            check_tokens([1, 2, 3], answer)
+            assert answer.finish_reason == reason and len(fake.requests) == 1
+
+    run(test)
+
+
+def test_an_answer_goes_on_after_a_stop_token_that_is_not_its_own():
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+
+            def change(piece: dict, number: int) -> None:
+                if number == 1 and len(fake.requests) == 1:
+                    versions = [{"version": "0", "start": 0, "end": 8}]
+                    piece["meta_info"] |= {"finish_reason": {"type": "stop"}, "weight_versions": versions}
+
+            fake.change = change
+            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=14, stop_token_ids=(40,)))
+            check_tokens([1, 2, 3], answer)
+            assert answer.finish_reason == "length" and len(answer.tokens) == 14 and len(fake.requests) == 2
+
+    run(test)
+
+
+def test_a_server_that_always_resets_fails_the_answer_only():
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            fake.die_after = [0] * 4
+            with pytest.raises(EngineError, match="lost its server 4 times"):
+                await engine.generate("a", [1], SamplingParams(max_new_tokens=5))
+            check_tokens([1], await engine.generate("a", [1], SamplingParams(max_new_tokens=5)))
+
+    run(test)
+
+
+def test_sessions_stay_at_their_server_and_new_ones_go_to_the_least_loaded():
+    async def test():
+        fakes = FakeServer(), FakeServer()
+        async with running(*fakes) as engine:
+            for turn in range(3):
+                await asyncio.gather(
+                    *(
+                        engine.generate(f"s{place}", [place, turn], SamplingParams(max_new_tokens=5))
+                        for place in range(6)
+                    )
+                )
+            seen = [{request["input_ids"][0] for request in fake.requests} for fake in fakes]
+            assert len(seen[0]) == len(seen[1]) == 3 and not seen[0] & seen[1]
+            for place in seen[0]:
+                engine.release(f"s{place}")
+            for place in range(10, 13):
+                await engine.generate(f"s{place}", [place], SamplingParams(max_new_tokens=5))
+            assert {10, 11, 12} <= {request["input_ids"][0] for request in fakes[0].requests}
+
+    run(test)
+
+
+def test_the_answers_of_a_server_that_is_gone_go_on_at_another():
+    async def test():
+        fakes = FakeServer(), FakeServer()
+        async with running(*fakes) as engine:
+            for fake in fakes:
+                fake.gate.clear()
+            answers = [
+                asyncio.create_task(engine.generate(f"s{place}", [place], SamplingParams(max_new_tokens=30)))
+                for place in range(8)
+            ]
+            while engine.stats().running < 8:
+                await asyncio.sleep(0.001)
+            await fakes[0].die()
+            fakes[1].gate.set()
+            for place, task in enumerate(answers):
+                check_tokens([place], await task)
+            assert engine.failure is None and engine.version == 0
+
+    run(test)
+
+
+def test_a_server_that_forgot_its_weights_gets_them_before_its_next_traffic(tmp_path):
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            directory = weights(tmp_path / "w")
+            await engine.load_weights(directory, 7)
+            fake.label = "0"  # restarted by its owner
+            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            check_tokens([1, 2], answer)
+            assert set(answer.versions.tolist()) == {7} and fake.loaded == [directory] * 2 and engine.restarts == 1
+
+    run(test)
+
+
+def test_a_handshake_takes_the_newest_weights_of_the_source(tmp_path):
+    async def test():
+        fake = FakeServer()
+        newest = [(weights(tmp_path / "three"), 3)]
+        async with running(fake, weights=lambda: contextlib.nullcontext(newest[-1])) as engine:
+            assert engine.version == 3 and fake.loaded == [newest[0][0]]
+            newest.append((weights(tmp_path / "nine"), 9))
+            fake.label = "0"
+            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(answer.versions.tolist()) == {9} and engine.version == 9
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "calls"),
+    [
+        ("keep_kv", ["pause_generation", "update_weights_from_disk", "continue_generation"]),
+        ("recompute_kv", ["pause_generation", "update_weights_from_disk", "continue_generation"]),
+        ("drain", ["update_weights_from_disk"]),
+    ],
+)
+def test_a_refused_version_names_all_and_changes_nothing(tmp_path, in_flight, calls):
+    async def test():
+        fake = FakeServer()
+        async with running(fake, in_flight=in_flight, version=4) as engine:
+            fake.calls.clear()
+            fake.refuse_weights = "the disk is on fire"
+            directory = weights(tmp_path / "w")
+            with pytest.raises(EngineError) as caught:
+                await engine.load_weights(directory, 5)
+            for word in (fake.url, str(directory), "version 5", "the disk is on fire"):
+                assert word in str(caught.value)
+            assert fake.calls == calls and engine.version == 4 and engine.last_update is None
+            answer = await engine.generate("a", [1], SamplingParams(max_new_tokens=5))
+            assert set(answer.versions.tolist()) == {4}
+
+    run(test)
+
+
+def test_a_directory_of_another_model_is_never_sent(tmp_path):
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            await engine.load_weights(weights(tmp_path / "w"), 1)
+            with pytest.raises(EngineError, match="1 of another shape"):
+                await engine.load_weights(weights(tmp_path / "other", rows=4), 2)
+            (tmp_path / "none").mkdir()
+            with pytest.raises(EngineError, match="no \\*.safetensors"):
+                await engine.load_weights(tmp_path / "none", 2)
+            assert fake.loaded == [tmp_path / "w"] and engine.version == 1
+
+    run(test)
+
+
+def test_a_server_that_is_set_up_wrongly_is_refused():
+    async def test():
+        for info, options, flag in (
+            ({"disable_radix_cache": False}, {"in_flight": "keep_kv"}, "--disable-radix-cache"),
+            ({"incremental_streaming_output": False}, {}, "--incremental-streaming-output"),
+            ({"max_req_input_len": 100}, {}, "--context-length"),
+        ):
+            with pytest.raises(EngineError, match=flag):
+                async with running(FakeServer(**info), **options):
+                    raise AssertionError("it was accepted")
+
+    run(test)
+
+
+def test_a_url_without_a_server_is_an_error_after_the_timeout():
+    async def test():
+        engine = SGLangEngine([RemoteServer("http://127.0.0.1:9", timeout_s=0.2)], vocab_size=VOCAB, max_length=20)
+        with pytest.raises(EngineError, match="127.0.0.1:9 did not answer for 0.2 s"):
+            await engine.start()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate("a", [1], SamplingParams())
+
+    run(test)
+
+
+def test_a_server_that_does_not_come_back_fails_all_who_wait():
+    async def test():
+        fake = FakeServer()
+        async with running(fake, timeout_s=1) as engine:
+            fake.gate.clear()
+            waiting = asyncio.create_task(engine.generate("a", [1], SamplingParams(max_new_tokens=30)))
+            while not fake.requests:
+                await asyncio.sleep(0.001)
+            await fake.die()
+            with pytest.raises(EngineError, match="given up"):
+                await waiting
+            with pytest.raises(EngineError, match="given up"):
+                await engine.generate("b", [1], SamplingParams(max_new_tokens=30))
+            assert engine.failure is not None
+
+    run(test)
+
+
+def test_a_deadline_names_itself_and_frees_the_server():
+    async def test():
+        fake = FakeServer()
+        async with running(fake, request_timeout_s=0.5) as engine:
+            fake.gate.clear()
+            with pytest.raises(EngineError, match="0.5 s \\(4 of 9 tokens\\)"):
+                await engine.generate("a", [1], SamplingParams(max_new_tokens=9))
+            while not fake.aborted:
+                await asyncio.sleep(0.001)
+            assert fake.aborted == [fake.requests[0]["rid"]]
+
+    run(test)
+
+
+def test_an_abort_that_the_server_ignores_returns_what_there_is(monkeypatch):
+    async def test():
+        monkeypatch.setattr("impala_llm.engines.sglang.engine._ABORT_GRACE_S", 0.1)
+        fake = FakeServer()
+        async with running(fake) as engine:
+            fake.gate.clear()
+            task = asyncio.create_task(engine.generate("a", [1], SamplingParams(max_new_tokens=9)))
+            while not fake.requests:
+                await asyncio.sleep(0.001)
+            engine.abort("a")
+            answer = await task
+            assert answer.finish_reason == "abort"
+            check_tokens([1], answer)
+
+    run(test)
+
+
+def test_a_second_request_of_a_session_and_a_closed_engine_are_refused():
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            fake.gate.clear()
+            task = asyncio.create_task(engine.generate("a", [1], SamplingParams(max_new_tokens=9)))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="running request"):
+                await engine.generate("a", [1], SamplingParams())
+            fake.gate.set()
+            await task
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate("a", [1], SamplingParams())
+
+    run(test)
+
+
+def test_a_server_with_a_key_is_shown_it():
+    @web.middleware
+    async def check_key(request: web.Request, handler) -> web.StreamResponse:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def test():
+        fake = FakeServer()
+        fake.server.app.middlewares.append(check_key)
+        await fake.server.start_server(shutdown_timeout=0.1)
+        servers = [RemoteServer(fake.url, 5, "secret")]
+        engine = SGLangEngine(servers, vocab_size=VOCAB, max_length=100)
+        await engine.start()
+        answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
+        check_tokens([1, 2, 3], answer)
+        await engine.close()
+        with pytest.raises(EngineError, match="did not answer"):
+            await RemoteServer(fake.url, timeout_s=0.1).start()
+        await fake.server.close()
+
+    run(test)
+
+
+def test_a_router_is_asked_for_its_workers():
+    async def test():
+        async def tell_workers(_request: web.Request) -> web.Response:
+            return web.json_response({"workers": [{"url": fakes[0].url}, {"url": fakes[1].url + "/"}]})
+
+        fakes = FakeServer(), FakeServer()
+        fakes[0].server.app.router.add_get("/workers", tell_workers)
+        for fake in fakes:
+            await fake.server.start_server(shutdown_timeout=0.1)
+        urls = [fake.url for fake in fakes]
+        # The first plays the router and a worker.
+        assert [server.url for server in await find_servers([urls[0]], timeout_s=5)] == urls
+        assert [server.url for server in await find_servers([urls[1] + "/"], timeout_s=5)] == [urls[1]]
+        with pytest.raises(EngineError, match="127.0.0.1:9 did not answer"):
+            await find_servers(["http://127.0.0.1:9"], timeout_s=0.1)
+        with pytest.raises(EngineError, match="HOST:PORT"):
+            RemoteServer("localhost:30000")
+        for fake in fakes:
+            await fake.server.close()
+
+    run(test)

@@ -1,0 +1,143 @@
+"""One actor at two learner ranks: both get their share, and what is for one never goes to the other."""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context
+from impala_llm.pipeline.transport.messages import WeightsAnnounced
+from impala_llm.pipeline.transport.rank_channels import ActorChannels
+from impala_llm.pipeline.transport.receiver import Receiver
+from tests.pipeline.support import VOCAB_SIZE, make_trajectory
+
+NUM_RANKS = 2
+
+
+class World:
+    """Two ranks of which each lets `max_open` tickets be under way, and one actor."""
+
+    def __init__(self, run_dir: RunDirectory) -> None:
+        self.run_dir = run_dir
+        self.receivers: list[Receiver] = []
+
+    def start(self, max_open: tuple[int, int]) -> ActorChannels:
+        for rank, limit in enumerate(max_open):
+            order = TaskOrder(range(50), seed=1, rank=rank, world_size=NUM_RANKS)
+            ledger = TicketLedger(order, batch_size=1, max_staleness=None, max_open=limit)
+            arena = TrajectoryStore(self.run_dir.replay_path(rank), 1 << 18, 64)
+            receiver = Receiver(self.run_dir.endpoint(rank), ledger, VOCAB_SIZE, self.run_dir, arena)
+            receiver.start()
+            self.receivers.append(receiver)
+        self.actor = ActorChannels(self.connect, NUM_RANKS, share_every_s=0.1)
+        self.actor.hello()
+        return self.actor
+
+    def connect(self, rank: int, context: Context) -> ActorChannel:
+        return ActorChannel(
+            *(self.run_dir.endpoint(rank), "actor-0", self.run_dir, 1 << 16),
+            heartbeat_s=0.05,
+            arena_name=f"actor-0.rank-{rank}",
+            context=context,
+        )
+
+    def until(self, condition: Callable[[], bool]) -> list[object]:
+        async def turn() -> list[object]:
+            events: list[object] = []
+            deadline = time.monotonic() + 20
+            while not condition():
+                assert time.monotonic() < deadline
+                events += await self.actor.poll_async(0.05)
+            return events
+
+        return asyncio.run(turn())
+
+    def close(self) -> None:
+        self.actor.close()
+        for receiver in self.receivers:
+            receiver.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    # Not tmp_path: socket paths must be short.
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run_dir:
+        world = World(run_dir)
+        yield world
+        world.close()
+
+
+def of_rank(actor: ActorChannels, rank: int) -> list[int]:
+    return [ticket.ticket_id for ticket in actor.held if ticket.group_id % NUM_RANKS == rank]
+
+
+def test_ranks_share_an_actor_in_equal_parts(world: World) -> None:
+    actor = world.start(max_open=(64, 64))
+    actor.request(10)
+    world.until(lambda: len(actor.held) >= 10)
+    assert [len(of_rank(actor, rank)) for rank in range(NUM_RANKS)] == [5, 5]
+
+
+def test_places_that_one_rank_cannot_fill_go_to_the_other(world: World) -> None:
+    actor = world.start(max_open=(2, 64))
+    actor.request(10)
+    world.until(lambda: len(actor.held) >= 10)
+    assert len(of_rank(actor, 0)) == 2
+    assert len(actor.held) <= 10 + NUM_RANKS - 1  # parts are rounded up
+
+
+def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
+    actor = world.start(max_open=(4, 4))
+    actor.request(4)
+    world.until(lambda: len(actor.held) >= 4)
+    actor.request(0)
+    tickets = actor.held
+    sent, failed = tickets[:3], tickets[3]
+    for ticket in sent:
+        assert actor.send(make_trajectory(ticket))
+    actor.fail(failed.ticket_id, "the environment broke")
+    world.until(lambda: actor.num_unacknowledged == 0)
+    for rank, receiver in enumerate(world.receivers):
+        arrived = {trajectory.ticket_id for trajectory in receiver.drain(0.0)}
+        assert arrived == {ticket.ticket_id for ticket in sent if ticket.group_id % NUM_RANKS == rank}
+        assert receiver.counters()["trajectories_refused"] == 0
+    assert actor.held == [] and actor.arena_fill == 0
+    with pytest.raises(ValueError, match="was not granted"):
+        actor.fail(10**6, "unknown")
+
+
+def test_a_version_is_reported_once_whoever_announces_it(world: World) -> None:
+    actor = world.start(max_open=(4, 4))
+    world.until(lambda: len(world.receivers[0].actor_stats()) + len(world.receivers[1].actor_stats()) == 2)
+    for receiver in world.receivers:
+        receiver.announce(1)
+    seen: list[object] = []
+
+    async def listen() -> None:
+        for _ in range(10):
+            seen.extend(await actor.poll_async(0.05))
+
+    asyncio.run(listen())
+    assert [event for event in seen if isinstance(event, WeightsAnnounced)].count(WeightsAnnounced(1)) == 1
+
+
+def test_channels_to_many_ranks_take_no_more_threads_than_one(run_dir: RunDirectory) -> None:
+    world = World(run_dir)
+
+    def threads_of(num_ranks: int) -> int:
+        before = len(os.listdir("/proc/self/task"))
+        channels = ActorChannels(world.connect, num_ranks)
+        try:
+            return len(os.listdir("/proc/self/task")) - before
+        finally:
+            channels.close()
+
+    assert threads_of(8) == threads_of(1) > 0

@@ -1,0 +1,532 @@
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impala_llm.pipeline.weights import relay_client as relay_module
+from impala_llm.pipeline.weights import relay_server
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader, WeightsError
+from impala_llm.pipeline.weights.relay_client import WeightRelay
+from impala_llm.pipeline.weights.relay_download import Download
+from impala_llm.pipeline.weights.relay_messages import (
+    MAX_CHUNK_BYTES,
+    Chunk,
+    ChunkRequest,
+    Contents,
+    Gone,
+    Latest,
+    LatestRequest,
+    ManifestRequest,
+    RelayWireError,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from impala_llm.pipeline.weights.relay_server import WeightServer
+from impala_llm.pipeline.weights.slots import TensorBytes
+
+FILES = {"config.json": b'{"a": 1}', "tokenizer.json": bytes(range(256)) * 20, "empty.txt": b""}
+CHUNK = 1000
+_names = itertools.count()
+
+
+def make_tensors(version: int, size: int = 5000) -> dict[str, TensorBytes]:
+    rng = np.random.default_rng(version)
+    return {
+        "matrix": ("F32", (size,), rng.integers(0, 256, 4 * size).astype(np.uint8)),
+        "odd": ("U8", (13,), rng.integers(0, 256, 13).astype(np.uint8)),
+    }
+
+
+class Host:
+    """A learner's board with its server, and relays to boards of other hosts."""
+
+    def __init__(self, folder: Path, num_slots: int = 3) -> None:
+        self.context = zmq.Context()
+        self.folder = folder
+        self.publisher = WeightPublisher(folder / "learner", num_slots, FILES)
+        self.endpoint = f"inproc://{next(_names)}"
+        self.here = WeightReader(folder / "relay")
+        self.relays: list[WeightRelay] = []
+        self.server = self.serve()
+
+    def serve(self) -> WeightServer:
+        socket = self.context.socket(zmq.ROUTER)
+        socket.bind(self.endpoint)
+        server = WeightServer(self.folder / "learner", socket)
+        server.start()
+        return server
+
+    def connect(self) -> "zmq.Socket[bytes]":
+        socket = self.context.socket(zmq.DEALER)
+        socket.connect(self.endpoint)
+        return socket
+
+    def newest(self) -> int:
+        """On the learner's board."""
+        newest = WeightReader(self.folder / "learner").latest()
+        assert newest is not None
+        return newest
+
+    def relay(
+        self, make_socket: Callable[[], object] | None = None, answer_s: float = 20.0, folder: str = "relay"
+    ) -> WeightRelay:
+        relay = WeightRelay(
+            self.folder / folder,
+            make_socket or self.connect,  # type: ignore[arg-type]
+            chunk_bytes=CHUNK,
+            answer_s=answer_s,
+            poll_s=0.01,
+        )
+        self.relays.append(relay)
+        return relay
+
+    def assert_has(self, version: int) -> None:
+        with self.here.lease() as lease:
+            assert lease.version == version
+            read = lease.tensors()
+            assert {name: (*value[:2], value[2].tobytes()) for name, value in read.items()} == {
+                name: (*value[:2], value[2].tobytes()) for name, value in make_tensors(version).items()
+            }
+            assert {path.name: path.read_bytes() for path in lease.path.iterdir() if path.name in FILES} == FILES
+
+    def total_bytes(self) -> int:
+        with WeightReader(self.folder / "learner").lease() as lease:
+            return lease.manifest.num_bytes + sum(map(len, FILES.values()))
+
+    def close(self) -> None:
+        for relay in self.relays:
+            relay.close()
+        self.server.close()
+        self.context.term()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+class Cable:
+    """A socket whose answers pass through a function, which may change, add, hold back or count them."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", through: Callable[[list[bytes]], list[list[bytes]]]) -> None:
+        self.socket = socket
+        self.through = through
+        self.ready: list[list[bytes]] = []
+
+    def send(self, frame: bytes, flags: int) -> None:
+        self.socket.send(frame, flags)
+
+    def poll(self, timeout: int) -> bool:
+        if not self.ready and self.socket.poll(timeout):
+            self.ready.extend(self.through(self.socket.recv_multipart()))
+        return bool(self.ready)
+
+    def recv_multipart(self) -> list[bytes]:
+        return self.ready.pop(0)
+
+    def close(self, linger: int) -> None:
+        self.socket.close(linger)
+
+
+def cut_after(num_chunks: int) -> Callable[[list[bytes]], list[list[bytes]]]:
+    count = itertools.count()
+    return lambda frames: [frames] if len(frames) == 1 or next(count) < num_chunks else []
+
+
+def die_after(num_chunks: int) -> Callable[[list[bytes]], list[list[bytes]]]:
+    count = itertools.count()
+
+    def through(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2 and next(count) == num_chunks:
+            raise KeyboardInterrupt
+        return [frames]
+
+    return through
+
+
+def test_each_new_version_arrives_once_with_its_files(host: Host) -> None:
+    relay = host.relay()
+    assert relay.turn() is None  # nothing published yet
+    for version in (0, 1, 7):
+        host.publisher.publish(make_tensors(version), version)
+        assert relay.turn() == version
+        assert relay.turn() is None
+        host.assert_has(version)
+    assert relay.stats.versions == 3
+    assert relay.stats.bytes_received == 3 * host.total_bytes()
+    assert (relay.stats.dropped, relay.stats.reconnects, relay.stats.malformed, relay.stats.damaged) == (0, 0, 0, 0)
+
+
+def test_a_relay_works_in_a_thread(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    done = threading.Event()
+    publish = WeightPublisher.publish
+
+    def publish_and_tell(self: WeightPublisher, tensors: dict[str, TensorBytes], version: int) -> float:
+        seconds = publish(self, tensors, version)
+        done.set()
+        return seconds
+
+    monkeypatch.setattr(WeightPublisher, "publish", publish_and_tell)
+    relay = host.relay()
+    relay.start()
+    assert done.wait(20)
+    relay.close()
+    host.assert_has(0)
+
+
+def test_after_a_cut_the_fetching_goes_on_at_the_missing_chunk(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    cables = iter([Cable(host.connect(), cut_after(7))])
+    relay = host.relay(lambda: next(cables, None) or host.connect(), answer_s=0.2)
+    assert relay.turn() == 0
+    host.assert_has(0)
+    assert relay.stats.reconnects >= 1
+    assert relay.stats.bytes_received == host.total_bytes()
+
+
+def test_a_new_relay_goes_on_where_the_last_one_was(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    first = host.relay(lambda: Cable(host.connect(), die_after(7)))
+    with pytest.raises(KeyboardInterrupt):
+        first.turn()
+    assert first.stats.bytes_received == 7 * CHUNK
+    assert host.here.latest() is None
+    second = host.relay()
+    assert second.turn() == 0
+    assert second.stats.bytes_received == host.total_bytes() - 7 * CHUNK
+    host.assert_has(0)
+
+
+def test_what_was_received_of_another_version_counts_for_nothing(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    with pytest.raises(KeyboardInterrupt):
+        host.relay(lambda: Cable(host.connect(), die_after(7))).turn()
+    host.publisher.publish(make_tensors(1), 1)
+    host.server.close()
+    host.server = host.serve()  # which keeps nothing for the relay that died
+    relay = host.relay()
+    assert relay.turn() == 1
+    assert relay.stats.bytes_received == host.total_bytes()
+    host.assert_has(1)
+
+
+def test_a_new_server_serves_the_rest(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    chunks = itertools.count()
+
+    def restart(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2 and next(chunks) == 5:
+            host.server.close()
+            host.server = host.serve()
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), restart), answer_s=0.2)
+    assert relay.turn() == 0
+    host.assert_has(0)
+
+
+def test_damaged_chunks_are_asked_for_again(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    chunks = itertools.count()
+
+    def damage(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2:
+            match next(chunks):
+                case 1:
+                    return [[frames[0], bytes([frames[1][0] ^ 1]) + frames[1][1:]]]
+                case 3:
+                    return [[frames[0], frames[1][:-1]]]
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), damage))
+    assert relay.turn() == 0
+    assert relay.stats.damaged == 2
+    host.assert_has(0)
+
+
+def test_weights_that_are_not_what_was_announced_are_never_published(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    forge = True
+
+    def change_contents(frames: list[bytes]) -> list[list[bytes]]:
+        values = msgpack.unpackb(frames[0])
+        if values[1] == 12 and forge:
+            values[6][1] ^= 1  # the checksum of a tensor
+            return [[msgpack.packb(values)]]
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), change_contents))
+    assert relay.turn() is None
+    assert relay.stats.damaged == 1
+    assert host.here.latest() is None
+    forge = False
+    assert relay.turn() == 0
+    host.assert_has(0)
+
+
+def test_babble_and_doubled_answers_are_passed_over(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+
+    def babble(frames: list[bytes]) -> list[list[bytes]]:
+        return [[b"\xc1"], [b""], [*frames, b"more", b"frames"], frames, frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), babble))
+    assert relay.turn() == 0
+    assert relay.stats.malformed > 3
+    host.assert_has(0)
+
+
+def test_a_version_that_was_overwritten_is_dropped_for_the_newest(tmp_path: Path) -> None:
+    host = Host(tmp_path, num_slots=2)  # none to spare for a relay
+    host.publisher.publish(make_tensors(0), 0)
+    versions = itertools.count(1)
+
+    def learn(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2:
+            version = next(versions)
+            if version < 4:
+                host.publisher.publish(make_tensors(version), version)
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), learn))
+    assert relay.turn() is None
+    assert relay.stats.dropped == 1
+    # How many answers came before the one that named the loss, and so how many versions there are, is a matter of time.
+    newest = max(next(versions), 4)
+    host.publisher.publish(make_tensors(newest), newest)
+    assert relay.turn() == newest
+    host.assert_has(newest)
+    host.close()
+
+
+def test_a_version_is_held_for_the_relay_that_fetches_it(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    versions = itertools.count(1)
+
+    def learn(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2:
+            version = next(versions)
+            host.publisher.publish(make_tensors(version), version, timeout_s=5)
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), learn))
+    assert relay.turn() == 0
+    host.assert_has(0)
+
+
+class Time:
+    """Time that only a test passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        for module in (relay_module, relay_server):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def learning(host: Host, count: int, time: Time, seconds: float) -> Callable[[list[bytes]], list[list[bytes]]]:
+    """A cable on which a chunk takes so long, while the learner publishes a version; `count` of them in all."""
+    versions = iter(range(host.newest() + 1, host.newest() + 1 + count))
+
+    def through(frames: list[bytes]) -> list[list[bytes]]:
+        if len(frames) == 2:
+            time.seconds += seconds
+            for version in itertools.islice(versions, 1):
+                host.publisher.publish(make_tensors(version), version, timeout_s=5)
+        return [frames]
+
+    return through
+
+
+def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    cable = learning(host, 50, time, 9.0)
+    relay = host.relay(lambda: Cable(host.connect(), cable))
+    assert relay.turn() == 0
+    assert time.seconds > 120
+    newest = host.newest()
+    assert newest > 10
+    assert relay.turn() == newest  # those between are skipped; and this one is kept at once
+    assert host.newest() > newest + 10
+    host.assert_has(newest)
+    assert relay.stats.dropped == 0
+
+
+def test_a_download_that_takes_an_hour_comes_to_an_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    cable = learning(host, 0, time, 150.0)
+    assert host.relay(lambda: Cable(host.connect(), cable)).turn() == 0
+    assert time.seconds > 3600
+
+
+def test_a_relay_for_which_no_version_can_be_kept_gets_one_that_is_kept_for_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    with pytest.raises(KeyboardInterrupt):  # version 0 is kept for this one
+        host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
+    for version in (1, 2, 3):
+        host.publisher.publish(make_tensors(version), version, timeout_s=5)
+    cable = learning(host, 1000, time, 1.0)
+    second = host.relay(lambda: Cable(host.connect(), cable), folder="second")
+    assert second.turn() == 0
+    assert second.turn() is None  # nothing newer is kept, and it is slower than the learner
+    assert second.stats.dropped == 1
+    time.seconds += 3600.0  # the first is given up
+    newest = host.newest()
+    assert second.turn() == newest < host.newest()
+
+
+def test_a_version_is_not_kept_for_a_relay_that_is_gone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    host.publisher.publish(make_tensors(0), 0)
+    with pytest.raises(KeyboardInterrupt):
+        host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
+    time.seconds += 3600.0
+    assert host.relay().turn() == 0  # an answer, so the server has seen the time
+    host.server.close()
+    for version in (1, 2, 3):
+        host.publisher.publish(make_tensors(version), version, timeout_s=5)
+
+
+def test_an_older_version_is_not_fetched(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    WeightPublisher(host.folder / "relay", files=FILES).publish(make_tensors(5), 5)
+    host.publisher.publish(make_tensors(4), 4)
+    assert host.relay().turn() is None
+    assert "4 there, 5 here" in caplog.text
+    host.assert_has(5)
+
+
+def test_a_silent_server_costs_a_deadline(host: Host) -> None:
+    relay = host.relay(lambda: Cable(host.connect(), lambda frames: []), answer_s=0.05)
+    assert relay.turn() is None
+    assert relay.turn() is None
+    assert relay.stats.reconnects == 2
+
+
+def test_the_server_outlives_what_is_no_request(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    socket = host.connect()
+    bad = [
+        [b""],
+        [b"\xc1"],
+        [b"x" * 5000],
+        [encode(LatestRequest(1)), b"more"],
+        [encode(Latest(1, 2))],
+        [msgpack.packb([99, 1, 1])],
+        [msgpack.packb([1, 3, 1, 0, "../../latest", 0, 10])],
+        [msgpack.packb([1, 3, 1, 0, "absent", 0, 10])],
+        [encode(ChunkRequest(1, 0, "config.json", 5, 10))],
+        [encode(ChunkRequest(1, 0, "model.safetensors", 10**9, 10))],
+        [msgpack.packb([1, 3, 1, 0, "model.safetensors", 0, MAX_CHUNK_BYTES + 1])],
+        [msgpack.packb([1, 3, 1, 0, "model.safetensors", -5, 10])],
+    ]
+    for frames in bad:
+        socket.send_multipart(frames)
+    socket.send(encode(LatestRequest(17)))
+    assert socket.poll(20_000)
+    assert decode_reply(socket.recv()) == Latest(17, 0)
+    assert host.server.stats.malformed == len(bad)
+    socket.send(encode(ManifestRequest(18, 9, -1)))
+    assert socket.poll(20_000)
+    assert decode_reply(socket.recv()) == Gone(18, 9)
+    socket.close(0)
+
+
+def make_contents(**changes: object) -> Contents:
+    values = {"request": 1, "version": 0, "num_bytes": 3000, "header_checksum": 1, "checksums": (1, 2), "files": ()}
+    return Contents(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_sizes_that_cannot_be_are_an_error_and_no_memory(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="more than all of"):
+        Download(tmp_path, make_contents(num_bytes=2**62), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
+    with contextlib.closing(Download(tmp_path, make_contents(), 1000)) as download:
+        assert len(download.missing()) == 3
+        with pytest.raises(WeightsError, match="one relay a host"):
+            Download(tmp_path, make_contents(), 1000)
+    Download(tmp_path, make_contents(), 1000).close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        LatestRequest(2**63 - 1),
+        ManifestRequest(0, 5, -1),
+        ChunkRequest(3, 4, "model.safetensors", 0, MAX_CHUNK_BYTES),
+        Latest(1, -1),
+        make_contents(files=(("a.json", 5, 2**64 - 1),), checksums=(0, 2**64 - 1)),
+        Chunk(7, 2**64 - 1),
+        Gone(7, 3),
+    ],
+)
+def test_messages_come_back_as_they_were(message: object) -> None:
+    decode = decode_request if isinstance(message, LatestRequest | ManifestRequest | ChunkRequest) else decode_reply
+    other = decode_reply if decode is decode_request else decode_request
+    frame = encode(message)  # type: ignore[arg-type]
+    assert decode(frame) == message
+    with pytest.raises(RelayWireError):
+        other(frame)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_bytes": 0},
+        {"version": -1},
+        {"version": True},
+        {"header_checksum": 2**64},
+        {"checksums": 5},
+        {"checksums": (-1,)},
+        {"checksums": ("x",)},
+        {"files": (("a", 1),)},
+        {"files": (("..", 1, 1),)},
+        {"files": (("a/b", 1, 1),)},
+        {"files": (("", 1, 1),)},
+        {"files": (("a\0", 1, 1),)},
+        {"files": (("model.safetensors", 1, 1),)},
+        {"files": (("a", 1, 1), ("a", 1, 1))},
+        {"files": (("a", 2**40, 1),)},
+        {"files": "ab"},
+    ],
+)
+def test_contents_that_lie_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(RelayWireError):
+        make_contents(**changes)
+
+
+@given(st.one_of(st.binary(max_size=100), st.lists(st.one_of(st.integers(), st.text(), st.binary()), max_size=7)))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_give_a_message_or_an_error(noise: bytes | list[object]) -> None:
+    frames = [noise] if isinstance(noise, bytes) else []
+    if not isinstance(noise, bytes):
+        for code in (1, 2, 3, 11, 12, 13, 14):
+            with contextlib.suppress(OverflowError):
+                frames.append(msgpack.packb([1, code, *noise]))
+    for frame in frames:
+        for decode in (decode_request, decode_reply):
+            with contextlib.suppress(RelayWireError):
+                decode(frame)
