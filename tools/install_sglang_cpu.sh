@@ -25,7 +25,7 @@ fi
 make_venv
 [ "$(installed_torch)" = "$torch_version cpu" ] || install_cpu_torch
 say "SGLang $(sed -n 's/^sglang==//p' $files/constraints.txt) and what it needs on a CPU"
-"$pip" install -q --no-deps -r $files/constraints.txt
+counting "$pip" install -q --no-deps -r $files/constraints.txt
 
 # Each file says at its top why it is needed.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -19,7 +19,7 @@ has_nvidia_gpu() {
 install_cuda_torch() {
   case $(installed_torch) in *" cpu") "$pip" uninstall -q -y torch ;; esac
   say "torch $torch_version, CUDA build"
-  "$pip" install -q -c constraints.txt "torch==$torch_version"
+  counting "$pip" install -q -c constraints.txt "torch==$torch_version"
   case $(installed_torch) in *" cpu") say "WARNING: pip found only a CPU build of torch: the GPU stays idle" ;; esac
 }
 
@@ -36,6 +36,6 @@ elif [ "$(installed_torch)" != "$torch_version cpu" ]; then
   install_cpu_torch
 fi
 say "impala_llm and its dependencies"
-"$pip" install -q -c constraints.txt -e '.[dev]'
+counting "$pip" install -q -c constraints.txt -e '.[dev]'
 echo "$wanted" > "$stamp"
 say "done"

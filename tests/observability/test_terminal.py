@@ -13,7 +13,12 @@ EVERYTHING = {
     "actor/generated_tokens_per_s": 3900.0,
     "time/idle_share": 0.25,
     "staleness/oldest": 3.0,
+    "ratio/max": 1.0498,
+    "ratio/pg_clip_share": 0.18,
 }
+
+
+CUT = "ratio max 1.05, cut for 18% of tokens"
 
 
 class FakeClock:
@@ -66,7 +71,7 @@ def test_the_view_asks_only_for_declared_metrics() -> None:
 
 def test_numbers_are_shown_with_their_units() -> None:
     text = "\n".join(render(EVERYTHING, "1/10"))
-    for shown in ("score 0.457", "success 12.5% (last 512)", "sampled 3,900 tok/s", "(idle 25%)", "oldest 3"):
+    for shown in ("score 0.457", "success 12.5% (last 512)", "sampled 3,900 tok/s", "(idle 25%)", "oldest 3", CUT):
         assert shown in text
 
 

@@ -39,7 +39,7 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
         for moment in (
             "the learner and its actors are starting",
             "learner: actor-0 joined, 1 connected",
-            r"no batch yet: \d+ of 64 trajectories",
+            r"no batch yet: \d+ of \d+ groups, \d+ episodes under way, 1 actors",
             r"step      2 \(100%\)  \d:\d\d gone  actors 1",
             "loading what evaluates the policy",
             r"after: webshop, unseen catalogue 7, split test.* 8/8",
@@ -101,3 +101,12 @@ def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_
             assert [row.split()[0] for row in learner.rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
             assert actors.wait(START_S) == 0
             assert learner.long_rows == actors.long_rows == []
+
+
+@pytest.mark.system
+def test_seconds_are_counted_while_something_is_installed_and_its_exit_code_is_kept(tmp_path: Path) -> None:
+    script = f"set -e; venv=/none name=setup; . {ROOT}/tools/lib/venv.sh; counting sleep 2.5; counting bash -c 'exit 3'"
+    with Watched(80, ["bash", "-c", script], tmp_path) as watched:
+        assert watched.wait(START_S) == 3
+        assert {"setup: 1 s", "setup: 2 s"} <= {text for _, text in watched.seen}
+        assert watched.rows == []

@@ -7,6 +7,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 say() { echo "$name: $*" >&2; }
 die() { say "$*"; exit 1; }
 
+# Runs a command that is silent for a long time; on a terminal its seconds are counted meanwhile. The counter goes with
+# this shell: Ctrl-C does not reach what runs in the background.
+counting() {
+  local counter status=0
+  [ -t 2 ] || { "$@"; return; }
+  (while sleep 1 && kill -0 $$ 2>/dev/null; do printf '%s: %d s\r' "$name" $((seconds = ${seconds:-0} + 1)) >&2; done) &
+  counter=$!
+  "$@" || status=$?
+  kill "$counter" && wait "$counter" 2>/dev/null || true
+  printf '\033[K' >&2
+  return "$status"
+}
+
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
@@ -25,7 +38,7 @@ make_venv() {
   "$venv/bin/pip" --version >/dev/null 2>&1 && return
   python=$(find_python)
   say "virtual environment in $venv with $("$python" --version)"
-  "$python" -m venv --clear "$venv" || die "'$python -m venv' failed. On Debian and Ubuntu: apt install python3-venv"
+  counting "$python" -m venv --clear "$venv" || die "'$python -m venv' failed. On Debian and Ubuntu: apt install python3-venv"
 }
 
 # A quick look before pip is let loose on it: pip's own retries would wait a minute for a host that cannot be reached.
@@ -50,10 +63,10 @@ PY
 install_cpu_torch() {
   if reachable "$torch_cpu_index/torch/"; then
     say "torch $torch_version, CPU build, from $torch_cpu_index"
-    "$pip" install -q --no-deps --index-url "$torch_cpu_index" "torch==$torch_version+cpu" && return
+    counting "$pip" install -q --no-deps --index-url "$torch_cpu_index" "torch==$torch_version+cpu" && return
   fi
   say "torch $torch_version from the package index that pip is configured for"
-  "$pip" install -q --no-deps "torch==$torch_version"
+  counting "$pip" install -q --no-deps "torch==$torch_version"
   [ "$(installed_torch)" = "$torch_version cpu" ] || {
     "$pip" uninstall -q -y torch
     die "the CPU build of torch is wanted, but pip finds only a CUDA build, and $torch_cpu_index cannot be" \
