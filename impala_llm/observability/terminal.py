@@ -181,7 +181,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"update    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
         f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
         f"  lr {show('optimizer/learning_rate', '.1e')}",
-        f"lag       mean {show('staleness/mean', '.1f')}  oldest {show('staleness/oldest', '.0f')}"
+        f"lag       {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
         f"  ratio max {show('ratio/max', '.3g')}, cut for {show('ratio/pg_clip_share', '.0%')} of tokens"
         f"  ESS {show('ratio/ess', '.2f')}",
         f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
