@@ -1,7 +1,8 @@
 """What the learner trains on next: grouping, buffering, priorities, reuse. numpy only; nothing here knows a tensor."""
 
-from impala_llm.replay.buffer import EvictedItem, ReplayBuffer, Sample, SampledItem
+from impala_llm.replay.buffer import ReplayBuffer
 from impala_llm.replay.groups import Group, GroupAssembler
+from impala_llm.replay.items import EvictedItem, Sample, SampledItem
 from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
 from impala_llm.replay.rate import SamplesPerInsert, smallest_error
 from impala_llm.replay.share import ReplayShare

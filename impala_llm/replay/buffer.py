@@ -11,76 +11,23 @@ sampled that of the newest action token is never above `max_staleness`. The same
 items, also across `state_dict`.
 """
 
-import heapq
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from impala_llm.replay.columns import Column, RowOfItem, SignatureCounts, moves
-from impala_llm.replay.priorities import Sampler
+from impala_llm.replay.items import NO_ITEMS, EvictedItem, Items, Sample
+from impala_llm.replay.priorities import OldestFirst, Sampler
 from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
-from impala_llm.trajectory import NO_VERSION, Trajectory
+from impala_llm.trajectory import NO_VERSION, Trajectory, block_bytes
 
-STATE_FORMAT = 2
-
-
-@dataclass(frozen=True)
-class EvictedItem:
-    """What was dropped; its trajectories know lengths, scores and tickets."""
-
-    item_id: int
-    reason: Literal["stale", "capacity"]
-    num_replays: int
-    """How often it had been sampled; 0: its episodes were played for nothing."""
-    trajectories: tuple[Trajectory, ...]
-
-
-@dataclass(frozen=True)
-class SampledItem:
-    item_id: int
-    """For `update_advantages`."""
-    trajectories: tuple[Trajectory, ...]
-    weight: float
-    """Importance weight (N·P)^-b in (0, 1]; the largest of the sample is 1."""
-    num_replays: int
-    """How often it has been sampled, this time included: 1 is fresh data."""
-    is_last: bool
-    """It has left the buffer with this sample."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """k items, as columns in the order of the draw; `items` has them one by one. k is 0 when the buffer held few."""
-
-    item_ids: np.ndarray
-    """int64[k]."""
-    weights: np.ndarray
-    """float64[k], in (0, 1]; the largest is 1."""
-    num_replays: np.ndarray
-    """int64[k]."""
-    is_last: np.ndarray
-    """bool[k]."""
-    trajectories: tuple[tuple[Trajectory, ...], ...]
-    evicted: tuple[EvictedItem, ...]
-
-    @cached_property
-    def items(self) -> tuple[SampledItem, ...]:
-        return tuple(
-            map(
-                SampledItem,
-                self.item_ids.tolist(),
-                self.trajectories,
-                self.weights.tolist(),
-                self.num_replays.tolist(),
-                self.is_last.tolist(),
-            )
-        )
+STATE_FORMAT = 3
+_SAVED_COLUMNS = ("item_id", "num_replays", "abs_advantage", "is_known")
+"""The others follow from the trajectories."""
 
 
 @dataclass(frozen=True)
@@ -95,22 +42,6 @@ class BufferStats:
     oldest_version: int | None
     """The smallest of the items; None when the buffer is empty."""
     newest_version: int | None
-
-
-# Together, since a draw wants both: they come into the cache at once.
-_ITEM = np.dtype([("item_id", np.int64), ("num_replays", np.int64)])
-
-
-class _Item(NamedTuple):
-    """What the rows of an item hold, but its number and its replays."""
-
-    version: int
-    """Of its token in the middle, by age: what recency and the queue go by."""
-    newest: int
-    """Of its newest token: what evicts it."""
-    num_bytes: int
-    signature: str
-    trajectories: tuple[Trajectory, ...]
 
 
 class ReplayBuffer:
@@ -149,6 +80,8 @@ class ReplayBuffer:
         ):
             if not value >= smallest:
                 raise ValueError(f"{name} is {value}: it must be at least {smallest}")
+        if separate_replayed and isinstance(sampler, OldestFirst):
+            raise ValueError("separate_replayed is True: a queue uses its items once, give it a PrioritySampler")
         self._sampler = sampler
         self._capacity_trajectories = capacity_trajectories
         self._capacity_bytes = capacity_bytes
@@ -156,33 +89,15 @@ class ReplayBuffer:
         self._max_replays = max_replays
         self._separate_replayed = separate_replayed
         self._rng = np.random.default_rng(seed)
-        self._clear()
-
-    def _clear(self) -> None:
         self._version = 0
         self._next_id = 0
-        self._num_trajectories = 0
-        self._num_bytes = 0
-        self._num_replayed = 0
-        """Where they are separate."""
-        # Items lie densely in rows, in step with the order; a removal moves the last row into the gap.
-        self._order = self._sampler.order(self._separate_replayed)
-        self._row_of = RowOfItem()
-        self._trajectories = Column(np.object_)
-        self._signature_of = Column(np.object_)
-        self._items = Column(_ITEM)
-        self._versions = Column(np.int64)
-        self._sizes = Column(np.int64)
-        """Bytes."""
-        self._most_trajectories, self._most_bytes = 1, 1
-        """Of any item that has been here."""
-        self._signatures = SignatureCounts()
-        self._by_age: list[tuple[int, int]] = []
-        """Heap of (newest version, item_id), where age evicts; items that have left otherwise are still in it."""
+        self._items = NO_ITEMS
+        self._signature_numbers: dict[str, int] = {}
+        """Number of each signature, ascending; some may have no item any more."""
 
     def __len__(self) -> int:
         """Items that can be sampled."""
-        return len(self._items.view)
+        return len(self._items.item_id)
 
     def insert(
         self, trajectories: Sequence[Trajectory], version: int, signature: str | None = None
@@ -214,30 +129,28 @@ class ReplayBuffer:
         """
         if signatures is not None and len(signatures) != len(items):
             raise ValueError(f"signatures has {len(signatures)} elements, items has {len(items)}: one each")
+        if not items:
+            return self.evict_stale(version)
         if signatures is None:
             signatures = [trajectories[0].signature if trajectories else "" for trajectories in items]
-        new = self._checked(items, signatures, version) if items else []
-        evicted = list(self.evict_stale(version))
-        ids: list[int] = []
-        fitting: list[_Item] = []
-        num_trajectories = num_bytes = 0
-        for item in new:
-            item_id = self._next_id
-            self._next_id += 1
-            if version - item.newest > self._max_staleness:
-                evicted.append(EvictedItem(item_id, "stale", 0, item.trajectories))
-                continue
-            num_trajectories += len(item.trajectories)
-            num_bytes += item.num_bytes
-            if num_trajectories > self._capacity_trajectories or num_bytes > self._capacity_bytes:
-                evicted += self._take_in(ids, fitting)
-                ids, fitting = [], []
-                num_trajectories, num_bytes = len(item.trajectories), item.num_bytes
-            ids.append(item_id)
-            fitting.append(item)
-        if fitting:
-            evicted += self._take_in(ids, fitting)
-        return tuple(evicted)
+        new = self._checked(items, version)
+        evicted = self.evict_stale(version)
+        new = new._replace(
+            item_id=np.arange(self._next_id, self._next_id + len(items)), signature=self._numbers_of(signatures)
+        )
+        self._next_id += len(items)
+        is_stale = new.newest_version < version - self._max_staleness
+        if is_stale.any():
+            evicted += _evicted(new, np.flatnonzero(is_stale), "stale")
+            new = new.take(~is_stale)
+        while len(new.item_id):
+            fitting = min(
+                np.searchsorted(np.cumsum(new.num_trajectories), self._capacity_trajectories, side="right"),
+                np.searchsorted(np.cumsum(new.num_bytes), self._capacity_bytes, side="right"),
+            )
+            evicted += self._take_in(new.take(slice(fitting)))
+            new = new.take(slice(fitting, None))
+        return evicted
 
     def sample(
         self, num_items: int, version: int, importance_exponent: float = 1.0, max_replayed: int | None = None
@@ -259,53 +172,34 @@ class ReplayBuffer:
         Raises:
             ValueError: an argument out of range, a version that decreases.
         """
-        if not 1 <= num_items <= self._capacity_trajectories:
-            raise ValueError(
-                f"num_items is {num_items}: draw at least 1 and at most the capacity, {self._capacity_trajectories}"
-            )
-        if not 0.0 <= importance_exponent <= 1.0:
-            raise ValueError(f"importance_exponent is {importance_exponent}: it must lie in [0, 1]")
-        if self._separate_replayed != (max_replayed is not None):
-            raise ValueError(
-                f"max_replayed is {max_replayed} and separate_replayed is {self._separate_replayed}: "
-                "give a number exactly where replayed items are separate"
-            )
-        if max_replayed is not None and not 0 <= max_replayed <= num_items:
-            raise ValueError(f"max_replayed is {max_replayed}: it must be at least 0 and at most num_items")
+        self._check_draw(num_items, importance_exponent, max_replayed)
         evicted = self.evict_stale(version)
-        num_replayed = 0 if max_replayed is None else min(max_replayed, self._num_replayed)
-        num_first = num_items - num_replayed
-        if num_first > len(self) - self._num_replayed:
+        items = self._items
+        if max_replayed is None:
+            classes = [(np.arange(len(self)), num_items)]
+        else:
+            is_fresh = items.num_replays == 0
+            replayed = np.flatnonzero(~is_fresh)
+            num_replayed = min(max_replayed, len(replayed))
+            classes = [(np.flatnonzero(is_fresh), num_items - num_replayed), (replayed, num_replayed)]
+        if classes[0][1] > len(classes[0][0]):
             nothing = np.zeros(0, np.int64)
             return Sample(nothing, np.zeros(0), nothing, np.zeros(0, np.bool_), (), evicted)
-        draws = [self._order.draw(num_first, self._rng)] if num_first else []
-        if num_replayed:
-            draws.append(self._order.draw(num_replayed, self._rng, replayed=True))
-        rows, log_density = draws[0].rows, draws[0].log_density
-        if len(draws) > 1:
-            rows = np.concatenate([rows, draws[1].rows])
-            log_density = np.concatenate([log_density, draws[1].log_density])
-        log_weights = -importance_exponent * log_density
-        items = self._items.view[rows]
-        num_replays = items["num_replays"] + 1
-        self._items.view["num_replays"][rows] = num_replays
-        is_last = num_replays >= self._max_replays
+        draws = [self._sampler.draw(items, among, num, self._rng) for among, num in classes if num]
+        rows = np.concatenate([drawn for drawn, _ in draws])
+        log_weights = -importance_exponent * np.concatenate([log_density for _, log_density in draws])
+        items.num_replays[rows] += 1
+        num_replays = items.num_replays[rows]
         sample = Sample(
-            item_ids=items["item_id"],
+            item_ids=items.item_id[rows],
             weights=np.exp(log_weights - log_weights.max()),
             num_replays=num_replays,
-            is_last=is_last,
-            trajectories=tuple(self._trajectories.view[rows].tolist()),
+            is_last=num_replays >= self._max_replays,
+            trajectories=tuple(items.trajectories[rows].tolist()),
             evicted=evicted,
         )
-        if self._separate_replayed:
-            fresh = rows[num_replays == 1]
-            self._num_replayed += len(fresh)
-            self._order.set_replayed(fresh)
-        if is_last.any():
-            last = rows[is_last]
-            self._order.remove(last)
-            self._remove(last)
+        if sample.is_last.any():
+            self._items = items.without(rows[sample.is_last])
         return sample
 
     def evict_stale(self, version: int) -> tuple[EvictedItem, ...]:
@@ -313,16 +207,8 @@ class ReplayBuffer:
         if version < self._version:
             raise ValueError(f"version is {version} after {self._version}: the learner's version never decreases")
         self._version = version
-        stale = []
-        while self._by_age and version - self._by_age[0][0] > self._max_staleness:
-            item_id = heapq.heappop(self._by_age)[1]
-            if item_id in self._row_of:
-                stale.append(item_id)
-        if not stale:
-            return ()
-        rows = np.array([self._row_of[item_id] for item_id in sorted(stale)], np.int64)
-        self._order.remove(rows)
-        return self._evict(rows, "stale")
+        stale = np.flatnonzero(self._items.newest_version < version - self._max_staleness)
+        return self._evict(stale, "stale") if len(stale) else ()
 
     def update_advantages(
         self, item_ids: Sequence[int] | np.ndarray, abs_advantages: Sequence[float] | np.ndarray
@@ -340,34 +226,35 @@ class ReplayBuffer:
         if not good.all():
             i = int(np.argmin(good))
             raise ValueError(f"abs_advantages of item {ids[i]} is {values[i]}: it must be finite and at least 0")
-        self._order.set_advantages(self._row_of.rows(ids, self._items.view["item_id"]), values)
+        is_there, rows = self._items.find(ids)
+        self._items.abs_advantage[rows] = values[is_there]
+        self._items.is_known[rows] = True
 
     def stats(self) -> BufferStats:
-        versions = self._versions.view
+        items = self._items
+        num_trajectories, num_bytes = int(items.num_trajectories.sum()), int(items.num_bytes.sum())
         return BufferStats(
-            num_trajectories=self._num_trajectories,
+            num_trajectories=num_trajectories,
             num_items=len(self),
-            num_bytes=self._num_bytes,
-            num_signatures=len(self._signatures),
-            fill=max(self._num_trajectories / self._capacity_trajectories, self._num_bytes / self._capacity_bytes),
-            oldest_version=int(versions.min()) if len(versions) else None,
-            newest_version=int(versions.max()) if len(versions) else None,
+            num_bytes=num_bytes,
+            num_signatures=int(np.count_nonzero(np.bincount(items.signature))),
+            fill=max(num_trajectories / self._capacity_trajectories, num_bytes / self._capacity_bytes),
+            oldest_version=int(items.version.min()) if len(self) else None,
+            newest_version=int(items.version.max()) if len(self) else None,
         )
 
     def state_dict(self) -> State:
         """Everything but the settings, as dicts, lists, arrays, numbers and strings."""
+        names = list(self._signature_numbers)
         return {
             "format": STATE_FORMAT,
             # its numbers are larger than those of most formats
             "generator": json.dumps(self._rng.bit_generator.state),
             "version": self._version,
             "next_id": self._next_id,
-            "item_ids": self._items.view["item_id"].copy(),
-            "num_replays": self._items.view["num_replays"].copy(),
-            "slots": np.array([self._signatures.slot(signature) for signature in self._signature_of.view], np.int64),
-            "signatures": self._signature_of.view.tolist(),
-            "trajectories": [[trajectory_to_state(t) for t in members] for members in self._trajectories.view],
-            "order": self._order.state_dict(),
+            "columns": {name: getattr(self._items, name).copy() for name in _SAVED_COLUMNS},
+            "signatures": [names[number] for number in self._items.signature],
+            "trajectories": [[trajectory_to_state(t) for t in members] for members in self._items.trajectories],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -378,127 +265,127 @@ class ReplayBuffer:
         """
         if state["format"] != STATE_FORMAT:
             raise ValueError(f"format is {state['format']}: this version reads replay states of format {STATE_FORMAT}")
-        self._clear()
         self._rng.bit_generator.state = json.loads(state["generator"])
         self._version = state["version"]
         self._next_id = state["next_id"]
-        self._signatures.restore(state["signatures"], state["slots"].tolist())
-        items = []
-        for signature, saved in zip(state["signatures"], state["trajectories"], strict=True):
-            members = tuple(map(trajectory_from_state, saved))
-            versions = np.concatenate([t.versions for t in members])
-            num_bytes = sum(t.nbytes for t in members)
-            items.append(_Item(_middle_version(versions), int(versions.max()), num_bytes, signature, members))
-        if items:
-            self._append(state["item_ids"], state["num_replays"], items)
-        self._order.load_state_dict(
-            state["order"],
-            self._items.view["item_id"],
-            self._versions.view,
-            state["slots"],
-            self._items.view["num_replays"] > 0,
-        )
-        if self._num_trajectories > self._capacity_trajectories or self._num_bytes > self._capacity_bytes:
+        self._items, self._signature_numbers = NO_ITEMS, {}
+        if not state["trajectories"]:
+            return
+        items = _columns([tuple(map(trajectory_from_state, members)) for members in state["trajectories"]])
+        columns = {name: column.copy() for name, column in state["columns"].items()}
+        self._items = items._replace(signature=self._numbers_of(state["signatures"]), **columns)
+        stats = self.stats()
+        if stats.fill > 1.0:
             raise ValueError(
-                f"the saved buffer holds {self._num_trajectories} trajectories of {self._num_bytes} bytes, and room is "
+                f"the saved buffer holds {stats.num_trajectories} trajectories of {stats.num_bytes} bytes, and room is "
                 f"for {self._capacity_trajectories} of {self._capacity_bytes} bytes: raise the capacity to resume"
             )
 
-    def _checked(self, items: Sequence[Sequence[Trajectory]], signatures: Sequence[str], version: int) -> list[_Item]:
+    def _check_draw(self, num_items: int, importance_exponent: float, max_replayed: int | None) -> None:
+        if not 1 <= num_items <= self._capacity_trajectories:
+            raise ValueError(
+                f"num_items is {num_items}: draw at least 1 and at most the capacity, {self._capacity_trajectories}"
+            )
+        if not 0.0 <= importance_exponent <= 1.0:
+            raise ValueError(f"importance_exponent is {importance_exponent}: it must lie in [0, 1]")
+        if self._separate_replayed != (max_replayed is not None):
+            raise ValueError(
+                f"max_replayed is {max_replayed} and separate_replayed is {self._separate_replayed}: "
+                "give a number exactly where replayed items are separate"
+            )
+        if max_replayed is not None and not 0 <= max_replayed <= num_items:
+            raise ValueError(f"max_replayed is {max_replayed}: it must be at least 0 and at most num_items")
+
+    def _checked(self, items: Sequence[Sequence[Trajectory]], version: int) -> Items:
+        """The columns of new items; raises ValueError if one of them may not be inserted."""
         if not all(items):
             raise ValueError("trajectories is empty: an item holds at least one")
-        sizes = [sum([t.nbytes for t in members]) for members in items]
-        for members, num_bytes in zip(items, sizes, strict=True):
-            if len(members) > self._capacity_trajectories or num_bytes > self._capacity_bytes:
-                raise ValueError(
-                    f"trajectories holds {len(members)} of {num_bytes} bytes: the whole buffer has room for "
-                    f"{self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
-                )
-        # As `Trajectory.oldest_version` and `newest_version`, of all at once. Most items are of one version.
-        versions = np.concatenate([t.versions for members in items for t in members])
-        ends = np.cumsum([sum([len(t.versions) for t in members]) for members in items])
-        starts = np.concatenate([[0], ends[:-1]])
-        newest = np.maximum.reduceat(versions, starts)
-        if newest.max() > version:
+        new = _columns(items)
+        too_large = (new.num_trajectories > self._capacity_trajectories) | (new.num_bytes > self._capacity_bytes)
+        if too_large.any():
+            row = int(np.argmax(too_large))
             raise ValueError(
-                f"version is {version}, but a token was sampled by {newest.max()}: versions must survive a restart"
+                f"trajectories holds {new.num_trajectories[row]} of {new.num_bytes[row]} bytes: the whole buffer has "
+                f"room for {self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
             )
-        middle = np.minimum.reduceat(versions.view(np.uint32), starts)
-        for place in np.flatnonzero(newest != middle).tolist():
-            middle[place] = _middle_version(versions[starts[place] : ends[place]])
-        return list(map(_Item, middle.tolist(), newest.tolist(), sizes, signatures, map(tuple, items)))
+        newest = new.newest_version.max()
+        if newest > version:
+            raise ValueError(
+                f"version is {version}, but a token was sampled by {newest}: versions must survive a restart"
+            )
+        return new
 
-    def _take_in(self, ids: list[int], items: list[_Item]) -> list[EvictedItem]:
-        """Items that fit into an empty buffer, all together. Returns what had to go."""
-        num_trajectories = sum([len(item.trajectories) for item in items])
-        evicted = self._make_room(num_trajectories, sum([item.num_bytes for item in items]))
-        slots = np.array([self._signatures.add(item.signature) for item in items], np.int64)
-        item_ids = np.array(ids, np.int64)
-        self._append(item_ids, np.zeros(len(items), np.int64), items)
-        self._order.append(item_ids, self._versions.view[-len(items) :], slots)
+    def _numbers_of(self, signatures: Sequence[str]) -> np.ndarray:
+        """Number signatures, int64[k]. Numbers without an item are given up once they outnumber the items."""
+        numbers = self._signature_numbers
+        if len(numbers) > 2 * len(self) + 64:
+            names = list(numbers)
+            used, self._items.signature[:] = np.unique(self._items.signature, return_inverse=True)
+            self._signature_numbers = numbers = {names[old]: new for new, old in enumerate(used.tolist())}
+        return np.array([numbers.setdefault(signature, len(numbers)) for signature in signatures], np.int64)
+
+    def _take_in(self, new: Items) -> tuple[EvictedItem, ...]:
+        """Add items that fit into an empty buffer together, and return the ones evicted for them."""
+        evicted: tuple[EvictedItem, ...] = ()
+        while True:
+            held = self._items
+            too_many = held.num_trajectories.sum() + new.num_trajectories.sum() - self._capacity_trajectories
+            too_large = held.num_bytes.sum() + new.num_bytes.sum() - self._capacity_bytes
+            if too_many <= 0 and too_large <= 0:
+                break
+            # At least so many have to go, even if each is as large as the largest.
+            num_items = max(-(-too_many // held.num_trajectories.max()), -(-too_large // held.num_bytes.max()))
+            evicted += self._evict(self._sampler.lowest(held, num_items), "capacity")
+        known = held.abs_advantage[held.is_known]
+        new.abs_advantage[:] = known.max() if len(known) else 1.0
+        self._items = held.followed_by(new)
         return evicted
 
-    def _make_room(self, num_trajectories: int, num_bytes: int) -> list[EvictedItem]:
-        """Evict by priority until so much fits."""
-        evicted: list[EvictedItem] = []
-        while True:
-            too_many = self._num_trajectories + num_trajectories - self._capacity_trajectories
-            too_large = self._num_bytes + num_bytes - self._capacity_bytes
-            if too_many <= 0 and too_large <= 0:
-                return evicted
-            # So many have to go, however large they are.
-            num_items = max(-(-too_many // self._most_trajectories), -(-too_large // self._most_bytes))
-            evicted += self._evict(self._order.remove_lowest(num_items), "capacity")
-
     def _evict(self, rows: np.ndarray, reason: Literal["stale", "capacity"]) -> tuple[EvictedItem, ...]:
-        """Rows that have left the order."""
-        items = self._items.view[rows]
-        item_ids, num_replays = items["item_id"].tolist(), items["num_replays"].tolist()
-        return tuple(map(EvictedItem, item_ids, itertools.repeat(reason), num_replays, self._remove(rows)))
+        evicted = _evicted(self._items, rows, reason)
+        self._items = self._items.without(rows)
+        return evicted
 
-    def _append(self, item_ids: np.ndarray, num_replays: np.ndarray, items: list[_Item]) -> None:
-        """All of new rows, int64[k], but their order and the counts of their signatures."""
-        num = len(items)
-        versions, newest, sizes, signatures, trajectories = zip(*items, strict=True)
-        self._row_of.put(item_ids, np.arange(len(self), len(self) + num))
-        # As an array of tuples, which numpy would otherwise take apart.
-        self._trajectories.extend(num)[:] = np.fromiter(trajectories, np.object_, num)
-        self._signature_of.extend(num)[:] = signatures
-        self._versions.extend(num)[:] = versions
-        self._sizes.extend(num)[:] = sizes
-        rows = self._items.extend(num)
-        rows["item_id"], rows["num_replays"] = item_ids, num_replays
-        members = list(map(len, trajectories))
-        self._num_trajectories += sum(members)
-        self._num_bytes += sum(sizes)
-        self._most_trajectories = max(self._most_trajectories, *members)
-        self._most_bytes = max(self._most_bytes, *sizes)
-        if self._separate_replayed:
-            self._num_replayed += int(np.count_nonzero(num_replays))
-        if self._max_staleness < math.inf:
-            for entry in zip(newest, item_ids.tolist(), strict=True):
-                heapq.heappush(self._by_age, entry)
 
-    def _remove(self, rows: np.ndarray) -> list[tuple[Trajectory, ...]]:
-        """All of rows, int64[k], but their order. Returns what they held."""
-        trajectories: list[tuple[Trajectory, ...]] = self._trajectories.view[rows].tolist()
-        if self._separate_replayed:
-            self._num_replayed -= int(np.count_nonzero(self._items.view["num_replays"][rows]))
-        self._num_trajectories -= sum(map(len, trajectories))
-        self._num_bytes -= int(self._sizes.view[rows].sum())
-        self._row_of.remove(self._items.view["item_id"][rows])
-        for signature in self._signature_of.view[rows].tolist():
-            self._signatures.remove(signature)
-        num_left = len(self) - len(rows)
-        sources, targets = moves(rows, len(self))
-        for column in (self._trajectories, self._signature_of, self._items, self._versions, self._sizes):
-            column.move(sources, targets, num_left)
-        self._row_of.put(self._items.view["item_id"][targets], targets)
-        return trajectories
+def _evicted(items: Items, rows: np.ndarray, reason: Literal["stale", "capacity"]) -> tuple[EvictedItem, ...]:
+    item_ids, num_replays, trajectories = items.item_id[rows], items.num_replays[rows], items.trajectories[rows]
+    return tuple(map(EvictedItem, item_ids.tolist(), itertools.repeat(reason), num_replays.tolist(), trajectories))
+
+
+def _columns(items: Sequence[Sequence[Trajectory]]) -> Items:
+    """Columns of new items, without item_id, signature and |A|."""
+    num = len(items)
+    num_trajectories = np.fromiter(map(len, items), np.int64, num)
+    firsts = np.cumsum(num_trajectories) - num_trajectories
+    members = [t for trajectories in items for t in trajectories]
+    by_member = [t.versions for t in members]
+    num_tokens = np.fromiter(map(len, by_member), np.int64, len(members))
+    sizes = list(map(block_bytes, num_tokens.tolist(), [len(t.turns) for t in members]))
+    lengths = np.add.reduceat(num_tokens, firsts)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    # As `Trajectory.nbytes`, `oldest_version` and `newest_version`, of all at once. Most items are of one version.
+    versions = np.concatenate(by_member)
+    middle = np.minimum.reduceat(versions.view(np.uint32), starts).astype(np.int64)
+    newest = np.maximum.reduceat(versions, starts).astype(np.int64)
+    for row in np.flatnonzero(newest != middle).tolist():
+        middle[row] = _middle_version(versions[starts[row] : ends[row]])
+    return Items(
+        item_id=np.zeros(num, np.int64),
+        version=middle,
+        newest_version=newest,
+        num_bytes=np.add.reduceat(sizes, firsts),
+        num_trajectories=num_trajectories,
+        num_replays=np.zeros(num, np.int64),
+        signature=np.zeros(num, np.int64),
+        abs_advantage=np.zeros(num),
+        is_known=np.zeros(num, np.bool_),
+        trajectories=np.fromiter(map(tuple, items), np.object_, num),
+    )
 
 
 def _middle_version(versions: np.ndarray) -> int:
-    """Of the action token in the middle, by age: half of them are newer.
+    """The version of the median action token, by age: half of them are newer.
 
     versions: int32[n], NO_VERSION where there is no action.
     """

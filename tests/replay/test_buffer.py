@@ -377,7 +377,7 @@ def test_max_replayed_goes_with_separate_classes() -> None:
 
 
 def test_old_items_are_found_among_many_new_ones() -> None:
-    """An item that outlives many others keeps its row, whatever has taken its place in the quick way to it."""
+    """Also an item that outlives many others."""
     buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9), capacity=8)
     fill(buffer, 8)
     buffer.update_advantages([3], [5.0])
