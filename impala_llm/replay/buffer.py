@@ -336,8 +336,7 @@ class ReplayBuffer:
             # At least so many have to go, even if each is as large as the largest.
             num_items = max(-(-too_many // held.num_trajectories.max()), -(-too_large // held.num_bytes.max()))
             evicted += self._evict(self._sampler.lowest(held, num_items), "capacity")
-        known = held.abs_advantage[held.is_known]
-        new.abs_advantage[:] = known.max() if len(known) else 1.0
+        new.abs_advantage[:] = (held.abs_advantage * held.is_known).max() if held.is_known.any() else 1.0
         self._items = held.followed_by(new)
         return evicted
 
@@ -348,8 +347,10 @@ class ReplayBuffer:
 
 
 def _evicted(items: Items, rows: np.ndarray, reason: Literal["stale", "capacity"]) -> tuple[EvictedItem, ...]:
-    item_ids, num_replays, trajectories = items.item_id[rows], items.num_replays[rows], items.trajectories[rows]
-    return tuple(map(EvictedItem, item_ids.tolist(), itertools.repeat(reason), num_replays.tolist(), trajectories))
+    item_ids, num_replays, trajectories = (
+        column[rows].tolist() for column in (items.item_id, items.num_replays, items.trajectories)
+    )
+    return tuple(map(EvictedItem, item_ids, itertools.repeat(reason), num_replays, trajectories))
 
 
 def _columns(items: Sequence[Sequence[Trajectory]]) -> Items:

@@ -88,7 +88,9 @@ class PrioritySampler:
         log_p -= math.log(np.exp(log_p).sum())
         if self.uniform_floor:
             log_p = np.log((1.0 - self.uniform_floor) * np.exp(log_p) + self.uniform_floor / len(rows))
-        chosen = _smallest(np.log(rng.standard_exponential(len(rows))) - log_p, num_items)
+        keys = np.log(rng.standard_exponential(len(rows))) - log_p
+        chosen = np.argpartition(keys, num_items - 1)[:num_items]
+        chosen = chosen[np.argsort(keys[chosen])]
         return rows[chosen], log_p[chosen] + math.log(len(rows))
 
     def lowest(self, items: Items, num_items: int) -> np.ndarray:

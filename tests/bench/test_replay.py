@@ -15,8 +15,12 @@ def test_the_benchmark_reports_all_that_is_installed() -> None:
         assert "impala_llm" in rates and all(rate > 0 for rate in rates.values())
         peers = [rate for name, rate in rates.items() if name in replay.PEERS]
         figures = {f"ratio_best_{size}": rates["impala_llm"] / max(peers)} if peers else {}
+        if "cpprb_three_factors" in rates:
+            figures[f"ratio_three_factors_{size}"] = rates["impala_llm"] / rates["cpprb_three_factors"]
         assert ("ratio_worst" in result["figures"]) == bool(peers)
-        assert {k: v for k, v in result["figures"].items() if k.endswith(f"_{size}")} == pytest.approx(figures)
+        measured = {k: v for k, v in result["figures"].items() if k.endswith(f"_{size}")}
+        assert measured.pop(f"draw_ms_{size}") > 0
+        assert measured == pytest.approx(figures)
 
 
 def test_rates_are_medians_of_the_turns_that_count_and_the_order_rotates() -> None:
@@ -34,11 +38,12 @@ def test_rates_are_medians_of_the_turns_that_count_and_the_order_rotates() -> No
 
 
 def test_a_cycle_inserts_as_much_as_it_draws_into_a_full_buffer_at_the_next_version() -> None:
-    cycle = replay.buffer_cycle(size=100, batch=8, num_signatures=3, num_cycles=20)
+    draw_times: list[float] = []
+    cycle = replay.buffer_cycle(size=100, batch=8, num_signatures=3, num_cycles=20, draw_times=draw_times)
     newest = set()
     for _ in range(20):
         sample = cycle(np.ones(8))
         assert len(set(sample.item_ids.tolist())) == 8
         newest.add(int(max(t.newest_version for members in sample.trajectories for t in members)))
         assert sample.item_ids.max() < 100 + 20 * 8
-    assert len(newest) > 5
+    assert len(newest) > 5 and len(draw_times) == 20
