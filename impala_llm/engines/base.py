@@ -12,7 +12,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_STOP_TOKENS = 16
-"""Of a request."""
+"""Limit of the stop tokens of a request."""
 
 
 class EngineError(RuntimeError):

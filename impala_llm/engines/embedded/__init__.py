@@ -1,1 +1,1 @@
-"""The engine that generates with torch inside of the actor process."""
+"""Embedded engine: generates with torch inside of the actor's process."""

@@ -1,1 +1,1 @@
-"""The engine that generates with an SGLang server: its process, its client, its weights."""
+"""SGLang engine: generates on SGLang servers: their processes, clients and weights."""

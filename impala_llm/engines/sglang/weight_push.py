@@ -1,12 +1,12 @@
-"""Sends the learner's weights to SGLang servers while their answers are under way, one process group for each server.
+"""Weight push: sends the learner's weights to SGLang servers with answers under way, by one process group for each.
 
-Invariant: `send` returns after its timeout whatever servers do (and a few seconds of tidying), and what a server reads
-of the tensors later than that gets no label. A server that it gives up is not touched again until its actor offers it
-under another number; until then the actor loads what is missing from disk. See engines/sglang/weight_lock.py for what
+Invariant: `send` returns after its timeout (and a few seconds of cleaning up), whatever servers do, and tensors that a
+server reads later than that get no label. A server that is given up gets nothing until its actor offers it under
+another number; until then the actor loads missing versions from disk. See engines/sglang/weight_lock.py for what
 the two leave each other.
 
 A server's group is made as SGLang's `init_custom_process_group` makes its side: the same store, the same prefixes.
-PyTorch's registry of groups is left out: a group that hangs shall concern nobody else.
+PyTorch's registry of groups is left out: a group that hangs must not affect others.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from impala_llm.pipeline.network.listener import address_towards, listen_at
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 512 << 20
-"""What a server receives before it copies it into its model: so much memory more."""
+"""Bytes that a server receives before it copies them into its model: it needs so much more memory."""
 MAX_FAILURES = 3
-"""In a row, at one URL: then no further attempt is made there."""
+"""Failures in a row at one URL after which no further attempt is made there."""
 _CLEANUP_S = 5.0
 _POLL_S = 0.001
 _OWN_SERVER = re.compile(rf"http://{re.escape(HOST)}:\d+")
@@ -49,15 +49,18 @@ _T = TypeVar("_T")
 
 
 class TransferError(Exception):
-    """A transfer to one server came to nothing."""
+    """Failure of a transfer to one server."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What became of a version. Times in seconds, of the slowest server.
+    """Outcome of sending a version. Times are in seconds, of the slowest server.
 
-    num_received: servers that have it. num_dropped: that were given up. pause_s: answers stood still. transfer_s: the
-    part of it in which tensors travelled and were loaded.
+    Attributes:
+        num_received: servers that have it.
+        num_dropped: servers that were given up.
+        pause_s: time in which answers stood still.
+        transfer_s: part of it in which tensors were sent and loaded.
     """
 
     num_received: int = 0
@@ -66,14 +69,14 @@ class Sent:
     transfer_s: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """By the names of observability/metrics.py; times only where anything was sent."""
+        """Metrics by the names of observability/metrics.py; times only where a server received the version."""
         counts = {"weights/servers_sent": float(self.num_received), "weights/servers_dropped": float(self.num_dropped)}
         times = {"weights/pause_s": self.pause_s, "weights/transfer_s": self.transfer_s}
         return counts | (times if self.num_received else {})
 
 
 class WeightSender:
-    """Use as a context, from one thread. Its HTTP calls run on a thread of its own."""
+    """Sender of weights, a context manager. For one thread; its HTTP calls run on a thread of its own."""
 
     def __init__(
         self,
@@ -85,8 +88,8 @@ class WeightSender:
     ) -> None:
         """
         Args:
-            in_flight: what becomes of answers under way; not "drain".
-            timeout_s: of one version to one server, meeting it included.
+            in_flight: policy for answers under way; not "drain".
+            timeout_s: seconds for one version to one server, forming the group included.
             bucket_bytes: sent in one call.
             urls: `engine.urls`, the servers, or routers in front of them, that are sent weights; None: those that
                 actors start on this host.
@@ -120,12 +123,12 @@ class WeightSender:
         self._loop.close()
 
     def send(self, servers: Mapping[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
-        """Give all servers a version, at once; what cannot take it in time is given up.
+        """Send a version to all servers at the same time; those that do not take it in time are given up.
 
         Args:
-            servers: opening -> URL, see `pipeline.wire.Engines`. Those not among them any more are forgotten. Nothing
-                is sent to a URL that was not configured, whoever offers it.
-            tensors: name -> tensor, all on one device; they must stay as they are until this returns.
+            servers: opening -> URL, see `pipeline.wire.Engines`. Groups of others are left. Nothing is sent
+                to a URL that was not configured.
+            tensors: name -> tensor, all on one device; they must not change until this returns.
         """
         return asyncio.run_coroutine_threadsafe(self._send(dict(servers), tensors, version), self._loop).result()
 
@@ -145,7 +148,7 @@ class WeightSender:
         buckets = list(_buckets(tensors, self._bucket_bytes))
         device = next(iter(tensors.values())).device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the update's kernels have written them
+            torch.cuda.synchronize(device)  # until the update's kernels have written them
         async with open_http() as http:
             times = await asyncio.gather(
                 *(self._send_one(http, opening, url, buckets, device, version) for opening, url in wanted.items())
@@ -159,7 +162,7 @@ class WeightSender:
         )
 
     async def _find_strange(self, http: aiohttp.ClientSession, urls: set[str]) -> set[str]:
-        """Those that nobody has configured."""
+        """Find the URLs that were not configured."""
         if self._configured is None:
             strange = {url for url in urls if not _OWN_SERVER.fullmatch(url)}
         else:
@@ -205,7 +208,7 @@ class WeightSender:
             "" if self._failures[url] < MAX_FAILURES else " from now on",
             why,
         )
-        # Not among the handlers: what the error refers to would keep the group, and so its connections.
+        # Outside of the handlers: the error refers to frames that would keep the group, and so its connections.
         await self._break_off(client, opening, turn)
         return None
 
@@ -216,14 +219,14 @@ class WeightSender:
         size = 1 + (await client.info()).tensor_parallel
         parts = urlsplit(link.url)
         address = await _in_thread(address_towards, parts.hostname or "", parts.port or 80)
-        # A store of its own: who waits for a server at one keeps all others from it.
+        # A store for each: a wait for one server at a shared store would block all others.
         link.store = store = _open_store(address, self._timeout_s)
         link.is_nccl = device.type == "cuda"
         backend = "nccl" if link.is_nccl else "gloo"
         num_keys = store.num_keys()
 
         async def make() -> Any:
-            # A thread that waited for a server that never comes would outlive this, and abort the process at its end.
+            # A thread that waits for a lost server would outlive this call, and abort the process at its end.
             while store.num_keys() == num_keys:
                 await asyncio.sleep(_POLL_S)
             return await _in_thread(_make_group, store, link.name, size, backend, self._timeout_s)
@@ -252,7 +255,7 @@ class WeightSender:
                 link.broadcast(bucket.tensors, turn.deadline),
                 client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
             )
-        # A call of its own: what a server receives too late, when this has given it up, gets no label.
+        # A call of its own: tensors that a server receives too late, after it was given up, get no label.
         # Answers under way hold places in the cache after an in-place pause: it cannot be flushed then.
         await client.receive_weights(link.name, [], version, mode == "retract", self._timeout_s)
         turn.is_touched = False
@@ -263,7 +266,7 @@ class WeightSender:
         return time.perf_counter() - begin, ended - started
 
     async def _break_off(self, client: SGLangClient, opening: int, turn: "_Turn") -> None:
-        """Leave a server as it was; where it has a part of a version, paused."""
+        """Restore a server's state, and leave its group; with a part of a version it stays paused."""
         link = self._links.pop(opening)
         self._let_go(link)
         with contextlib.suppress(ServerLost, EngineError, TimeoutError):
@@ -277,7 +280,7 @@ class WeightSender:
                 await client.leave_group(link.name)
 
     async def _forget(self, openings: Sequence[int]) -> None:
-        """Groups of servers that are gone, or whose learner ends."""
+        """Leave the groups of servers that are gone, or of all at the end."""
         links = [self._links.pop(opening) for opening in openings]
         if not links:
             return
@@ -292,7 +295,7 @@ class WeightSender:
             await asyncio.gather(*(leave(link) for link in links))
 
     def _let_go(self, link: "_Link") -> None:
-        """Close a group, at once or when what hangs in it has reached its deadline: before, that would block."""
+        """Close a group: at once, or after the deadline of broadcasts that hang, since closing would block before."""
         self._hanging = [other for other in self._hanging if other.hangs]
         if link.is_nccl and link.group is not None:
             threading.Thread(target=link.group.abort, daemon=True).start()
@@ -304,7 +307,12 @@ class WeightSender:
 
 @dataclass
 class _Turn:
-    """How far a transfer has come: what there is to undo. deadline: monotonic. is_others: the session is not ours."""
+    """Progress of a transfer, for undoing it.
+
+    Attributes:
+        deadline: monotonic time.
+        is_others: another process holds the session.
+    """
 
     deadline: float
     is_paused: bool = False
@@ -320,19 +328,19 @@ class _Link:
     name: str
     url: str
     store: dist.TCPStore | None = None
-    """Where the two meet; it is needed for as long as the group."""
+    """Store where the two meet; it is needed for as long as the group."""
     group: Any = None
     is_nccl: bool = False
     works: Sequence[Any] = ()
-    """Of the latest broadcasts."""
+    """Works of the latest broadcasts."""
 
     @property
     def hangs(self) -> bool:
-        """A broadcast is under way; NCCL's may be, and its group is never freed: it was aborted."""
+        """Whether a broadcast may be under way. With NCCL always: its group is aborted, never freed."""
         return self.group is not None and (self.is_nccl or not all(work.is_completed() for work in self.works))
 
     async def broadcast(self, tensors: Sequence[Tensor], deadline: float) -> None:
-        """From here to all. Raises RuntimeError at the deadline, a monotonic time, or where a peer is gone."""
+        """Broadcast tensors from this rank. Raises RuntimeError at the deadline (monotonic), or for a lost peer."""
         self.works = await _in_thread(_broadcast, self, tensors, max(0.1, deadline - time.monotonic()))
         while not all(work.is_completed() for work in self.works):
             await asyncio.sleep(_POLL_S)
@@ -349,7 +357,7 @@ class _Bucket:
 
 
 def _buckets(tensors: Mapping[str, Tensor], num_bytes: int) -> Iterator[_Bucket]:
-    """In order, each with at least one tensor and else at most so many bytes."""
+    """Divide tensors, in order, into buckets of one tensor or at most `num_bytes` bytes."""
     bucket, size = _Bucket([], []), 0
     for name, tensor in tensors.items():
         if bucket.tensors and size + tensor.nbytes > num_bytes:
@@ -362,7 +370,7 @@ def _buckets(tensors: Mapping[str, Tensor], num_bytes: int) -> Iterator[_Bucket]
 
 
 def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """At one of this host's addresses and no other."""
+    """Open a store that listens at one of this host's addresses and no other."""
     listener = listen_at(address)
     return dist.TCPStore(
         address,
@@ -375,13 +383,13 @@ def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeout_s: float) -> Any:
-    """Rank 0's end, once the others are there. Raises RuntimeError where they do not come."""
+    """Make rank 0's end, once the others have joined. Raises RuntimeError where they do not."""
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     if backend == "gloo":
         return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
-    # Long: whoever hangs is aborted from here, by `timeout_s`.
+    # Long: this process aborts groups that hang after `timeout_s`.
     options._timeout = timedelta(seconds=10 * timeout_s)
     with _errors_left_to_us():
         return dist.ProcessGroupNCCL(prefixed, 0, size, options)
@@ -389,7 +397,7 @@ def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeou
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """A group made meanwhile cleans up after an error. NCCL's default in PyTorch would end this process."""
+    """Let a group that is made meanwhile only clean up after an error. PyTorch's default for NCCL ends the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "2"
@@ -403,7 +411,7 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 def _broadcast(link: _Link, tensors: Sequence[Tensor], timeout_s: float) -> list[Any]:
-    """Begin to send. Only the link refers to its group: of an error's traces one reference would keep it open."""
+    """Begin a broadcast. Only the link refers to its group: a reference in an error's traceback would keep it open."""
     device = tensors[0].device
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -413,7 +421,7 @@ def _broadcast(link: _Link, tensors: Sequence[Tensor], timeout_s: float) -> list
 
 
 async def _both(first: Any, second: Any) -> Any:
-    """What the first gives, once both are done. Raises what either raises, at once."""
+    """Wait for two awaitables. Returns the result of the first; raises the error of either, at once."""
     tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -426,7 +434,7 @@ async def _both(first: Any, second: Any) -> Any:
 
 
 async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """On a thread of its own that nobody waits for at the end: it may hang."""
+    """Call a function on a thread of its own, which may hang: it is not waited for at the end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 
@@ -439,7 +447,7 @@ async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*arguments))
         except Exception as error:
             outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,1 +1,1 @@
-"""Between actors and a learner rank: messages, sessions, descriptors of trajectories, acknowledgements."""
+"""Channel between actors and a learner rank: messages, sessions, descriptors of trajectories, acknowledgements."""

@@ -1,8 +1,8 @@
 """Leader and followers: two threads take turns in leading, that is, in serving the same sockets.
 
-The background thread was started for it. The visiting thread wants what is served, and leads while it has nothing else
-to do. So what has arrived is not handed from thread to thread while somebody waits for it: no switch between two
-threads that share one interpreter lock (Schmidt et al., Pattern-Oriented Software Architecture 2, 2000).
+The background thread was started for it. The visiting thread needs the results, and leads while it waits for them. So
+results are not handed from thread to thread while one waits for them: no switch between two threads that share one
+interpreter lock (Schmidt et al., Pattern-Oriented Software Architecture 2, 2000).
 
 Invariant: one of the two leads at any time, never both, and each sees all that the other did. The background thread
 takes the lead when the visiting one has stayed away for a moment, so that nothing waits for longer than that.
@@ -17,23 +17,25 @@ import time
 from collections.abc import Callable
 
 _LINGER_S = 0.005
-"""How long the background thread leaves the lead to a visiting thread that went: most come again at once."""
+"""Seconds that the background thread waits for a visiting thread that left: most come again at once."""
 
 Serve = Callable[[float], None]
-"""Serves what is there, waiting for more for at most so many seconds, or until `wakeup` can be read."""
+"""Does all work there is. Waits for some up to so many seconds, or until `wakeup` can be read."""
 
 
 class LeaderFollower:
-    """The background thread calls `run`, the visiting thread `lead`; any thread may `wake` the leader and `stop` both.
+    """Lets two threads take turns: the background thread calls `run`, the visiting one `lead`.
+
+    Any thread may `wake` the leader, and `stop` both.
 
     Args:
-        idle_s: longest wait of a call of serve.
+        idle_s: longest wait of one call of `Serve`, in seconds.
     """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
         self.wakeup, self._wakeup_sender = os.pipe()
-        """A descriptor that ends the leader's wait; `clear_wakeup` then."""
+        """Descriptor that ends the leader's wait, which then calls `clear_wakeup`."""
         os.set_blocking(self.wakeup, False)
         os.set_blocking(self._wakeup_sender, False)
         self._changed = threading.Condition()
@@ -51,12 +53,18 @@ class LeaderFollower:
                 serve(self._idle_s)
                 if self._visitor_leads:
                     self._follow()
-                    serve(0.0)  # `wake` has written to nobody's descriptor meanwhile
+                    serve(0.0)  # `wake` has written nothing meanwhile
         finally:
             self.stop()
 
     def lead(self, serve: Serve, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Lead instead of the background thread until `is_done`, for at most `timeout_s` seconds, or until `stop`."""
+        """Lead instead of the background thread, until `is_done`, `stop` or the end of the time.
+
+        Args:
+            serve: does the work.
+            is_done: returns whether the result that the visiting thread waits for is there.
+            timeout_s: seconds to lead at most.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             with self._changed:
@@ -112,7 +120,7 @@ class LeaderFollower:
         with self._changed:
             self._background_follows = True
             self._changed.notify_all()
-            # The visitor says nothing when it leaves: mostly it is back at once, and this thread would wake for it.
+            # The visitor does not notify when it leaves: mostly it is back at once, and that would wake this thread.
             while not self._stopping and (self._visitor_leads or not self._is_due()):
                 self._changed.wait(_LINGER_S)
             self._background_follows = False
