@@ -41,7 +41,7 @@ from impala_llm.pipeline.transport.messages import Ack, Engines, Grant, HelloWan
 from impala_llm.pipeline.transport.rank_channels import ActorChannels
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
-from impala_llm.settings import WITH_VALUES, Config
+from impala_llm.settings import Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell
 
 RELAY_POLL_S = 0.05
@@ -80,7 +80,7 @@ class Actor:
         self.start_at = 0.0
         """Monotonic time before which it is not started again."""
         # Without a value past its end a part of an episode teaches nothing.
-        self.keep_aborted = config.algorithm.advantage in WITH_VALUES
+        self.keep_aborted = config.algorithm.credit.uses_values
         self.channel = ActorChannels(partial(self.connect, run_dir), config.learner.num_ranks)
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}

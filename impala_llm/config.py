@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -21,6 +23,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
+from impala_llm.algorithms.interface import Credit, Loss
+from impala_llm.algorithms.registry import PARTS, compose_part, limits, option_problems, options
 from impala_llm.hosts import (
     AUTHORISED,
     LEARNER_PUBLIC,
@@ -34,14 +38,14 @@ from impala_llm.hosts import (
 )
 from impala_llm.known_models import reasons_against
 from impala_llm.settings import (
-    AGAINST_GROUP,
     ASSETS,
     PACKAGE,
-    WITH_VALUES,
+    AlgorithmConfig,
     Config,
     EngineConfig,
     leaves,
     model_directory,
+    other_models,
 )
 from impala_llm.trajectory import block_words
 
@@ -60,12 +64,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.transfer": ("disk", "distributed"),
     "model.device": ("auto", "cpu", "cuda"),
     "model.cuda_products": ("float32", "tf32"),
-    "algorithm.advantage": (*WITH_VALUES, *AGAINST_GROUP, "distillation"),
-    "algorithm.granularity": ("turn", "token"),
-    "algorithm.turn_ratio": ("geometric", "product"),
-    "algorithm.loss": ("reinforce", "truncated_is", "ppo_clip", "decoupled_ppo", "cispo", "gspo", "dpo"),
-    "algorithm.is_level": ("token", "sequence"),
-    "algorithm.proximal": ("log_linear", "recomputed"),
     "algorithm.reject": ("none", "token", "sequence", "geometric"),
     "algorithm.aggregate": ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"),
     "algorithm.recompute_behaviour": ("never", "on_mismatch", "always"),
@@ -96,27 +94,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "actor.unroll_turns": (1, math.inf),
     "actor.unroll_tokens": (1, math.inf),
     "algorithm.group_size": (1, math.inf),
-    "algorithm.discount": (0, 1),
-    "algorithm.lam": (0, 1),
-    "algorithm.rho_bar": (1e-3, math.inf),
-    "algorithm.c_bar": (0, math.inf),
-    "algorithm.dead_band": (0, math.inf),
-    "algorithm.is_cap": (1e-3, math.inf),
-    "algorithm.clip_low": (0, 1),
-    "algorithm.clip_high": (0, math.inf),
-    "algorithm.dual_clip": (1, math.inf),
-    "algorithm.proximal_cap": (1e-3, math.inf),
     "algorithm.reject_low": (0, 1),
     "algorithm.reject_high": (1, math.inf),
     "algorithm.probability_limit": (0, 1),
-    "algorithm.value_coef": (0, 1000),
     "algorithm.entropy_coef": (0, 1000),
     "algorithm.entropy_target": (0, 100),
     "algorithm.entropy_rate": (0, 1000),
     "algorithm.entropy_alarm": (0, 1),
     "algorithm.length_alarm": (0, 1),
     "algorithm.kl_coef": (0, 1000),
-    "algorithm.dpo_beta": (1e-6, 1000),
     "algorithm.max_staleness": (0, math.inf),
     "algorithm.mismatch_alarm": (1e-9, math.inf),
     "learner.num_ranks": (1, math.inf),
@@ -174,8 +160,9 @@ def problems(config: Config) -> list[str]:
     for key, (low, high) in BOUNDS.items():
         value = values[key]
         if isinstance(value, int | float) and not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
-            found.append(f"{key}={value} is out of range: set it to {limits}")
+            found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
+    for name in PARTS:
+        found += option_problems(f"algorithm.{name}", getattr(config.algorithm, name))
     if found:
         return found  # what follows compares values that must be sane first
 
@@ -218,13 +205,6 @@ def problems(config: Config) -> list[str]:
             f"{-(-needed // (1 << 20))}, or lower learner.batch_size"
             + (", algorithm.max_staleness" if algorithm.group_size > 1 and algorithm.max_staleness else "")
             + " or engine.max_length"
-        )
-    compares = f"algorithm.advantage={algorithm.advantage}" if algorithm.advantage in AGAINST_GROUP else None
-    compares = "algorithm.loss=dpo" if algorithm.loss == "dpo" else compares
-    if compares and algorithm.group_size < 2:
-        found.append(
-            f"algorithm.group_size={algorithm.group_size} leaves {compares} nothing to compare: "
-            "set algorithm.group_size to at least 2, such as 8"
         )
     found += _algorithm_problems(config)
     if engine.max_length > learner.token_budget:
@@ -291,10 +271,8 @@ def problems(config: Config) -> list[str]:
 def _model_problems(config: Config) -> list[str]:
     """Models that are not there, and models of kinds that cannot be trained here."""
     found = []
-    for key in ("model.path", "algorithm.reference", "algorithm.teacher"):
-        group, _, name = key.partition(".")
-        path = getattr(getattr(config, group), name)
-        if path is None or (key == "model.path" and path == "scratch"):
+    for key, path in {"model.path": config.model.path, **other_models(config)}.items():
+        if key == "model.path" and path == "scratch":
             continue
         directory = model_directory(path)
         if directory is None:
@@ -318,7 +296,7 @@ def _no_model(key: str, path: str) -> str:
 
 
 def _algorithm_problems(config: Config) -> list[str]:
-    """Settings of the algorithm that contradict each other, or models that are not there."""
+    """Settings of the algorithm that contradict each other."""
     algorithm, found = config.algorithm, []
     staleness, interval = algorithm.max_staleness, config.learner.sync_interval
     if staleness is not None and (interval is None or staleness < interval - 1):
@@ -330,10 +308,10 @@ def _algorithm_problems(config: Config) -> list[str]:
         value = getattr(config.actor, key)
         if value is None:
             continue
-        if algorithm.advantage not in WITH_VALUES:
+        if not algorithm.credit.uses_values:
             found.append(
-                f"actor.{key}={value} does not go with algorithm.advantage={algorithm.advantage}, which judges whole "
-                f"episodes or each token: set actor.{key}=null or algorithm.advantage=vtrace"
+                f"actor.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, which has no value to "
+                f"stand for the rest of an episode: set actor.{key}=null or algorithm.credit=vtrace"
             )
         if algorithm.group_size > 1:
             found.append(
@@ -345,26 +323,9 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
                 "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
             )
-    if algorithm.loss == "gspo" and algorithm.advantage not in AGAINST_GROUP:
-        found.append(
-            f"algorithm.advantage={algorithm.advantage} does not go with algorithm.loss=gspo, whose ratio is one for a "
-            "whole episode: set algorithm.advantage=group_relative"
-        )
-    if algorithm.loss == "dpo" and algorithm.aggregate != "sequence_mean_token_sum":
-        found.append(
-            f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.loss=dpo, whose pairs are compared "
-            "as wholes: set algorithm.aggregate=sequence_mean_token_sum"
-        )
-    if algorithm.loss == "dpo" and algorithm.advantage not in AGAINST_GROUP:
-        found.append(
-            f"algorithm.advantage={algorithm.advantage} does not go with algorithm.loss=dpo, which compares episodes "
-            "of a group: set algorithm=dpo or algorithm.advantage=group_relative"
-        )
-    if algorithm.advantage == "distillation" and algorithm.teacher is None and not algorithm.teacher_context:
-        found.append(
-            "algorithm.advantage=distillation has neither algorithm.teacher nor algorithm.teacher_context: the policy "
-            "would be its own teacher; set one of them"
-        )
+    for part in (algorithm.credit, algorithm.loss):
+        if isinstance(part, Credit | Loss):
+            found += part.problems(algorithm)
     return found
 
 
@@ -473,6 +434,19 @@ def _host_problems(config: Config) -> list[str]:
     return found
 
 
+@dataclass
+class _RawAlgorithm(AlgorithmConfig):
+    """As it stands in files, before the names of its parts are looked up."""
+
+    credit: Any = field(default_factory=dict)
+    loss: Any = field(default_factory=dict)
+
+
+@dataclass
+class _RawConfig(Config):
+    algorithm: _RawAlgorithm = field(default_factory=_RawAlgorithm)
+
+
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose, type-check and check a configuration.
 
@@ -485,22 +459,42 @@ def load(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
     _refuse_unknown_keys(overrides)
-    words = _hydra_words(overrides)
+    words = _hydra_words([word for word in overrides if _part_of(word) is None])
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    store.store(name="schema", node=_RawConfig)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
             raw = compose("config", overrides=words)
         OmegaConf.resolve(raw)
-        config = OmegaConf.to_object(raw)
+        parts = {name: _part(name, raw.algorithm[name], overrides) for name in PARTS}
+        composed = OmegaConf.to_object(raw)
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, overrides)) from None
-    assert isinstance(config, Config)
-    found = problems(config)
-    if found:
-        raise ConfigError("\n".join(found))
+    assert isinstance(composed, _RawConfig)
+    algorithm = AlgorithmConfig(**(vars(composed.algorithm) | parts))
+    config = Config(**(vars(composed) | {"algorithm": algorithm}))
+    reasons = problems(config)
+    if reasons:
+        raise ConfigError("\n".join(reasons))
     return config
+
+
+def _part(name: str, in_files: Any, overrides: Sequence[str]) -> Credit | Loss:
+    """The credit or loss that files and words choose."""
+    words = [word for word in overrides if _part_of(word) == name]
+    try:
+        return compose_part(f"algorithm.{name}", PARTS[name], in_files, words)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _part_of(word: str) -> str | None:
+    """The part of the algorithm, of `PARTS`, that a word names or sets an option of."""
+    key = word.lstrip("+").partition("=")[0]
+    return next((name for name in PARTS if key == f"algorithm.{name}" or key.startswith(f"algorithm.{name}.")), None)
 
 
 def _hydra_words(overrides: Sequence[str]) -> list[str]:
@@ -532,25 +526,39 @@ def _settings_file(path: Path) -> DictConfig:
     return settings
 
 
+def known_keys() -> dict[str, object]:
+    """All settings with their defaults, those of every built-in credit and loss included."""
+    keys = {key: default for key, default in leaves(Config()) if _part_of(key) is None}
+    for name, table in PARTS.items():
+        keys[f"algorithm.{name}"] = None
+        for kind in table.built_in.values():
+            keys |= {f"algorithm.{name}.{f.name}": f.default for f in options(kind)}
+    return keys
+
+
 def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
     """Hydra would take `+key=value` of any key, and leave out `~key`."""
-    known = dict(leaves(Config()))
+    known = known_keys()
     parts = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
     for word in overrides:
         key, equals, value = word.partition("=")
         name = key.lstrip("+")
         if not equals or name.startswith("~"):
             raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
+        if _part_of(name) is not None:
+            continue  # what options there are, the part that is chosen says
         if name not in known and name not in parts and name not in _groups():
             raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
 
 
 FAMILIAR_NAMES = {
+    "advantage": "algorithm.credit",
+    "advantage_estimator": "algorithm.credit",
     "batch": "learner.batch_size",
     "epochs": "learner.total_updates",
     "eta": "algorithm.max_staleness",
-    "gamma": "algorithm.discount",
-    "lambda": "algorithm.lam",
+    "gamma": "algorithm.credit.discount",
+    "lambda": "algorithm.credit.lam",
     "lr": "learner.learning_rate",
     "max_steps": "learner.total_updates",
     "max_tokens": "engine.max_new_tokens",
@@ -610,14 +618,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
-    known = dict(leaves(Config()))
+    known = known_keys()
     file = given.get("experiment", "")
     file = file if file.endswith((".yaml", ".yml")) else ""
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
             return f"{key}={value} is not known: choose one of {', '.join(choices)}"
-        if key not in known and key not in _groups():
+        if key not in known and key not in _groups() and _part_of(key) is None:
             return f"{key}={value}: {key} is a group of settings: set them one by one, such as " + next(
                 f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")
             )

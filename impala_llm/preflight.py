@@ -25,7 +25,7 @@ from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run, left_bytes, shared_memory
-from impala_llm.settings import Config, holds_run, model_directory
+from impala_llm.settings import Config, holds_run, model_directory, other_models
 
 MEGABYTE = 1 << 20
 DISK_SPARE = 32 * MEGABYTE
@@ -144,11 +144,8 @@ def _model(config: Config) -> list[str]:
 def _other_models(config: Config) -> list[str]:
     """The files of the other models that the learner loads."""
     found = []
-    for key, path in (
-        ("algorithm.reference", config.algorithm.reference),
-        ("algorithm.teacher", config.algorithm.teacher),
-    ):
-        if path is not None and (directory := model_directory(path)) is not None:
+    for key, path in other_models(config).items():
+        if (directory := model_directory(path)) is not None:
             found += _weights(key, path, directory)
     return found
 

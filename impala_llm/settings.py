@@ -3,12 +3,24 @@
 Invariant: nothing here looks at another setting, or at more of the machine than whether a file is there.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"
+
+
+def bounded(default: float | None, least: float, most: float = math.inf) -> Any:
+    """A field for a number, or None, between two bounds, both included."""
+    return field(default=default, metadata={"range": (least, most)})
+
+
+def one_of(default: str, *others: str) -> Any:
+    """A field for one of several words."""
+    return field(default=default, metadata={"choices": (default, *others)})
 
 
 @dataclass
@@ -154,49 +166,36 @@ class ActorConfig:
 
 
 @dataclass
+class CreditSettings:
+    """The chosen credit. `config.load` makes it the registered class of that name, which adds options of its own."""
+
+    name: str = ""
+    """Short name, or import path of your own as module:Class; written `algorithm.credit=NAME`."""
+    discount: float = bounded(1.0, 0, 1)
+    """γ a turn, of returns and values."""
+
+    uses_values: ClassVar[bool] = False
+    """Whether it needs the value head, which can also stand for the rest of an episode that was cut."""
+    compares_group: ClassVar[bool] = False
+    """Whether it compares an episode with the others of its group."""
+
+
+@dataclass
+class LossSettings:
+    """The chosen policy loss. `config.load` makes it the registered class of that name, which adds its own options."""
+
+    name: str = ""
+    """Short name, or import path of your own as module:Class; written `algorithm.loss=NAME`."""
+
+
+@dataclass
 class AlgorithmConfig:
-    advantage: str = "vtrace"
-    """What an action is worth. With a value head: vtrace | gae (the same without correction). Without: group_relative
-    (an episode's return against its group's mean) | rloo (against the mean of the others) | distillation (how much more
-    likely the teacher finds each token)."""
-    granularity: str = "turn"
-    """vtrace, gae: one step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
+    credit: CreditSettings = field(default_factory=CreditSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
     group_size: int = 1
     """Episodes of the same task that are granted, and where returns are compared, compared together."""
-    normalize_std: bool = False
-    """group_relative: divide by the group's standard deviation."""
     normalize_reward: bool = False
     """Divide rewards by the standard deviation of all returns so far."""
-    discount: float = 1.0
-    """γ a turn."""
-    lam: float = 1.0
-    """λ of GAE and V-trace."""
-    rho_bar: float = 1.0
-    """vtrace: ρ̄, cap of the weight of a temporal difference; it decides what value is learned."""
-    c_bar: float = 1.0
-    """vtrace: c̄, cap of the weight with which later differences count; it decides how fast."""
-    turn_ratio: str = "geometric"
-    """Ratio of a turn in V-trace: geometric (mean of its tokens' log-ratios) | product."""
-    dead_band: float = 0.0
-    """vtrace: token log-ratios smaller than this count as 0 in the recursion."""
-    loss: str = "truncated_is"
-    """reinforce (no ratio: no correction) | truncated_is | ppo_clip | decoupled_ppo | cispo | gspo | dpo (pairs of the
-    best and the worst episode of each group)."""
-    is_cap: float = 1.0
-    """truncated_is: cap C of the weight min(π/μ, C)."""
-    is_level: str = "token"
-    """truncated_is: the weight is of a token | sequence (of all its tokens together)."""
-    clip_low: float = 0.2
-    """ppo_clip, decoupled_ppo, gspo: ratios are clipped at 1 - clip_low."""
-    clip_high: float = 0.28
-    """ppo_clip, decoupled_ppo, cispo; gspo wants about 3e-4 and 4e-4 instead."""
-    dual_clip: float = 3.0
-    """ppo_clip, decoupled_ppo, gspo: largest ratio that counts for a negative advantage."""
-    proximal: str = "log_linear"
-    """decoupled_ppo: π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins
-    (recomputed). With one step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
-    proximal_cap: float | None = None
-    """decoupled_ppo: cap of the weight π_prox/μ; None: not truncated."""
     reject: str = "none"
     """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
     sequence); what lies outside of reject_low and reject_high does not teach."""
@@ -208,8 +207,6 @@ class AlgorithmConfig:
     """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
     aggregate: str = "token_mean"
     """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
-    value_coef: float = 0.5
-    """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Bonus for entropy; with a target, its start."""
     entropy_target: float | None = None
@@ -224,13 +221,8 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of KL(π‖reference), per token."""
     reference: str | None = None
-    """Reference policy of kl_coef and dpo, as model.path; None: the one that training started from."""
-    dpo_beta: float = 0.1
-    """dpo: β, how strongly the policy is held to the reference."""
-    teacher: str | None = None
-    """distillation: the teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
-    teacher_context: str = ""
-    """distillation: what the teacher reads before the episode, such as a hint."""
+    """Reference policy of kl_coef and of algorithm.credit=preference, as model.path; None: the one that training
+    started from."""
     max_staleness: int | None = 2
     """η, in policy versions: the policy loss has no term for an older action token, and a trajectory, or group, is
     dropped when all of its are older. 0 is synchronous, None free running. What episodes that last longer than η
@@ -364,10 +356,13 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-WITH_VALUES = ("vtrace", "gae")
-"""Values of `algorithm.advantage` that need the value head, and can bootstrap an episode that was cut."""
-AGAINST_GROUP = ("group_relative", "rloo")
-"""Those that compare an episode with the others of its group."""
+def other_models(config: Config) -> dict[str, str]:
+    """Models that the learner loads beside the policy: setting -> path."""
+    paths = {
+        "algorithm.reference": config.algorithm.reference,
+        "algorithm.credit.teacher": getattr(config.algorithm.credit, "teacher", None),
+    }
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 def model_directory(path: str) -> Path | None:

@@ -6,12 +6,13 @@ number that is not finite ends no rank: all leave the step out together, and the
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from impala_llm.algorithms.advantages import group_relative, rloo
 from impala_llm.algorithms.importance import segment_sum
+from impala_llm.algorithms.interface import Credit, Episodes, Loss
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import MismatchMonitor
@@ -20,12 +21,11 @@ from impala_llm.learning.objective import Denominators, Outcome, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.limited_warnings import RateLimitedWarnings
-from impala_llm.observability.metrics import MetricLog, StageTimer
+from impala_llm.observability.metrics import MetricLog, StageTimer, declare
 from impala_llm.replay import ReplayBuffer, ReplayShare
-from impala_llm.settings import AGAINST_GROUP, Config
+from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 _COMPLAINT_INTERVAL_S = 10.0
@@ -45,6 +45,11 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
         self.share = share
+        credit, loss = config.algorithm.credit, config.algorithm.loss
+        assert isinstance(credit, Credit) and isinstance(loss, Loss), "config.load makes them"
+        self.credit = credit
+        declare("credit", credit.metrics)
+        declare("loss", loss.metrics)
         self.timer = StageTimer()
         self.optimizer = Optimizer(model, config.learner)
         self.monitor = MismatchMonitor(config, model, ranks.device)
@@ -74,16 +79,18 @@ class Trainer:
         with timer.stage("pack"):
             trajectories = batch.trajectories
             counts = self.count(trajectories)
-            advantages = self.episode_advantages(trajectories)
+            prepared = self.credit.prepare(self.episodes(trajectories))
             finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
             culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
             # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
             # computed.
             teaching = list(range(len(trajectories)))
-            if advantages is not None and self.entropy.coef == algorithm.kl_coef == 0:
-                teaching = advantages.nonzero().flatten().tolist()
+            if prepared is not None and self.entropy.coef == algorithm.kl_coef == 0:
+                teaching = prepared.advantages.nonzero().flatten().tolist()
                 log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
                 teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
+            for name, value, weight in () if prepared is None else prepared.figures:
+                log.add(name, value, weight)
             weights = self.draw_weights(batch)
             micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
         with timer.stage("forward"):
@@ -101,7 +108,7 @@ class Trainer:
                     config,
                     self.model,
                     micro,
-                    None if advantages is None else advantages[members].to(ranks.device),
+                    None if prepared is None else prepared.advantages[members].to(ranks.device),
                     weights[members].to(ranks.device),
                     counts,
                     version,
@@ -176,30 +183,21 @@ class Trainer:
         total, count = self.ranks.sum([sum(batch.weights), len(batch.weights)])
         return torch.tensor(batch.weights, dtype=torch.float32) * (count / total)
 
-    def episode_advantages(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
-        """float32[M], one for each trajectory; None where a value head or a teacher says what each action is worth."""
-        algorithm = self.config.algorithm
-        if algorithm.advantage not in AGAINST_GROUP:
-            return None
+    def episodes(self, trajectories: Sequence[Trajectory]) -> Episodes:
+        """The batch as a credit prepares it."""
         returns = torch.tensor([self.episode_return(t) for t in trajectories]) / self.rewards.divisor
         group_ids = torch.tensor([t.group_id for t in trajectories])
-        if algorithm.loss == "dpo":
-            return self.pair_advantages(trajectories, returns, group_ids)
-        if algorithm.advantage == "rloo":
-            return rloo(returns, group_ids)
-        return group_relative(returns, group_ids, algorithm.normalize_std)
+        return Episodes(trajectories, returns, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
 
     def episode_return(self, t: Trajectory) -> float:
         """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts."""
-        discount = self.config.algorithm.discount
+        discount = self.config.algorithm.credit.discount
         if discount == 1.0:
             return float(t.rewards.sum(dtype=np.float64))
         return sum(discount**k * float(t.rewards[start:end].sum()) for k, (start, end) in enumerate(t.turns.tolist()))
 
-    def pair_advantages(
-        self, trajectories: Sequence[Trajectory], returns: torch.Tensor, group_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """What DPO asks of each episode. `sequence_mean_token_sum` makes it the mean over the pairs of all ranks."""
+    def log_probs(self, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[M] twice: log π and log π_ref of all action tokens of a trajectory together."""
         policy, reference = torch.zeros(len(trajectories)), torch.zeros(len(trajectories))
         for cpu_micro in pack(trajectories, self.config.learner.token_budget):
             micro = cpu_micro.to(self.ranks.device)
@@ -208,11 +206,7 @@ class Trainer:
             ours = action_log_probs(self.model, micro, self.config.engine.temperature)
             for log_probs, totals in ((ours, policy), (theirs, reference)):
                 totals[list(micro.members)] = segment_sum(log_probs, micro.segment_ids, len(micro.members)).cpu()
-        found = pair_advantages(policy, reference, returns, group_ids, self.config.algorithm.dpo_beta)
-        num_pairs, num_sequences = self.ranks.sum([found.num_pairs, len(trajectories)])
-        for name, value in found.metrics.items():
-            self.log.add(f"preference/{name}", value, float(found.num_pairs))
-        return found.advantages * (num_sequences / max(1.0, num_pairs))
+        return policy, reference
 
     def not_finite(self, outcome: Outcome, rows: Sequence[Trajectory]) -> list[Trajectory]:
         """Trajectories of a micro-batch, whose gradient was just added, that have brought a number that is not finite:

@@ -92,7 +92,7 @@ def test_overrides_and_groups_take_effect():
         (["actor.unroll_turns=0"], ["actor.unroll_turns=0", "at least 1"]),
         (
             ["algorithm=group_relative", "actor.unroll_turns=2"],
-            ["actor.unroll_turns=2", "algorithm.advantage=group_relative", "algorithm.group_size=", "=vtrace"],
+            ["actor.unroll_turns=2", "algorithm.credit=group_relative", "algorithm.group_size=", "=vtrace"],
         ),
         (
             ["algorithm.max_staleness=0", "actor.unroll_tokens=9"],
@@ -204,7 +204,7 @@ def test_an_actor_does_not_guess_which_key_is_its_own(tmp_path):
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        load(["model=scratch", "algorithm.max_staleness=-1", "algorithm.discount=2"])
+        load(["model=scratch", "algorithm.max_staleness=-1", "algorithm.credit.discount=2"])
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -66,7 +66,7 @@ def test_two_lags_and_methods_play_the_same_tasks_and_runs_repeat_to_the_bit(bat
     first = lab.run(small(4))
     again = lab.run(small(4))
     assert first["curve"] == again["curve"]
-    lab.run(small(0, 5, "algorithm.advantage=gae", "algorithm.loss=reinforce"))
+    lab.run(small(0, 5, "algorithm.credit=gae", "algorithm.loss=reinforce"))
     tasks = [[t.task_id for t in trajectories] for _, trajectories in batches]
     assert tasks[:5] == tasks[5:10] == tasks[10:]
 

@@ -18,15 +18,15 @@ COMMON = (
 )  # fmt: skip
 
 METHODS: dict[str, tuple[str, ...]] = {
-    "no correction": ("algorithm.advantage=gae", "algorithm.loss=reinforce"),
-    "token-TIS": ("algorithm.advantage=gae", "algorithm.loss=truncated_is"),
-    "V-trace token": ("algorithm.advantage=vtrace", "algorithm.granularity=token", "algorithm.loss=truncated_is"),
-    "V-trace turn": ("algorithm.advantage=vtrace", "algorithm.granularity=turn", "algorithm.loss=truncated_is"),
-    "decoupled PPO": ("algorithm.advantage=gae", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed"),
-    "PPO clip": ("algorithm.advantage=gae", "algorithm.loss=ppo_clip"),
+    "no correction": ("algorithm.credit=gae", "algorithm.loss=reinforce"),
+    "token-TIS": ("algorithm.credit=gae", "algorithm.loss=truncated_is"),
+    "V-trace token": ("algorithm.credit=vtrace", "algorithm.credit.granularity=token", "algorithm.loss=truncated_is"),
+    "V-trace turn": ("algorithm.credit=vtrace", "algorithm.credit.granularity=turn", "algorithm.loss=truncated_is"),
+    "decoupled PPO": ("algorithm.credit=gae", "algorithm.loss=decoupled_ppo", "algorithm.loss.proximal=recomputed"),
+    "PPO clip": ("algorithm.credit=gae", "algorithm.loss=ppo_clip"),
     "V-trace turn, PPO clip": (
-        "algorithm.advantage=vtrace",
-        "algorithm.granularity=turn",
+        "algorithm.credit=vtrace",
+        "algorithm.credit.granularity=turn",
         "algorithm.loss=ppo_clip",
     ),
 }
@@ -34,10 +34,14 @@ METHODS: dict[str, tuple[str, ...]] = {
 which is not truncated, is all that is left of it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "weights not capped": ("algorithm.is_cap=1000000",),
-    "weights capped at 5": ("algorithm.is_cap=5",),
-    "upper clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_low=1", "algorithm.dual_clip=1000000"),
-    "lower clip alone": ("algorithm.loss=ppo_clip", "algorithm.clip_high=1000000", "algorithm.dual_clip=1000000"),
+    "weights not capped": ("algorithm.loss.cap=1000000",),
+    "weights capped at 5": ("algorithm.loss.cap=5",),
+    "upper clip alone": ("algorithm.loss=ppo_clip", "algorithm.loss.clip_low=1", "algorithm.loss.dual_clip=1000000"),
+    "lower clip alone": (
+        "algorithm.loss=ppo_clip",
+        "algorithm.loss.clip_high=1000000",
+        "algorithm.loss.dual_clip=1000000",
+    ),
     "slower Adam": ("learner.adam_beta2=0.999",),
 }
 """Part (d): one thing about V-trace turn with weights capped at 1 is changed, to see what makes it break."""

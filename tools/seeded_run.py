@@ -46,20 +46,25 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "corridor_vtrace": (4, 1, CORRIDOR),
     "quickstart": (4, 1, ("experiment=quickstart", "algorithm.max_staleness=0")),
     "reuse_truncated_is": (1, 3, REUSE),
-    "reuse_sequence": (1, 3, (*REUSE, "algorithm.is_level=sequence", "algorithm.is_cap=2")),
+    "reuse_sequence": (1, 3, (*REUSE, "algorithm.loss.level=sequence", "algorithm.loss.cap=2")),
     "reuse_reinforce": (1, 3, (*REUSE, "algorithm.loss=reinforce", "algorithm.kl_coef=0.1")),
-    "reuse_cispo": (1, 3, (*REUSE, "algorithm.loss=cispo", "algorithm.advantage=rloo", "algorithm.reject=token")),
-    "reuse_gspo": (1, 3, (*REUSE, "algorithm.loss=gspo")),
+    "reuse_cispo": (1, 3, (*REUSE, "algorithm.loss=cispo", "algorithm.credit=rloo", "algorithm.reject=token")),
+    "reuse_gspo": (
+        1, 3, (*REUSE, "algorithm.loss=gspo", "algorithm.loss.clip_low=0.2", "algorithm.loss.clip_high=0.28")
+    ),
     "reuse_dpo": (1, 3, (*REUSE, "algorithm=dpo")),
     "reuse_distillation": (
-        1, 3, (*REUSE, "algorithm.advantage=distillation", "algorithm.teacher_context=b", "algorithm.group_size=1")
+        1, 3, (*REUSE, "algorithm.credit=distillation", "algorithm.credit.teacher_context=b", "algorithm.group_size=1")
     ),
     "reuse_ppo": (1, 3, (*LAGGED, "algorithm=ppo", "algorithm.probability_limit=0.1")),
-    "reuse_decoupled": (1, 3, (*LAGGED, "algorithm=decoupled_ppo", "algorithm.lam=0.9")),
+    "reuse_decoupled": (1, 3, (*LAGGED, "algorithm=decoupled_ppo", "algorithm.credit.lam=0.9")),
     "reuse_vtrace_token": (
-        1, 3, (*LAGGED, "algorithm.granularity=token", "algorithm.loss=truncated_is", "algorithm.dead_band=0.01")
+        1, 3, (
+            *LAGGED, "algorithm.loss=truncated_is",
+            "algorithm.credit.granularity=token", "algorithm.credit.dead_band=0.01",
+        )
     ),
-    "reuse_vtrace_product": (1, 3, (*LAGGED, "algorithm.turn_ratio=product", "algorithm.discount=0.9")),
+    "reuse_vtrace_product": (1, 3, (*LAGGED, "algorithm.credit.turn_ratio=product", "algorithm.credit.discount=0.9")),
 }  # fmt: skip
 
 

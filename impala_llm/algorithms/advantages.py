@@ -1,17 +1,24 @@
 """Advantages: from a critic by GAE, or without one from an episode's score against the others of its group.
 
+Each is a pure function, and below it the part of an algorithm that `algorithm.credit` names.
+
 A group is the episodes of one task from one start; there everything is per episode: `scores` float[M], `group_ids`
 int64[M] in any order and with any numbers. Invariant: a group in which there is nothing to compare (one member, or all
 scores equal) gets exactly 0, and within a group advantages sum to 0 up to rounding. Nothing carries a gradient.
 """
 
-from typing import NamedTuple
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from impala_llm.algorithms import kernels, scan
 from impala_llm.algorithms.checks import require_bootstrap, require_float, require_same_floats
+from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepared, Scored, Worth, credit
+from impala_llm.algorithms.vtrace import StepData, TurnVTraceOutput, ValueCredit, token_vtrace, turn_vtrace
+from impala_llm.settings import AlgorithmConfig
 
 
 class GAEOutput(NamedTuple):
@@ -66,6 +73,40 @@ def gae(
     return GAEOutput(advantages, advantages + values)
 
 
+@credit("gae")
+@dataclass
+class GAE(ValueCredit):
+    """The λ-return minus the value: V-trace without ratios, and so without correction for the age of the data."""
+
+    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
+        recursion = token_vtrace if self.granularity == "token" else turn_vtrace
+        target = recursion(torch.zeros_like(scored.log_ratio), *data, self.discount, 1.0, 1.0, self.lam)
+        return target.vs - values, target
+
+
+@dataclass
+class EpisodeCredit(Credit):
+    """One advantage for all tokens of an episode, known before the batch is packed."""
+
+    of_episodes: ClassVar[bool] = True
+    compares_group: ClassVar[bool] = True
+
+    @abstractmethod
+    def prepare(self, episodes: Episodes) -> Prepared: ...
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
+        assert prepared is not None
+        return Worth(prepared[scored.segment_ids])
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        if not self.compares_group or algorithm.group_size > 1:
+            return []
+        return [
+            f"algorithm.group_size={algorithm.group_size} leaves algorithm.credit={self.name} nothing to compare: set "
+            "algorithm.group_size to at least 2, such as 8"
+        ]
+
+
 @torch.no_grad()
 def group_relative(scores: Tensor, group_ids: Tensor, normalize_std: bool = False) -> Tensor:
     """score - mean of its group (GRPO, arXiv 2402.03300, section 4.1.2).
@@ -85,6 +126,18 @@ def group_relative(scores: Tensor, group_ids: Tensor, normalize_std: bool = Fals
     return torch.where(groups.std > 0, groups.deviation / groups.std, groups.deviation)
 
 
+@credit("group_relative")
+@dataclass
+class GroupRelative(EpisodeCredit):
+    """An episode's return minus the mean of its group; see `group_relative`."""
+
+    normalize_std: bool = False
+    """Divide by the group's standard deviation."""
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        return Prepared(group_relative(episodes.returns, episodes.group_ids, self.normalize_std))
+
+
 @torch.no_grad()
 def rloo(scores: Tensor, group_ids: Tensor) -> Tensor:
     """score - mean of the OTHER scores of its group (leave-one-out baseline, arXiv 2402.14740).
@@ -99,6 +152,15 @@ def rloo(scores: Tensor, group_ids: Tensor) -> Tensor:
     groups = _group_statistics(scores, group_ids)
     # s - (n·mean - s)/(n - 1) = n/(n - 1) (s - mean)
     return groups.deviation * groups.size / (groups.size - 1).clamp(min=1)
+
+
+@credit("rloo")
+@dataclass
+class RLOO(EpisodeCredit):
+    """An episode's return minus the mean of the others of its group; see `rloo`."""
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        return Prepared(rloo(episodes.returns, episodes.group_ids))
 
 
 def _group_statistics(scores: Tensor, group_ids: Tensor) -> _Groups:

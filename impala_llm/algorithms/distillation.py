@@ -5,13 +5,16 @@ distillation the teacher is the policy itself, which reads more (a hint, a refle
 `insert_context` lays out what it reads, and says where the student's tokens went.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from impala_llm.algorithms.checks import require_same_floats
 from impala_llm.algorithms.importance import LOG_RATIO_LIMIT
+from impala_llm.algorithms.interface import Credit, PackedBatch, Scored, Worth, credit
+from impala_llm.settings import AlgorithmConfig
 
 
 class ContextRows(NamedTuple):
@@ -42,6 +45,30 @@ def reverse_kl_signal(teacher_log_probs: Tensor, student_log_probs: Tensor) -> T
     """
     require_same_floats(("teacher_log_probs", teacher_log_probs), ("student_log_probs", student_log_probs), ndim=1)
     return (teacher_log_probs - student_log_probs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+@credit("distillation")
+@dataclass
+class Distillation(Credit):
+    """How much more likely the teacher finds each sampled token; see `reverse_kl_signal`."""
+
+    needs_teacher: ClassVar[bool] = True
+    teacher: str | None = None
+    """The teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
+    teacher_context: str = ""
+    """What the teacher reads before the episode, such as a hint."""
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
+        assert scored.teacher_log_probs is not None
+        return Worth(reverse_kl_signal(scored.teacher_log_probs, scored.log_probs.detach()))
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        if self.teacher is not None or self.teacher_context:
+            return []
+        return [
+            f"algorithm.credit={self.name} has neither algorithm.credit.teacher nor algorithm.credit.teacher_context: "
+            "the policy would be its own teacher; set one of them"
+        ]
 
 
 def insert_context(

@@ -1,5 +1,7 @@
 """Policy losses under importance correction, per action token, and how they become one number.
 
+Each is a pure function, and below it the part of an algorithm that `algorithm.loss` names: its fields are options.
+
 All inputs are flat float[N] over action tokens: `log_probs` is log π with gradient, `behaviour_log_probs` is log μ as
 the engine reported it, `advantages` is the advantage of each token. Only `log_probs` is differentiated.
 ρ = e^(log π - log μ), with the log-ratio clamped to ±20.
@@ -9,7 +11,8 @@ micro-batch without tokens gives a loss of 0 that can be differentiated: every r
 """
 
 import math
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +23,38 @@ from impala_llm.algorithms.checks import (
     require_same_floats,
     require_segment_ids,
 )
-from impala_llm.algorithms.importance import ratios, segment_mean
+from impala_llm.algorithms.importance import (
+    LOG_RATIO_LIMIT,
+    log_linear_proximal,
+    ratios,
+    segment_mean,
+    segment_sum,
+)
+from impala_llm.algorithms.interface import Loss, LossOutput, Scored, loss
+from impala_llm.settings import AlgorithmConfig, bounded, one_of
+
+RATIO_METRICS = {
+    "ratio_mean": "mean of the ratio that the loss bounds, per action token that teaches",
+    "ratio_max": "largest ratio that the loss bounds",
+    "clip_share": "share of the action tokens that teach where a bound of the loss has an effect",
+}
+TRUNCATION_METRICS = RATIO_METRICS | {
+    "truncated_share": "share of the action tokens that teach with a ratio above the cap of the weight",
+}
+CLIP_METRICS = RATIO_METRICS | {
+    "clip_high_share": "share of the action tokens that teach with A > 0 and a ratio above 1 + clip_high: no gradient",
+    "clip_low_share": "share of the action tokens that teach with A < 0 and a ratio below 1 - clip_low: no gradient",
+    "dual_clip_share": "share of the action tokens that teach with A < 0 and a ratio above dual_clip: no gradient",
+}
 
 
-class LossOutput(NamedTuple):
-    per_token: Tensor
-    """float[N]: loss of each token, not yet averaged; see `aggregate`."""
-    metrics: dict[str, Tensor]
-    """Scalars without gradient. Names in `_mean` and `_share` are means over the N tokens (0 when N is 0), so
-    micro-batches combine weighted by N; names in `_max` combine by maximum. All losses have ratio_mean and ratio_max,
-    of the ratio that they bound, and clip_share, the tokens where the bound has an effect."""
+@loss("reinforce")
+@dataclass
+class Reinforce(Loss):
+    """-A log π: no ratio, and so no correction."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        return LossOutput(-advantages * scored.log_probs, {}, torch.ones_like(advantages))
 
 
 def ppo_clip(
@@ -61,8 +86,28 @@ def ppo_clip(
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     ratio = ratios(log_probs - behaviour_log_probs.detach())
-    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
-    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs))
+    per_token, shares, weights = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    weights = _where_free(log_probs - behaviour_log_probs, weights)
+    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs), weights)
+
+
+@loss("ppo_clip")
+@dataclass
+class PPOClip(Loss):
+    """PPO with a dual clip; see `ppo_clip`."""
+
+    metrics = CLIP_METRICS
+    clip_low: float = bounded(0.2, 0, 1)
+    """Ratios are clipped at 1 - clip_low."""
+    clip_high: float = bounded(0.28, 0)
+    """Ratios are clipped at 1 + clip_high."""
+    dual_clip: float = bounded(3.0, 1)
+    """Largest ratio that counts for a negative advantage."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        return ppo_clip(
+            scored.log_probs, scored.behaviour_log_probs, advantages, self.clip_low, self.clip_high, self.dual_clip
+        )
 
 
 def decoupled_ppo(
@@ -98,10 +143,46 @@ def decoupled_ppo(
     proximal_log_probs = proximal_log_probs.detach()
     ratio = ratios(log_probs - proximal_log_probs)
     weight = ratios(proximal_log_probs - behaviour_log_probs.detach())
-    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    per_token, shares, free = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    free = _where_free(log_probs - proximal_log_probs, free)
     metrics = _ratio_metrics(ratio) | _ratio_metrics(weight, "weight") | shares
     metrics["weight_truncated_share"] = _share(weight > cap)
-    return LossOutput(weight.clamp(max=cap) * per_token, _in_dtype(metrics, log_probs))
+    weight = weight.clamp(max=cap)
+    return LossOutput(weight * per_token, _in_dtype(metrics, log_probs), weight * free)
+
+
+@loss("decoupled_ppo")
+@dataclass
+class DecoupledPPO(Loss):
+    """(π_prox/μ) times PPO's clip on π/π_prox; see `decoupled_ppo`."""
+
+    metrics = CLIP_METRICS | {
+        "weight_mean": "mean of π_prox/μ before its cap, per action token that teaches",
+        "weight_max": "largest π_prox/μ before its cap",
+        "weight_truncated_share": "share of the action tokens that teach whose π_prox/μ is above proximal_cap",
+    }
+    clip_low: float = bounded(0.2, 0, 1)
+    """π/π_prox is clipped at 1 - clip_low."""
+    clip_high: float = bounded(0.28, 0)
+    """π/π_prox is clipped at 1 + clip_high."""
+    dual_clip: float = bounded(3.0, 1)
+    """Largest π/π_prox that counts for a negative advantage."""
+    proximal: str = one_of("log_linear", "recomputed")
+    """π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins (recomputed). With one
+    step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
+    proximal_cap: float | None = bounded(None, 1e-3)
+    """Cap of the weight π_prox/μ; None: not truncated."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        proximal = scored.log_probs.detach()
+        if self.proximal == "log_linear":
+            proximal = log_linear_proximal(
+                scored.log_probs, scored.behaviour_log_probs, scored.versions, scored.version
+            )
+        return decoupled_ppo(
+            scored.log_probs, scored.behaviour_log_probs, advantages, proximal,
+            self.clip_low, self.clip_high, self.dual_clip, self.proximal_cap or math.inf,
+        )  # fmt: skip
 
 
 def gspo(
@@ -132,10 +213,41 @@ def gspo(
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     require_segment_ids("segment_ids", segment_ids, log_probs.shape[0])
-    log_ratio = log_probs - behaviour_log_probs.detach()
-    ratio = ratios(segment_mean(log_ratio, segment_ids))[segment_ids]
-    per_token, shares = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
-    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs))
+    log_ratio = segment_mean(log_probs - behaviour_log_probs.detach(), segment_ids)
+    ratio = ratios(log_ratio)[segment_ids]
+    per_token, shares, weights = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    # A token moves its row's ratio, and with it the terms of all tokens of the row.
+    signs = torch.where(advantages < 0, -1.0, 1.0)
+    weights = signs * segment_mean(signs * _where_free(log_ratio[segment_ids], weights), segment_ids)[segment_ids]
+    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs), weights)
+
+
+@loss("gspo")
+@dataclass
+class GSPO(Loss):
+    """PPO's clip on the geometric mean of an episode's ratios; see `gspo`."""
+
+    metrics = CLIP_METRICS
+    clip_low: float = bounded(3e-4, 0, 1)
+    """The ratio of an episode is clipped at 1 - clip_low; it stays much nearer to 1 than that of a token."""
+    clip_high: float = bounded(4e-4, 0)
+    """The ratio of an episode is clipped at 1 + clip_high."""
+    dual_clip: float = bounded(3.0, 1)
+    """Largest ratio that counts for a negative advantage."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        return gspo(
+            scored.log_probs, scored.behaviour_log_probs, advantages, scored.segment_ids,
+            self.clip_low, self.clip_high, self.dual_clip,
+        )  # fmt: skip
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        if getattr(algorithm.credit, "of_episodes", False):
+            return []
+        return [
+            f"algorithm.credit={algorithm.credit.name} does not go with algorithm.loss=gspo, whose ratio is one for a "
+            "whole episode: set algorithm.credit=group_relative"
+        ]
 
 
 def cispo(
@@ -162,6 +274,19 @@ def cispo(
     return truncated_is(log_probs, behaviour_log_probs, advantages, 1.0 + clip_high)
 
 
+@loss("cispo")
+@dataclass
+class CISPO(Loss):
+    """-sg(min(ρ, 1 + clip_high)) A log π; see `cispo`."""
+
+    metrics = TRUNCATION_METRICS
+    clip_high: float = bounded(0.28, 0)
+    """Ratios are truncated at 1 + clip_high."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        return cispo(scored.log_probs, scored.behaviour_log_probs, advantages, self.clip_high)
+
+
 def truncated_is(
     log_probs: Tensor,
     behaviour_log_probs: Tensor,
@@ -185,11 +310,25 @@ def truncated_is(
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     _require_cap(cap)
-    ratio = ratios((log_probs - behaviour_log_probs).detach())
-    metrics = _ratio_metrics(ratio)
-    metrics["truncated_share"] = metrics["clip_share"] = _share(ratio > cap)
-    per_token = -ratio.clamp(max=cap) * advantages.detach() * log_probs
-    return LossOutput(per_token, _in_dtype(metrics, log_probs))
+    return _truncated(log_probs, ratios((log_probs - behaviour_log_probs).detach()), advantages, cap)
+
+
+@loss("truncated_is")
+@dataclass
+class TruncatedIS(Loss):
+    """-sg(min(ρ, cap)) A log π; see `truncated_is`."""
+
+    metrics = TRUNCATION_METRICS
+    cap: float = bounded(1.0, 1e-3)
+    """Cap C of the weight min(π/μ, C)."""
+    level: str = one_of("token", "sequence")
+    """The ratio is of a token | sequence: of all tokens of an episode together."""
+
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        if self.level == "token":
+            return truncated_is(scored.log_probs, scored.behaviour_log_probs, advantages, self.cap)
+        ratio = ratios(segment_sum(scored.log_ratio, scored.segment_ids)[scored.segment_ids])
+        return _truncated(scored.log_probs, ratio, advantages, self.cap)
 
 
 def reference_penalty(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -262,10 +401,19 @@ def _require_cap(cap: float) -> None:
         raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
 
 
+def _truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> LossOutput:
+    """REINFORCE under constant ratios [N], truncated."""
+    metrics = _ratio_metrics(ratio)
+    metrics["truncated_share"] = metrics["clip_share"] = _share(ratio > cap)
+    weights = ratio.clamp(max=cap)
+    return LossOutput(-weights * advantages.detach() * log_probs, _in_dtype(metrics, log_probs), weights)
+
+
 def _clipped(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss for any ratio [N], and the shares of the tokens that each of its bounds holds."""
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """PPO's clipped loss for any ratio [N], the shares of the tokens that each of its bounds holds, and the ratios with
+    0 where a bound does."""
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low is {clip_low}: it must lie in [0, 1]")
     require_at_least("clip_high", clip_high, 0.0)
@@ -282,7 +430,13 @@ def _clipped(
         "dual_clip_share": _share(loss & (ratio > dual)),
     }
     shares["clip_share"] = sum(shares.values(), start=torch.zeros_like(shares["dual_clip_share"]))
-    return -effective * advantages, shares
+    is_free = torch.where(loss, (ratio >= 1.0 - clip_low) & (ratio <= dual), ratio <= 1.0 + clip_high)
+    return -effective * advantages, shares, torch.where(is_free, ratio, 0.0)
+
+
+def _where_free(log_ratio: Tensor, weights: Tensor) -> Tensor:
+    """The weights, and 0 where the clamp of the log-ratio holds the gradient."""
+    return torch.where(log_ratio.detach().abs() <= LOG_RATIO_LIMIT, weights, 0.0)
 
 
 def _ratio_metrics(ratio: Tensor, name: str = "ratio") -> dict[str, Tensor]:

@@ -4,13 +4,17 @@
 this is online, with weights that are never published offline, and everything between is a matter of the schedule.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from impala_llm.algorithms.advantages import EpisodeCredit
 from impala_llm.algorithms.checks import require_float, require_same_floats
+from impala_llm.algorithms.interface import Episodes, Prepared, credit
+from impala_llm.settings import AlgorithmConfig, bounded
 
 
 class PreferenceOutput(NamedTuple):
@@ -101,3 +105,83 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Pairs:
     worst = none.scatter_reduce(0, index, scores, "amin", include_self=False)
     differ = best > worst
     return Pairs(first(best)[differ], first(worst)[differ])
+
+
+class PairAdvantages(NamedTuple):
+    advantages: Tensor
+    """float32[M]: minus the gradient of the sum of the pairs' losses; 0 for an episode of no pair."""
+    loss: float
+    """Sum over the pairs."""
+    num_pairs: int
+    metrics: dict[str, float]
+    """Means over the pairs."""
+
+
+def pair_advantages(
+    log_probs: Tensor, reference_log_probs: Tensor, scores: Tensor, group_ids: Tensor, beta: float
+) -> PairAdvantages:
+    """DPO as a policy gradient: the best against the worst episode of each group.
+
+    The gradient of a pair's loss with respect to the log-probability of a whole episode is one number, ∓β σ(-margin).
+    It is found from a forward without gradient, and stands for the advantage of the episode in a loss without ratio. So
+    the two episodes of a pair need not lie in one micro-batch.
+
+    Args:
+        log_probs, reference_log_probs: float32[M], of all action tokens of each episode together.
+        scores: float[M]. group_ids: int64[M].
+        beta: see `dpo`.
+    """
+    pairs = best_and_worst(scores, group_ids)
+    with torch.enable_grad():
+        policy = log_probs.detach().requires_grad_()
+        output = dpo(
+            policy[pairs.chosen],
+            policy[pairs.rejected],
+            reference_log_probs[pairs.chosen],
+            reference_log_probs[pairs.rejected],
+            beta,
+        )
+        total = output.per_pair.sum()
+        (gradient,) = torch.autograd.grad(total, policy)
+    metrics = {name: value.item() for name, value in output.metrics.items()}
+    return PairAdvantages(-gradient, total.item(), len(pairs.chosen), metrics)
+
+
+@credit("preference")
+@dataclass
+class Preference(EpisodeCredit):
+    """DPO: the best episode of each group is preferred to its worst; see `pair_advantages`.
+
+    With algorithm.loss=reinforce and algorithm.aggregate=sequence_mean_token_sum the gradient is the mean over the
+    pairs of all ranks.
+    """
+
+    needs_reference: ClassVar[bool] = True
+    metrics = {
+        "preference/accuracy_share": "share of a batch's pairs that the policy orders rightly, against the reference",
+        "preference/margin_mean": "implicit reward of the better minus that of the worse episode, per pair",
+        "preference/chosen_reward_mean": "implicit reward of the better episode, per pair",
+        "preference/rejected_reward_mean": "implicit reward of the worse episode, per pair",
+    }
+    beta: float = bounded(0.1, 1e-6, 1000)
+    """β, how strongly the policy is held to the reference."""
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        found = pair_advantages(*episodes.log_probs(), episodes.returns, episodes.group_ids, self.beta)
+        num_pairs, num_episodes = episodes.sum_over_ranks([found.num_pairs, len(episodes.trajectories)])
+        figures = [(f"preference/{name}", value, float(found.num_pairs)) for name, value in found.metrics.items()]
+        return Prepared(found.advantages * (num_episodes / max(1.0, num_pairs)), figures)
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        found = super().problems(algorithm)
+        if algorithm.aggregate != "sequence_mean_token_sum":
+            found.append(
+                f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.credit={self.name}, whose pairs "
+                "are compared as wholes: set algorithm.aggregate=sequence_mean_token_sum"
+            )
+        if algorithm.loss.name != "reinforce":
+            found.append(
+                f"algorithm.loss={algorithm.loss.name} does not go with algorithm.credit={self.name}, whose advantages "
+                "are the gradient of DPO already: set algorithm.loss=reinforce, or algorithm=dpo for both"
+            )
+        return found

@@ -17,7 +17,9 @@ Invariant: nothing that is returned carries a gradient, no row sees another one,
 discount of 0 is not seen either.
 """
 
-from typing import Literal, NamedTuple
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ from impala_llm.algorithms.checks import (
     require_segment_ids,
 )
 from impala_llm.algorithms.importance import apply_dead_band, ratios, segment_mean, segment_sum
+from impala_llm.algorithms.interface import Credit, Figure, PackedBatch, Scored, Worth, credit
+from impala_llm.settings import bounded, one_of
 
 
 class VTraceOutput(NamedTuple):
@@ -290,3 +294,95 @@ def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -
 def _require_discount(discount: float) -> None:
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"discount is {discount}: it must lie in [0, 1]")
+
+
+StepData = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Arguments of `turn_vtrace` and `token_vtrace` between the log-ratios and the discount."""
+
+
+@dataclass
+class ValueCredit(Credit):
+    """Advantages and targets of values by a recursion over the turns, or the action tokens, of an episode."""
+
+    uses_values: ClassVar[bool] = True
+    metrics = {
+        "value/explained_variance": "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess",
+    }
+    granularity: str = one_of("turn", "token")
+    """One step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
+    lam: float = bounded(1.0, 0, 1)
+    """λ: how far a difference of values is carried back."""
+    value_coef: float = bounded(0.5, 0, 1000)
+    """Weight of the value loss."""
+
+    @abstractmethod
+    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
+        """Advantages of the steps, and what else the recursion gave.
+
+        Args:
+            values: float32[K], constant.
+            data: what both recursions take, these values included.
+        """
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
+        by_token = self.granularity == "token"
+        values = scored.values(batch.action_positions - 1 if by_token else batch.turn_value_positions)
+        bootstrap = values.new_zeros(len(batch.lengths))
+        cut = batch.bootstrap
+        if bool(cut.any()):
+            bootstrap[cut] = scored.values(batch.last_positions[cut]).detach()
+        constant = values.detach()
+        data = (batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, constant, bootstrap)
+        advantages, target = self.targets(scored, constant, data)
+        return Worth(
+            advantages if by_token else advantages[batch.turn_ids],
+            values,
+            target.vs,
+            batch.segment_ids if by_token else batch.turn_segment_ids,
+            "tokens" if by_token else "turns",
+            self.value_coef,
+            self.figures(constant, target),
+        )
+
+    def figures(self, values: Tensor, target: TurnVTraceOutput) -> list[Figure]:
+        spread = target.vs.var(unbiased=False).item()
+        unexplained = (target.vs - values).var(unbiased=False).item()
+        # Targets that are all but equal leave nothing to explain.
+        explained = 1.0 - unexplained / spread if spread > 1e-6 else 0.0
+        return [("value/explained_variance", explained, float(len(values)))]
+
+
+@credit("vtrace")
+@dataclass
+class VTrace(ValueCredit):
+    """V-trace: the value of what the learner's policy would have got, from data of an older one."""
+
+    metrics = ValueCredit.metrics | {
+        "ratio/rho_clip_share": "share of ratios above rho_bar, which the value targets truncate",
+        "ratio/c_clip_share": "share of ratios above c_bar, which the trace truncates",
+    }
+    rho_bar: float = bounded(1.0, 1e-3)
+    """ρ̄, cap of the weight of a temporal difference; it decides what value is learned."""
+    c_bar: float = bounded(1.0, 0)
+    """c̄, cap of the weight with which later differences count; it decides how fast."""
+    turn_ratio: str = one_of("geometric", "product")
+    """Ratio of a turn: geometric (mean of its tokens' log-ratios) | product."""
+    dead_band: float = bounded(0.0, 0)
+    """Token log-ratios smaller than this count as 0 in the recursion."""
+
+    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
+        rules = (self.discount, self.rho_bar, self.c_bar, self.lam)
+        if self.granularity == "token":
+            target = token_vtrace(scored.log_ratio, *data, *rules, self.dead_band)
+        else:
+            ratio: Any = self.turn_ratio  # checked by config.py
+            target = turn_vtrace(scored.log_ratio, *data, *rules, ratio, self.dead_band)
+        return target.advantages, target
+
+    def figures(self, values: Tensor, target: TurnVTraceOutput) -> list[Figure]:
+        ratio, weight = ratios(target.log_ratios), float(len(values))
+        return [
+            ("ratio/rho_clip_share", (ratio > self.rho_bar).float().mean().item(), weight),
+            ("ratio/c_clip_share", (ratio > self.c_bar).float().mean().item(), weight),
+            *super().figures(values, target),
+        ]

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms.importance import kl_estimates
+from impala_llm.algorithms.interface import Figure, PackedBatch
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import PackedBatch, pack
+from impala_llm.learning.packing import pack
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
@@ -55,9 +56,6 @@ AGES: dict[str, tuple[float, float]] = {
 ENOUGH_TOKENS = 64
 """The alarm is judged on at least so many compared tokens: single ones of bfloat16 differ by more than 0.1."""
 _ALARM_INTERVAL_S = 60.0
-
-Figure = tuple[str, float, float]
-"""(metric, value, weight)."""
 
 
 @dataclass(frozen=True)

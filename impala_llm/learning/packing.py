@@ -5,51 +5,15 @@ trajectories in the same order give the same micro-batches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.trajectory import Trajectory
 
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """S rows of M tokens in all, with N action tokens in K turns. Integer tensors are int64."""
-
-    members: tuple[int, ...]
-    """Place of each row's trajectory in what was packed."""
-    tokens: Tensor
-    """[M]."""
-    position_ids: Tensor
-    """[M], from 0 in each row."""
-    lengths: Tensor
-    """[S]."""
-    action_positions: Tensor
-    """[N]: flat places of the action tokens; the place before predicts each."""
-    behaviour_logprobs: Tensor
-    """float32[N]."""
-    versions: Tensor
-    """[N]."""
-    segment_ids: Tensor
-    """[N]: row of each action token."""
-    turn_ids: Tensor
-    """[N]: turn of each action token, counted through all rows."""
-    turn_segment_ids: Tensor
-    """[K]: row of each turn."""
-    turn_rewards: Tensor
-    """float32[K]: sum of the rewards inside of the turn."""
-    turn_value_positions: Tensor
-    """[K]: flat place of the last token before the turn: the state in which it was decided."""
-    last_positions: Tensor
-    """[S]: flat place of each row's last token: the state to bootstrap from."""
-    bootstrap: Tensor
-    """bool[S]."""
-
-    def to(self, device: torch.device) -> "PackedBatch":
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return PackedBatch(members=self.members, **moved)
+__all__ = ["PackedBatch", "pack"]
 
 
 def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBatch]:

@@ -4,14 +4,15 @@ Invariant: nothing here has a gradient, and a score belongs to the action token 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from impala_llm.algorithms.distillation import insert_context
+from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import PackedBatch
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.settings import Config, model_directory
 
@@ -45,18 +46,19 @@ class Scorers:
 
     def __init__(self, config: Config, policy: PolicyModel, device: torch.device) -> None:
         algorithm = config.algorithm
+        credit: Any = algorithm.credit
         self._temperature = config.engine.temperature
         self._context: Tensor | None = None
         self._reference = self._teacher = None
-        if algorithm.kl_coef > 0 or algorithm.loss == "dpo":
+        if algorithm.kl_coef > 0 or credit.needs_reference:
             self._reference = _frozen(config, algorithm.reference, policy, device)
-        if algorithm.advantage == "distillation":
+        if credit.needs_teacher:
             self._teacher = policy
-            if algorithm.teacher is not None:
-                self._teacher = _frozen(config, algorithm.teacher, policy, device)
-            if algorithm.teacher_context:
+            if credit.teacher is not None:
+                self._teacher = _frozen(config, credit.teacher, policy, device)
+            if credit.teacher_context:
                 tokenizer = AutoTokenizer.from_pretrained(resolve_policy(config))
-                ids = tokenizer.encode(algorithm.teacher_context, add_special_tokens=False)
+                ids = tokenizer.encode(credit.teacher_context, add_special_tokens=False)
                 self._context = torch.tensor(ids, dtype=torch.int64, device=device)
 
     def scores(self, batch: PackedBatch) -> TokenScores:
@@ -97,6 +99,6 @@ def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch
     if model.vocab_size != policy.vocab_size:
         raise ValueError(
             f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "
-            "algorithm.reference and algorithm.teacher must share the policy's tokenizer"
+            "algorithm.reference and algorithm.credit.teacher must share the policy's tokenizer"
         )
     return model

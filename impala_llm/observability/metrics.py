@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from impala_llm.algorithms.registry import CREDITS, LOSSES
+
 ENV_PREFIX = "env/"
 """`env/<key>`: mean over finished episodes of the number that the environment reports as info["stats"][key]."""
 
@@ -90,23 +92,12 @@ _DECLARED = (
         "1 where scores have halved since their best while the entropy rose by half, else 0",
     ),
     ("loss/reference_kl", _MEAN, "k3 estimate of KL(pi || reference), ratio-weighted, per action token"),
-    (
-        "preference/accuracy_share",
-        _MEAN,
-        "share of a batch's pairs that the policy orders rightly, against the reference",
-    ),
-    ("preference/margin_mean", _MEAN, "implicit reward of the better minus that of the worse episode, per pair"),
-    ("preference/chosen_reward_mean", _MEAN, "implicit reward of the better episode, per pair"),
-    ("preference/rejected_reward_mean", _MEAN, "implicit reward of the worse episode, per pair"),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
     ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),
-    ("value/explained_variance", _MEAN, "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess"),
     # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).
     ("ratio/mean", _MEAN, "importance ratio pi/mu of the configured granularity, per action token or turn"),
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),
-    ("ratio/rho_clip_share", _MEAN, "share of ratios above rho_bar, which the value targets truncate"),
-    ("ratio/c_clip_share", _MEAN, "share of ratios above c_bar, which the trace truncates"),
     ("ratio/rejected_share", _MEAN, "share of action tokens left out by max_staleness, reject and probability_limit"),
     ("ratio/pg_clip_share", _MEAN, "share of action tokens whose weight in the policy loss is truncated or masked"),
     (
@@ -218,7 +209,31 @@ _DECLARED = (
     ("time/unaccounted_share", _MEAN, "share of the learner's step spent in no declared stage"),
 )
 
-METRICS: Mapping[str, Metric] = {name: Metric(name, kind, meaning) for name, kind, meaning in _DECLARED}
+METRICS: dict[str, Metric] = {name: Metric(name, kind, meaning) for name, kind, meaning in _DECLARED}
+
+
+def declare(part: str, meanings: Mapping[str, str]) -> None:
+    """Declare the metrics of a credit or loss.
+
+    Args:
+        part: what a name without `/` is logged under.
+        meanings: by name; one that ends in `_max` or `_min` is combined by that, others are means.
+
+    Raises:
+        MetricError: a name has another meaning already.
+    """
+    for short, meaning in meanings.items():
+        name = short if "/" in short else f"{part}/{short}"
+        kind = Kind.MAX if name.endswith("_max") else Kind.MIN if name.endswith("_min") else Kind.MEAN
+        metric = Metric(name, kind, meaning)
+        if METRICS.setdefault(name, metric) != metric:
+            raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give {meaning!r} another name")
+
+
+for _credit in CREDITS.values():
+    declare("credit", _credit.metrics)
+for _loss in LOSSES.values():
+    declare("loss", _loss.metrics)
 
 
 def describe(name: str) -> Metric:
@@ -228,7 +243,10 @@ def describe(name: str) -> Metric:
     if name not in METRICS:
         near = difflib.get_close_matches(name, METRICS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "names are <part>/<what>[_unit]"
-        raise MetricError(f"unknown metric {name!r}: {hint} New ones are declared in observability/metrics.py")
+        raise MetricError(
+            f"unknown metric {name!r}: {hint} New ones are declared in observability/metrics.py, "
+            "those of a credit or loss in its `metrics`"
+        )
     return METRICS[name]
 
 

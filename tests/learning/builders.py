@@ -19,6 +19,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from impala_llm.algorithms.interface import Credit, Loss
+from impala_llm.algorithms.losses import TruncatedIS
+from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.settings import AlgorithmConfig, Config
 from impala_llm.trajectory import Trajectory
 
 VOCABULARY = 50
@@ -103,3 +107,10 @@ class NoPriorities:
 
     def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
         return None
+
+
+def make_config(credit: Credit | None = None, loss: Loss | None = None, **algorithm: object) -> Config:
+    """Settings that are not checked; V-trace and truncated importance weights where nothing else is given."""
+    config = Config()
+    config.algorithm = AlgorithmConfig(credit or VTrace(), loss or TruncatedIS(), **algorithm)  # type: ignore[arg-type]
+    return config

@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.distillation import Distillation
+from impala_llm.algorithms.interface import Credit, Loss
+from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Reinforce, TruncatedIS
+from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, objective
 from impala_llm.learning.packing import PackedBatch, pack
 from impala_llm.learning.scoring import TokenScores, action_log_probs
-from impala_llm.settings import AlgorithmConfig, Config
-from tests.learning.builders import make_batch, save_lm
+from impala_llm.settings import Config
+from tests.learning.builders import make_batch, make_config, save_lm
 
 VERSION = 6  # three above that of the builders' trajectories
 
@@ -32,10 +37,8 @@ def batch() -> PackedBatch:
     return packed
 
 
-def settings(**algorithm: object) -> Config:
-    config = Config()
-    config.algorithm = AlgorithmConfig(**{"value_coef": 0.0, **algorithm})  # type: ignore[arg-type]
-    return config
+def settings(loss: Loss | None = None, credit: Credit | None = None, **algorithm: object) -> Config:
+    return make_config(credit or GroupRelative(), loss or Reinforce(), **algorithm)
 
 
 def run(
@@ -99,21 +102,21 @@ def weights_by_definition(name: str, log_pi: Tensor, log_mu: Tensor, advantages:
     return result
 
 
-SETTINGS: dict[str, dict[str, object]] = {
-    "reinforce": {"loss": "reinforce"},
-    "truncated_is": {"loss": "truncated_is", "is_cap": 1.5},
-    "sequence": {"loss": "truncated_is", "is_cap": 1.5, "is_level": "sequence"},
-    "cispo": {"loss": "cispo"},
-    "ppo_clip": {"loss": "ppo_clip"},
-    "decoupled_ppo": {"loss": "decoupled_ppo", "proximal_cap": 2.0},
-    "recomputed": {"loss": "decoupled_ppo", "proximal": "recomputed", "proximal_cap": 2.0},
-    "gspo": {"loss": "gspo"},
+LOSSES: dict[str, Loss] = {
+    "reinforce": Reinforce(),
+    "truncated_is": TruncatedIS(cap=1.5),
+    "sequence": TruncatedIS(cap=1.5, level="sequence"),
+    "cispo": CISPO(),
+    "ppo_clip": PPOClip(),
+    "decoupled_ppo": DecoupledPPO(proximal_cap=2.0),
+    "recomputed": DecoupledPPO(proximal="recomputed", proximal_cap=2.0),
+    "gspo": GSPO(clip_low=0.2, clip_high=0.28),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_of_each_loss_is_that_of_its_definition(model: PolicyModel, batch: PackedBatch, name: str) -> None:
-    outcome = run(settings(advantage="group_relative", **SETTINGS[name]), model, batch, ADVANTAGES)
+    outcome = run(settings(LOSSES[name]), model, batch, ADVANTAGES)
     found = gradient(model)
     weights = weights_by_definition(
         name, outcome.log_probs, batch.behaviour_logprobs, ADVANTAGES[batch.segment_ids], batch.segment_ids
@@ -124,7 +127,7 @@ def test_the_gradient_of_each_loss_is_that_of_its_definition(model: PolicyModel,
 
 
 def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch) -> None:
-    config = settings(advantage="group_relative", loss="reinforce", reject="token", reject_low=0.5, reject_high=2.0)
+    config = settings(reject="token", reject_low=0.5, reject_high=2.0)
     outcome = run(config, model, batch, ADVANTAGES)
     found = gradient(model)
     ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
@@ -139,7 +142,7 @@ def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch)
 
 
 def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: PackedBatch) -> None:
-    config = settings(advantage="group_relative", loss="reinforce", probability_limit=0.05)
+    config = settings(probability_limit=0.05)
     outcome = run(config, model, batch, ADVANTAGES)
     found = gradient(model)
     advantages = ADVANTAGES[batch.segment_ids]
@@ -150,10 +153,10 @@ def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: P
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_weights_that_steer_replay_are_those_of_the_loss(model: PolicyModel, batch: PackedBatch, name: str) -> None:
     advantages = torch.tensor([1.0, -0.5, 0.25, -1.0, 2.0, -3.0])
-    outcome = run(settings(advantage="group_relative", **SETTINGS[name]), model, batch, advantages)
+    outcome = run(settings(LOSSES[name]), model, batch, advantages)
     of_tokens = advantages[batch.segment_ids]
     slopes = weights_by_definition(name, outcome.log_probs, batch.behaviour_logprobs, of_tokens, batch.segment_ids)
     weights = -slopes / of_tokens
@@ -163,26 +166,13 @@ def test_the_weights_that_steer_replay_are_those_of_the_loss(model: PolicyModel,
 
 
 @pytest.mark.parametrize("granularity", ["turn", "token"])
-def test_the_caps_of_vtrace_are_nothing_to_gae(model: PolicyModel, batch: PackedBatch, granularity: str) -> None:
-    found = []
-    for cap in (1.0, 0.5):
-        config = settings(
-            advantage="gae", granularity=granularity, loss="reinforce", rho_bar=cap, c_bar=cap, value_coef=0.5
-        )
-        outcome = run(config, model, batch)
-        figures = {name: value for name, value, _ in outcome.figures}
-        found.append((gradient(model), figures["ratio/rho_clip_share"], figures["value/explained_variance"]))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
-    assert found[0][1:] == found[1][1:]
-
-
-@pytest.mark.parametrize("granularity", ["turn", "token"])
 @pytest.mark.parametrize("advantage", ["vtrace", "gae"])
 def test_advantages_of_the_value_head_by_turn_and_by_token(
     model: PolicyModel, batch: PackedBatch, advantage: str, granularity: str
 ) -> None:
     """Against the recursion written out step by step in float64, without corrections for gae."""
-    config = settings(advantage=advantage, granularity=granularity, loss="reinforce", lam=0.9, discount=0.95)
+    kind = GAE if advantage == "gae" else VTrace
+    config = settings(credit=kind(granularity=granularity, lam=0.9, discount=0.95, value_coef=0.0))
     outcome = run(config, model, batch)
     found = gradient(model)
     with torch.no_grad():
@@ -232,7 +222,7 @@ def test_the_divergence_from_the_reference_is_pushed_down(
 ) -> None:
     other = PolicyModel.from_pretrained(save_lm(tmp_path_factory.mktemp("other"), seed=1))
     scores = TokenScores(reference=action_log_probs(other, batch, 1.0))
-    config = settings(advantage="group_relative", loss="reinforce", kl_coef=0.5)
+    config = settings(kl_coef=0.5)
     outcome = run(config, model, batch, torch.zeros(6), scores=scores)
     found = gradient(model)
     assert scores.reference is not None
@@ -246,7 +236,7 @@ def test_the_divergence_from_the_reference_is_pushed_down(
 
 def test_the_teacher_takes_the_place_of_the_advantage(model: PolicyModel, batch: PackedBatch) -> None:
     teacher = torch.linspace(-3.0, -0.1, len(batch.action_positions))
-    config = settings(advantage="distillation", loss="truncated_is", is_cap=math.inf)
+    config = settings(TruncatedIS(cap=math.inf), Distillation())
     outcome = run(config, model, batch, scores=TokenScores(teacher=teacher))
     found = gradient(model)
     ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
@@ -261,7 +251,7 @@ def test_tokens_that_are_too_old_do_not_teach_and_the_others_of_their_row_do(
     versions[::2] = VERSION - 3
     mixed = dataclasses.replace(batch, versions=versions)
     advantages = ADVANTAGES[: len(batch.lengths)]
-    config = settings(advantage="group_relative", loss="reinforce")
+    config = settings()
     outcome = run(config, model, mixed, advantages, oldest_version=VERSION - 2)
     found = gradient(model)
     per_token = torch.where(versions >= VERSION - 2, -advantages[batch.segment_ids], 0.0)
@@ -281,7 +271,7 @@ def half_old(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
 def test_the_ratio_of_a_row_is_that_of_the_tokens_that_teach(model: PolicyModel, batch: PackedBatch) -> None:
     """GSPO: a token that is too old moves neither the ratio of its row nor, through it, the policy."""
     mixed, keep = half_old(batch)
-    config = settings(advantage="group_relative", loss="gspo")
+    config = settings(LOSSES["gspo"])
     outcome = run(config, model, mixed, ADVANTAGES, oldest_version=VERSION - 2)
     found = gradient(model)
     rows = batch.segment_ids[keep]
@@ -296,7 +286,7 @@ def test_the_ratio_of_a_row_is_that_of_the_tokens_that_teach(model: PolicyModel,
 
 def test_the_entropy_bonus_is_for_the_tokens_that_teach(model: PolicyModel, batch: PackedBatch) -> None:
     mixed, keep = half_old(batch)
-    config = settings(advantage="group_relative", loss="reinforce")
+    config = settings()
     run(config, model, mixed, torch.zeros(6), entropy_coef=0.5, oldest_version=VERSION - 2)
     found = gradient(model)
     model.zero_grad()

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from impala_llm.algorithms.advantages import group_relative
+from impala_llm.algorithms.advantages import GroupRelative, group_relative
+from impala_llm.algorithms.losses import TruncatedIS
+from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
@@ -22,7 +24,7 @@ from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import NoPriorities, make_batch, save_lm
+from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
 
 VERSION = 3  # of the builders' trajectories
 CPU = torch.device("cpu")
@@ -34,11 +36,7 @@ def model(tmp_path: Path) -> PolicyModel:
 
 
 def settings(mode: str = "never", alarm: float = 0.05) -> Config:
-    config = Config()
-    config.algorithm.advantage = "group_relative"
-    config.algorithm.recompute_behaviour = mode
-    config.algorithm.mismatch_alarm = alarm
-    return config
+    return make_config(GroupRelative(), recompute_behaviour=mode, mismatch_alarm=alarm)
 
 
 def log_probs_of(model: PolicyModel, t: Trajectory) -> np.ndarray:
@@ -281,8 +279,10 @@ def test_recomputed_noisy_data_of_age_zero_train_as_noiseless_data_do(
     results = {}
     for name, chosen, noise in (("clean", "never", 0.0), ("noisy", "never", 0.5), ("recomputed", mode, 0.5)):
         config = settings(chosen)
-        config.algorithm.advantage = advantage
-        config.algorithm.is_cap = config.algorithm.rho_bar = 5.0  # a cap of 1 would hide ratios above it
+        # A cap of 1 would hide ratios above it.
+        config.algorithm.loss = TruncatedIS(cap=5.0)
+        if advantage == "vtrace":
+            config.algorithm.credit = VTrace(rho_bar=5.0)
         run = Run(directory, config)
         seen = run.update(sampled_by(model, noise))
         results[name] = seen["loss/total"]

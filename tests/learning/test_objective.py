@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from impala_llm.algorithms.advantages import GroupRelative
+from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.mismatch import Recomputed
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, objective
 from impala_llm.learning.packing import pack
-from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
+from tests.learning.builders import make_config
 
 VERSION = 5
 
@@ -98,7 +100,7 @@ def gradient(config, model, trajectories, budget, advantages=None, weights=None)
 
 def plain_loss(config, model, trajectories, advantages=None):
     """The definition in float64, trajectory by trajectory, turn by turn, with V-trace as its sum over later turns."""
-    algorithm, temperature = config.algorithm, config.engine.temperature
+    credit, temperature = VTrace(), config.engine.temperature
     policy, value, tokens, turns = 0.0, 0.0, 0, 0
     for number, t in enumerate(trajectories):
         row = torch.tensor(t.tokens[None].astype(np.int64))
@@ -116,25 +118,25 @@ def plain_loss(config, model, trajectories, advantages=None):
         for k in range(k_turns):
             target = v[k]
             for j in range(k, k_turns):
-                trace = np.prod([min(algorithm.c_bar, ratio[i]) for i in range(k, j)])
-                target += trace * min(algorithm.rho_bar, ratio[j]) * (r[j] + v[j + 1] - v[j])
+                trace = np.prod([min(credit.c_bar, ratio[i]) for i in range(k, j)])
+                target += trace * min(credit.rho_bar, ratio[j]) * (r[j] + v[j + 1] - v[j])
             targets.append(target)
         targets.append(v[-1])
         for k in range(k_turns):
             a = r[k] + targets[k + 1] - v[k] if advantages is None else float(advantages[number])
-            w = (logp[k].detach() - mu[k]).exp().clamp(max=algorithm.is_cap)
+            w = (logp[k].detach() - mu[k]).exp().clamp(max=config.algorithm.loss.cap)
             policy = policy - (w * a * logp[k]).sum()
             value = value + 0.5 * (values[spans[k][0] - 1] - targets[k]) ** 2
             tokens += len(mu[k])
         turns += k_turns
     loss = policy / tokens
-    return loss if advantages is not None else loss + algorithm.value_coef * value / turns
+    return loss if advantages is not None else loss + credit.value_coef * value / turns
 
 
 @pytest.mark.parametrize("advantage", ["vtrace", "group_relative"])
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_loss_and_gradient_equal_the_definition(model, advantage, bootstrap):
-    config = Config()
+    config = make_config(GroupRelative() if advantage == "group_relative" else VTrace())
     config.engine.temperature = 0.7
     trajectories = make_trajectories(model, 0.7, noise=0.5, bootstrap=bootstrap)
     advantages = torch.linspace(-1, 1, 6) if advantage == "group_relative" else None
@@ -149,7 +151,7 @@ def test_loss_and_gradient_equal_the_definition(model, advantage, bootstrap):
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"])
 def test_cutting_into_micro_batches_changes_nothing(model, aggregate):
-    config = Config()
+    config = make_config()
     config.algorithm.aggregate = aggregate
     trajectories = make_trajectories(model, 1.0, noise=0.3, bootstrap=True)
     whole_loss, whole, whole_figures = gradient(config, model, trajectories, 1000)
@@ -163,7 +165,7 @@ def test_cutting_into_micro_batches_changes_nothing(model, aggregate):
 
 
 def test_on_policy_ratio_is_one_and_nothing_is_clipped(model):
-    config = Config()
+    config = make_config()
     _, _, figures = gradient(config, model, make_trajectories(model, 1.0, 0.0, False), 1000)
     assert figures["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio/ess"] == pytest.approx(1.0, abs=1e-5)
@@ -172,14 +174,13 @@ def test_on_policy_ratio_is_one_and_nothing_is_clipped(model):
 
 def test_temperature_is_the_engines(model):
     """Scored at another temperature than it was sampled with, the same policy looks like another one."""
-    config = Config()
+    config = make_config()
     _, _, figures = gradient(config, model, make_trajectories(model, 0.7, 0.0, False), 1000)
     assert figures["ratio/k3"] > 1e-3
 
 
 def test_weights_of_the_draw_scale_their_trajectories(model):
-    config = Config()
-    config.algorithm.value_coef = 0.0
+    config = make_config(GroupRelative())
     trajectories = make_trajectories(model, 1.0, 0.2, False)
     advantages = torch.linspace(-1, 1, 6)
     weights = torch.tensor([1.0, 0.5, 0.0, 1.0, 0.25, 1.0])
@@ -189,10 +190,9 @@ def test_weights_of_the_draw_scale_their_trajectories(model):
 
 
 def test_value_loss_leaves_the_trunk_alone_unless_told(model):
-    config = Config()
+    config = make_config()
     trajectories = make_trajectories(model, 1.0, 0.2, False)
-    zero = Config()
-    zero.algorithm.value_coef = 0.0
+    zero = make_config(VTrace(value_coef=0.0))
     _, with_value, _ = gradient(config, model, trajectories, 1000)
     _, without, _ = gradient(zero, model, trajectories, 1000)
     size = sum(p.numel() for p in model.lm.parameters())
@@ -203,7 +203,7 @@ def test_value_loss_leaves_the_trunk_alone_unless_told(model):
 
 
 def test_staleness_is_learner_version_minus_token_version(model):
-    _, _, figures = gradient(Config(), model, make_trajectories(model, 1.0, 0.2, False), 1000)
+    _, _, figures = gradient(make_config(), model, make_trajectories(model, 1.0, 0.2, False), 1000)
     assert (figures["staleness/newest"], figures["staleness/oldest"]) == (0.0, 2.0)
 
 
@@ -216,7 +216,7 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
     recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new)
     advantages = torch.linspace(-1, 1, 6)
     plain, replaced = (
-        objective(Config(), model, micro, advantages, torch.ones(6), counts, VERSION, True, *given)
+        objective(make_config(GroupRelative()), model, micro, advantages, torch.ones(6), counts, VERSION, True, *given)
         for given in ((), (recomputed,))
     )
     log_ratio = torch.where(is_new, 0.0, plain.log_probs - micro.behaviour_logprobs / 2)

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from impala_llm.algorithms.losses import Reinforce
+from impala_llm.algorithms.preference import Preference, pair_advantages
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.preferences import pair_advantages
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
-from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_trajectory, save_lm
+from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,12 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
     """Each row by itself, the context in front: the same log-probabilities of the same tokens."""
     directory = make_scratch_policy(tmp_path / "policy")
     config = load(
-        ["model=scratch", f"run.dir={tmp_path}", "algorithm.advantage=distillation", "algorithm.teacher_context=hint b"]
+        [
+            "model=scratch",
+            f"run.dir={tmp_path}",
+            "algorithm.credit=distillation",
+            "algorithm.credit.teacher_context=hint b",
+        ]
     )
     model = PolicyModel.from_pretrained(directory)
     scorers = Scorers(config, model, CPU)
@@ -76,10 +81,8 @@ def test_pairs_are_the_gradient_of_dpo() -> None:
 def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None:
     """By plain gradient descent on the loss written out, over micro-batches that part the pairs."""
     directory = save_lm(tmp_path / "lm")
-    config = Config()
+    config = make_config(Preference(beta=0.3), Reinforce(), group_size=2, aggregate="sequence_mean_token_sum")
     config.model.path = str(directory)
-    config.algorithm.advantage, config.algorithm.loss, config.algorithm.group_size = "group_relative", "dpo", 2
-    config.algorithm.aggregate, config.algorithm.dpo_beta = "sequence_mean_token_sum", 0.3
     config.learner.token_budget, config.learner.max_grad_norm = 24, 1e9
     rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(4)]
     rows = [_rewarded(row, score) for row, score in zip(rows, (0.1, 0.8, 0.6, 0.2), strict=True)]

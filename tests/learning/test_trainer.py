@@ -11,20 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from impala_llm.algorithms.advantages import GroupRelative
+from impala_llm.algorithms.interface import LossOutput, Scored
+from impala_llm.algorithms.losses import Reinforce
+from impala_llm.algorithms.registry import LOSSES
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
-from impala_llm.settings import Config
+from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, declare
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import NoPriorities, make_batch, make_trajectory, save_lm
+from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm
 
 
 def make_trainer(directory: Path) -> Trainer:
-    config = Config()
-    config.algorithm.entropy_coef = 0.01
+    config = make_config(entropy_coef=0.01)
     model = PolicyModel.from_pretrained(save_lm(directory))
     return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
 
@@ -67,11 +69,17 @@ def trainer_with(directory: Path, *overrides: str) -> Trainer:
     return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
 
 
+def prepared(trainer: Trainer, group: list[Trajectory]) -> list[float]:
+    found = trainer.credit.prepare(trainer.episodes(group))
+    assert found is not None
+    return found.advantages.tolist()
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["algorithm=group_relative"], [-5.0, 5.0]),
-        (["algorithm=group_relative", "algorithm.advantage=rloo"], [-10.0, 10.0]),
+        (["algorithm=group_relative", "algorithm.credit=rloo"], [-10.0, 10.0]),
         (["algorithm=group_relative", "algorithm.normalize_reward=true"], [-1.0, 1.0]),
     ],
 )
@@ -80,22 +88,20 @@ def test_an_episode_is_compared_by_its_return(tmp_path: Path, overrides: list[st
     trainer = trainer_with(tmp_path, *overrides)
     group = with_returns((0.0, 0.0), (0.0, 10.0))
     trainer.count(group)
-    advantages = trainer.episode_advantages(group)
-    assert advantages is not None and advantages.tolist() == pytest.approx(expected)
+    assert prepared(trainer, group) == pytest.approx(expected)
 
 
 def test_a_return_is_discounted_as_that_of_the_value_head_is(tmp_path: Path) -> None:
-    trainer = trainer_with(tmp_path, "algorithm=group_relative", "algorithm.discount=0.5")
-    advantages = trainer.episode_advantages(with_returns((1.0, 2.0), (0.0, 2.0)))
-    assert advantages is not None and advantages.tolist() == pytest.approx([0.5, -0.5]), "1 + 2/2 against 2/2"
+    trainer = trainer_with(tmp_path, "algorithm=group_relative", "algorithm.credit.discount=0.5")
+    assert prepared(trainer, with_returns((1.0, 2.0), (0.0, 2.0))) == pytest.approx([0.5, -0.5]), "1 + 2/2 against 2/2"
 
 
 def test_pairs_are_ordered_by_their_returns(tmp_path: Path) -> None:
     policy = save_lm(tmp_path / "policy")
     overrides = ["algorithm=dpo", f"algorithm.reference={policy}", "engine.max_length=256"]
     trainer = trainer_with(tmp_path / "lm", *overrides)
-    advantages = trainer.episode_advantages(with_returns((10.0, 0.0), (0.0, 0.0)))
-    assert advantages is not None and advantages[0] > 0 > advantages[1]
+    better, worse = prepared(trainer, with_returns((10.0, 0.0), (0.0, 0.0)))
+    assert better > 0 > worse
 
 
 def test_who_is_too_old_is_compared_with_and_does_not_teach(tmp_path: Path) -> None:
@@ -191,3 +197,37 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
     assert [summaries[rank][0]["optimizer/not_finite"] for rank in (0, 1)] == [0.0, 1.0]
     [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
     assert "episode-3" in text and "episode-4" not in text
+
+
+# --- what a credit and a loss measure
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_metric_that_a_loss_names_is_logged_with_its_meaning(tmp_path: Path, loss: str) -> None:
+    trainer = trainer_with(
+        tmp_path, "algorithm=group_relative", f"algorithm.loss={loss}", "algorithm.entropy_coef=0.01"
+    )
+    trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
+    logged = {name for name in trainer.log.flush() if name.startswith("loss/")}
+    general = {"loss/policy", "loss/value", "loss/entropy", "loss/total"}
+    assert logged == general | {f"loss/{name}" for name in LOSSES[loss].metrics}
+    assert all(METRICS[name].meaning for name in logged)
+
+
+def test_a_metric_without_a_meaning_is_refused(tmp_path: Path) -> None:
+    class Silent(Reinforce):
+        def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+            return super().__call__(scored, advantages)._replace(metrics={"unheard_of": torch.zeros(())})
+
+    trainer = Trainer(
+        make_config(GroupRelative(), Silent(), entropy_coef=0.01),
+        *(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)), NoPriorities(), MetricLog()),  # type: ignore[arg-type]
+    )
+    with pytest.raises(MetricError, match="loss/unheard_of.*`metrics`"):
+        trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
+
+
+def test_a_metric_has_one_meaning() -> None:
+    declare("loss", {"clip_share": METRICS["loss/clip_share"].meaning})
+    with pytest.raises(MetricError, match="loss/clip_share.*another name"):
+        declare("loss", {"clip_share": "something else"})

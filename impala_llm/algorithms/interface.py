@@ -1,0 +1,260 @@
+"""The two parts of an algorithm: a credit says what each action is worth, a loss what is done about it.
+
+A step of the learner calls them in this order, the first once for a batch and the others for each micro-batch:
+
+    prepared = credit.prepare(episodes)              # groups, pairs, or nothing
+    scored = score(model, micro)                     # one forward: log π, entropies, values
+    worth = credit(scored, micro, prepared)          # advantages, and targets of values or None
+    output = loss(scored, worth.advantages)          # a loss for each token, and every metric that it names
+
+A part is a dataclass: its fields are its options, `algorithm.credit.*` and `algorithm.loss.*`. The built-in ones are
+registered under a short name; one of your own is named by its import path, `algorithm.loss=my_module:MyLoss`:
+
+    @dataclass
+    class MyLoss(Loss):
+        metrics = {"steep_share": "share of the tokens with a ratio above `limit`"}
+        limit: float = bounded(2.0, least=1.0)
+
+        def __call__(self, scored, advantages):
+            ratio = ratios(scored.log_probs - scored.behaviour_log_probs)
+            weights = ratio.detach().clamp(max=self.limit)
+            steep = (ratio > self.limit).float().mean()
+            return LossOutput(-weights * advantages * scored.log_probs, {"steep_share": steep}, weights)
+
+Invariant: only log π, entropies and values carry a gradient. A loss sees the tokens that teach and no others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
+from impala_llm.trajectory import Trajectory
+
+Figure = tuple[str, float, float]
+"""A measured number: metric, value, and what it is a mean of (its weight)."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S rows of M tokens in all, with N action tokens in K turns, end to end. Integer tensors are int64."""
+
+    members: tuple[int, ...]
+    """Place of each row's trajectory in what was packed."""
+    tokens: Tensor
+    """[M]."""
+    position_ids: Tensor
+    """[M], from 0 in each row."""
+    lengths: Tensor
+    """[S]."""
+    action_positions: Tensor
+    """[N]: flat places of the action tokens; the place before predicts each."""
+    behaviour_logprobs: Tensor
+    """float32[N]."""
+    versions: Tensor
+    """[N]."""
+    segment_ids: Tensor
+    """[N]: row of each action token."""
+    turn_ids: Tensor
+    """[N]: turn of each action token, counted through all rows."""
+    turn_segment_ids: Tensor
+    """[K]: row of each turn."""
+    turn_rewards: Tensor
+    """float32[K]: sum of the rewards inside of the turn."""
+    turn_value_positions: Tensor
+    """[K]: flat place of the last token before the turn: the state in which it was decided."""
+    last_positions: Tensor
+    """[S]: flat place of each row's last token: the state to bootstrap from."""
+    bootstrap: Tensor
+    """bool[S]."""
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return PackedBatch(members=self.members, **moved)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Action tokens as the learner scores them in one forward: [N] each, in the order of the micro-batch."""
+
+    log_probs: Tensor
+    """float32: log π, differentiable."""
+    entropy: Tensor
+    """float32: of π in nats, differentiable."""
+    behaviour_log_probs: Tensor
+    """float32: log μ as it enters the ratios."""
+    segment_ids: Tensor
+    """int64, non-decreasing: row of each token."""
+    versions: Tensor
+    """int64: policy version that sampled each token."""
+    version: int
+    """Of the learner's weights, >= that of every token."""
+    values: Callable[[Tensor], Tensor]
+    """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
+    reference_log_probs: Tensor | None = None
+    """float32, by the reference policy; None where nothing asks for it."""
+    teacher_log_probs: Tensor | None = None
+    """float32, by the teacher; None where nothing asks for it."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """float32: l = log π - log μ in nats, without gradient."""
+        return (self.log_probs - self.behaviour_log_probs).detach()
+
+    def select(self, mask: Tensor) -> "Scored":
+        """The tokens where bool[N] `mask` is true. Values keep their places in the whole micro-batch."""
+        reference, teacher = self.reference_log_probs, self.teacher_log_probs
+        return Scored(
+            self.log_probs[mask],
+            self.entropy[mask],
+            self.behaviour_log_probs[mask],
+            self.segment_ids[mask],
+            self.versions[mask],
+            self.version,
+            self.values,
+            None if reference is None else reference[mask],
+            None if teacher is None else teacher[mask],
+        )
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A rank's batch before it is packed: [M] each."""
+
+    trajectories: Sequence[Trajectory]
+    returns: Tensor
+    """float32: sum of an episode's rewards, discounted by turns, divided by the scale of rewards."""
+    group_ids: Tensor
+    """int64."""
+    log_probs: Callable[[], tuple[Tensor, Tensor]]
+    """Computes, by a forward each, float32[M] twice: log π and log π_ref of all action tokens of an episode together.
+    For credits with `needs_reference`."""
+    sum_over_ranks: Callable[[Sequence[float]], list[float]]
+    """Collective: all ranks call it together."""
+
+
+class Prepared(NamedTuple):
+    """What a credit knows of whole episodes before they are packed."""
+
+    advantages: Tensor
+    """float32[M]; an episode with exactly 0 is not computed where nothing else would teach it."""
+    figures: Sequence[Figure] = ()
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What the actions of a micro-batch are worth."""
+
+    advantages: Tensor
+    """float32[N], without gradient."""
+    values: Tensor | None = None
+    """float32[K], differentiable: what is fitted to `targets`; None: nothing is."""
+    targets: Tensor | None = None
+    """float32[K], without gradient."""
+    value_rows: Tensor | None = None
+    """int64[K]: row of each value."""
+    num_values: Literal["tokens", "turns"] = "turns"
+    """What the values of a batch are as many as."""
+    value_coef: float = 0.0
+    """Weight of ½ (value - target)² in the loss."""
+    figures: Sequence[Figure] = ()
+
+
+class LossOutput(NamedTuple):
+    """A policy loss, not yet averaged; [N] are the tokens that went in."""
+
+    per_token: Tensor
+    """float[N]: loss of each token; see `losses.aggregate`."""
+    metrics: Mapping[str, Tensor]
+    """Scalars without gradient. Names in `_mean` and `_share` are means over the N tokens (0 when N is 0), so
+    micro-batches combine weighted by N; names in `_max` combine by maximum, in `_min` by minimum. A `clip_share` is the
+    share of the tokens where a bound has an effect."""
+    weights: Tensor
+    """float[N], without gradient: what the loss multiplies -A grad log π of each token with: its importance weight, 0
+    where it is clipped. Their effective sample size steers how much is replayed."""
+
+
+@dataclass
+class Credit(CreditSettings, ABC):
+    """What an action is worth. Subclasses are dataclasses; see the module."""
+
+    of_episodes: ClassVar[bool] = False
+    """Whether all tokens of an episode have the same advantage."""
+    needs_reference: ClassVar[bool] = False
+    """Whether `Episodes.log_probs` is called."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Name -> meaning of each figure; a name without `/` is logged under `credit/`."""
+
+    def prepare(self, episodes: Episodes) -> Prepared | None:
+        """Called once for each batch, before it is packed; None where nothing needs to be known of whole episodes."""
+        return None
+
+    @abstractmethod
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
+        """Advantages of a micro-batch's N action tokens.
+
+        Args:
+            scored: its action tokens.
+            batch: the micro-batch, on the same device.
+            prepared: float32[S], the prepared advantage of each row; None where `prepare` gave None.
+        """
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
+        return []
+
+
+@dataclass
+class Loss(LossSettings, ABC):
+    """What is done about an advantage. Subclasses are dataclasses; see the module."""
+
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
+
+    @abstractmethod
+    def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
+        """Loss of each of N action tokens.
+
+        Args:
+            scored: the tokens that teach.
+            advantages: float32[N], constant.
+        """
+
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
+        return []
+
+
+CREDITS: dict[str, type[Credit]] = {}
+"""Short name -> built-in credit; complete once `registry` is imported."""
+LOSSES: dict[str, type[Loss]] = {}
+"""Short name -> built-in loss; complete once `registry` is imported."""
+
+_CreditType = TypeVar("_CreditType", bound=type[Credit])
+_LossType = TypeVar("_LossType", bound=type[Loss])
+
+
+def credit(name: str) -> Callable[[_CreditType], _CreditType]:
+    """Class decorator: registers a credit under a short name."""
+
+    def register(part: _CreditType) -> _CreditType:
+        CREDITS[name] = part
+        return part
+
+    return register
+
+
+def loss(name: str) -> Callable[[_LossType], _LossType]:
+    """Class decorator: registers a loss under a short name."""
+
+    def register(part: _LossType) -> _LossType:
+        LOSSES[name] = part
+        return part
+
+    return register

@@ -1,0 +1,149 @@
+"""Credits and losses are chosen by name, with options of their own; your own ones by import path."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from impala_llm.algorithms.advantages import GAE
+from impala_llm.algorithms.losses import GSPO, PPOClip, TruncatedIS
+from impala_llm.algorithms.registry import CREDITS, LOSSES
+from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.config import ConfigError, load, to_yaml
+
+OWN = """
+from dataclasses import dataclass
+from impala_llm.algorithms.importance import ratios
+from impala_llm.algorithms.interface import Credit, Loss, LossOutput, Prepared, Worth
+from impala_llm.settings import bounded
+
+@dataclass
+class Steep(Loss):
+    metrics = {"steep_share": "share of the tokens with a ratio above `limit`", "steep_max": "largest ratio"}
+    limit: float = bounded(2.0, 1)
+
+    def __call__(self, scored, advantages):
+        ratio = ratios(scored.log_ratio)
+        steep = {"steep_share": (ratio > self.limit).float().mean(), "steep_max": ratio.max()}
+        weights = ratio.clamp(max=self.limit)
+        return LossOutput(-weights * advantages * scored.log_probs, steep, weights)
+
+@dataclass
+class PlainReturn(Credit):
+    metrics = {"return_mean": "mean return of an episode"}
+    scale: float = 1.0
+
+    def prepare(self, episodes):
+        count = len(episodes.trajectories)
+        return Prepared(self.scale * episodes.returns, [("credit/return_mean", float(episodes.returns.mean()), count)])
+
+    def __call__(self, scored, batch, prepared):
+        return Worth(prepared[scored.segment_ids])
+
+class NoLoss:
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the user's with parts of their own, as the current directory."""
+    (tmp_path / "my_parts.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)
+    return tmp_path
+
+
+def test_a_preset_names_a_credit_and_a_loss() -> None:
+    algorithm = load(["model=scratch", "algorithm=vtrace", "algorithm.loss.clip_low=0.1"]).algorithm
+    assert algorithm.credit == VTrace(name="vtrace") and algorithm.loss == PPOClip(name="ppo_clip", clip_low=0.1)
+
+
+@pytest.mark.parametrize("name", CREDITS)
+def test_every_credit_can_be_named(name: str) -> None:
+    needs = {
+        "preference": ["algorithm=dpo"],
+        "distillation": ["algorithm.credit.teacher_context=hint"],
+    }.get(name, ["algorithm.group_size=2"])
+    assert type(load(["model=scratch", *needs, f"algorithm.credit={name}"]).algorithm.credit) is CREDITS[name]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_can_be_named(name: str) -> None:
+    found = load(["model=scratch", "algorithm=group_relative", f"algorithm.loss={name}"]).algorithm.loss
+    assert type(found) is LOSSES[name] and found.name == name
+
+
+def test_options_of_a_part_that_was_replaced_are_left_behind() -> None:
+    own = ["experiment=toy", "algorithm.group_size=1"]
+    assert load(["experiment=toy"]).algorithm.credit.normalize_std  # type: ignore[attr-defined]
+    assert load([*own, "algorithm.credit=gae"]).algorithm.credit == GAE(name="gae")
+    gspo = ["model=scratch", "algorithm=group_relative", "algorithm.loss=gspo"]
+    assert load([*gspo, "algorithm.loss.dual_clip=2"]).algorithm.loss == GSPO(name="gspo", dual_clip=2.0)
+
+
+def test_what_is_printed_is_in_force_and_loads_again(tmp_path: Path) -> None:
+    config = load(["model=scratch", "algorithm=group_relative", "algorithm.loss.cap=2", "run.dir=x"])
+    text = to_yaml(config)
+    assert "rho_bar" not in text and "clip_low" not in text and "normalize_std: false" in text
+    (tmp_path / "saved.yaml").write_text(text)
+    assert load([f"experiment={tmp_path}/saved.yaml"]) == config
+    again = load([f"experiment={tmp_path}/saved.yaml", "algorithm.loss.level=sequence"]).algorithm.loss
+    assert again == TruncatedIS(name="truncated_is", cap=2.0, level="sequence")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm.loss=ppo_clp"], ["algorithm.loss=ppo_clp", "did you mean ppo_clip", "truncated_is"]),
+        (["algorithm.credit=gea"], ["algorithm.credit=gea", "did you mean gae"]),
+        (["algorithm.loss.clip_lo=1"], ["algorithm.loss.clip_lo=1", "no option", "algorithm.loss.clip_low?"]),
+        (["algorithm.loss.cap=1"], ["algorithm.loss.cap=1", "algorithm.loss=ppo_clip", "truncated_is"]),
+        (["algorithm.credit.rho_bar=1"], ["algorithm.credit.rho_bar=1", "algorithm.credit=gae", "vtrace"]),
+        (["algorithm.loss=reinforce", "algorithm.loss.foo=1"], ["algorithm.loss.foo=1", "no options"]),
+        (["algorithm.loss.clip_low=2"], ["algorithm.loss.clip_low=2", "between 0 and 1"]),
+        (["algorithm.loss.clip_low=-1"], ["algorithm.loss.clip_low=-1", "between 0 and 1"]),
+        (["algorithm.loss.clip_low=low"], ["algorithm.loss.clip_low=low", "wrong type", "0.2"]),
+        (["algorithm.credit.granularity=word"], ["algorithm.credit.granularity=word", "turn, token"]),
+        (["algorithm.loss=gspo"], ["algorithm.credit=gae", "algorithm.loss=gspo", "group_relative"]),
+        (["algorithm.clip_low=0.1"], ["algorithm.clip_low=0.1", "unknown key", "algorithm.loss.clip_low"]),
+        (["algorithm.advantage=vtrace"], ["algorithm.advantage=vtrace", "unknown key", "algorithm.credit"]),
+        (["algorithm=dpo", "algorithm.loss=ppo_clip"], ["algorithm.loss=ppo_clip", "preference", "reinforce"]),
+        (["algorithm=dpo", "algorithm.aggregate=token_mean"], ["algorithm.aggregate=token_mean", "preference"]),
+        (["algorithm.credit=distillation"], ["algorithm.credit=distillation", "algorithm.credit.teacher"]),
+        (["algorithm.loss=nowhere:Loss"], ["algorithm.loss=nowhere:Loss", "cannot be imported", "PYTHONPATH"]),
+        (["algorithm.loss=json:Loss"], ["algorithm.loss=json:Loss", "json has no Loss"]),
+        (["algorithm.loss=my_parts:NoLoss"], ["algorithm.loss=my_parts:NoLoss", "interface.Loss"]),
+        (["algorithm.loss=my_parts:PlainReturn"], ["algorithm.loss=my_parts:PlainReturn", "interface.Loss"]),
+        (["algorithm.loss=my_parts:Steep", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),
+        (["algorithm.loss=my_parts:Steep", "algorithm.loss.lmit=3"], ["algorithm.loss.lmit=3", "loss.limit?"]),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_with_what_can(own: Path, words: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", *words])
+    assert len(str(caught.value).splitlines()) == 1
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.system
+def test_parts_of_the_users_own_train_without_a_line_of_ours(own: Path) -> None:
+    """Learner and actor as processes of their own, started where the user's file is."""
+    words = [
+        *("experiment=toy", f"run.name=own-{own.name}", f"run.dir={own}/run", "run.terminal=false"),
+        *("learner.total_updates=3", "algorithm.loss=my_parts:Steep", "algorithm.loss.limit=3"),
+        *("algorithm.credit=my_parts:PlainReturn", "algorithm.credit.scale=2"),
+    ]
+    command = [sys.executable, "-m", "impala_llm.cli", "train", *words]
+    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (own / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert 0.0 <= row["loss/steep_share"] <= 1.0 < 1.0 + row["loss/steep_max"]
+        assert "credit/return_mean" in row and "loss/clip_share" not in row
+    assert "my_parts:Steep" in (own / "run/config.yaml").read_text()
