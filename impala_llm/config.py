@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -53,6 +54,16 @@ from impala_llm.trajectory import block_words
 class ConfigError(ValueError):
     """Settings that cannot work. Each line of the message names a key, its value and the fix."""
 
+    MOST_LINES = 3
+
+    @classmethod
+    def of(cls, found: Sequence[str]) -> "ConfigError":
+        """With a line for each problem, or for the first ones and the number of the others."""
+        if len(found) <= cls.MOST_LINES:
+            return cls("\n".join(found))
+        shown = found[: cls.MOST_LINES - 1]
+        return cls("\n".join([*shown, f"and {len(found) - len(shown)} more problems: mend these first"]))
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.name": ("webshop", "parrot", "corridor"),
@@ -75,6 +86,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     # key: smallest and largest allowed value, both included
     "run.seed": (0, 2**31 - 1),
     "env.webshop.num_products": (1, math.inf),
+    "env.webshop.catalogue_seed": (0, 2**31 - 1),
     "env.webshop.max_steps": (1, math.inf),
     "env.webshop.max_invalid_actions": (1, math.inf),
     "env.webshop.results_per_page": (1, 50),
@@ -140,6 +152,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "pipeline.ticket_timeout_s": (1e-1, math.inf),
     "pipeline.learner_timeout_s": (1e-1, math.inf),
     "evaluation.num_tasks": (1, math.inf),
+    "evaluation.unseen_seed": (0, 2**31 - 1),
     "evaluation.num_examples": (0, math.inf),
 }
 
@@ -260,6 +273,8 @@ def problems(config: Config) -> list[str]:
         if path is not None and not Path(path).is_file():
             found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
     found += _model_problems(config)
+    if not config.run.dir:
+        found.append("run.dir= is empty: name a folder, which is made if it is missing")
     if not _RUN_NAME.fullmatch(config.run.name):
         found.append(
             f"run.name={config.run.name!r} must consist of 1 to 40 letters, digits, '-', '_' and '.', and begin with a "
@@ -377,7 +392,7 @@ def _engine_problems(config: Config) -> list[str]:
             "loads weights into servers of its own; lower actor.num_actors or add servers"
         )
     for url in engine.urls or ():
-        if not url.startswith(("http://", "https://")):
+        if not _is_server(url):
             found.append(f"engine.urls has {url!r}: write it as http://host:port")
     if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
         found.append(
@@ -385,6 +400,15 @@ def _engine_problems(config: Config) -> list[str]:
             "tools/install_sglang_cpu.sh"
         )
     return found
+
+
+def _is_server(url: str) -> bool:
+    """Whether an http URL names a host, and its port is one."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _host_problems(config: Config) -> list[str]:
@@ -478,7 +502,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     config = Config(**(vars(composed) | {"algorithm": algorithm}))
     reasons = problems(config)
     if reasons:
-        raise ConfigError("\n".join(reasons))
+        raise ConfigError.of(reasons)
     return config
 
 
@@ -507,6 +531,8 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
                 group="experiment", name="file", node=_settings_file(Path(value)), package="_global_"
             )
             word = "experiment=file"
+        elif value.startswith("~/"):  # which no shell expands there, and Hydra does not read
+            word = f"{key}={os.path.expanduser(value)}"
         words.append(word)
     return words
 
@@ -514,10 +540,11 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
 def _settings_file(path: Path) -> DictConfig:
     """What a YAML file with settings holds. ConfigError where it is none."""
     try:
-        settings = OmegaConf.create(path.expanduser().read_text())
+        text = path.expanduser().read_text()
+        settings = OmegaConf.create(text) if isinstance(yaml.safe_load(text), dict | list | None) else None
     except OSError as error:
         raise ConfigError(f"settings file {path} cannot be read ({error.strerror}): correct the path") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:  # not of UTF-8 included
         line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"settings file {path}{line}: this is not YAML ({reason}): correct it") from None

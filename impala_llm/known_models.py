@@ -43,6 +43,13 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
         return []  # transformers says why when it loads the model
     if not isinstance(whole, dict):
         return []
+    try:
+        return _reasons(key, path, whole, max_length)
+    except (AttributeError, TypeError, ValueError) as error:
+        return [f"{key}={path}: config.json has a value of a wrong type ({error}): copy the model again"]
+
+
+def _reasons(key: str, path: str, whole: dict[str, Any], max_length: int) -> list[str]:
     text = whole.get("text_config") or whole
     kind = whole.get("model_type")
     if (reason := REFUSED_KINDS.get(kind)) is not None:
@@ -56,6 +63,8 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
         if text.get(name) is not None:
             found.append(f"{key}={path} has {name}={text[name]:g}, a cap that is not computed here: {_TABLE}")
     positions = text.get("max_position_embeddings", text.get("n_positions"))  # n_positions: GPT-2
+    if not isinstance(positions, int | None):
+        raise TypeError(f"max_position_embeddings is {positions!r}")
     original = _original_positions(text)
     if isinstance(positions, int) and max_length > positions:
         found.append(

@@ -36,7 +36,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 def check_training(config: Config) -> None:
     """Before `impala-llm train`. Raises ConfigError with all that was found."""
-    on_disk = (_folder, _earlier_run, _starting_policy, _model, _other_models)
+    on_disk = (_own_learner, _folder, _earlier_run, _starting_policy, _model, _other_models)
     _raise_for(config, (*on_disk, _device, _sglang, _servers, _learner_keys, _ports, _memory, _disk))
 
 
@@ -55,7 +55,17 @@ def check_evaluation(config: Config) -> None:
 def _raise_for(config: Config, checks: Sequence[Callable[[Config], list[str]]]) -> None:
     found = [problem for check in checks for problem in check(config)]
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError.of(found)
+
+
+def _own_learner(config: Config) -> list[str]:
+    pipeline = config.pipeline
+    if pipeline.connect is None or pipeline.bind is not None:
+        return []
+    return [
+        f"pipeline.connect={pipeline.connect} is where actors find a learner, and train starts one here: leave "
+        "it out, or start actors alone with `impala-llm actors`"
+    ]
 
 
 def _folder(config: Config) -> list[str]:

@@ -87,6 +87,11 @@ def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "none.yaml" in capsys.readouterr().err
 
 
+def test_a_home_folder_is_one_in_values_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "model.path=~/no-such-model"]) == 2
+    assert f"model.path={Path.home()}/no-such-model does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [[], ["experiment=toy"]])
 def test_no_command_is_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
@@ -176,6 +181,8 @@ def test_help_of_a_benchmark_shows_its_options(capsys: pytest.CaptureFixture[str
 def test_an_unknown_benchmark_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "no-such-bench"]) == 2
     assert "no-such-bench" in capsys.readouterr().err
+    assert cli.main(["bench", "transport", "--actors", "many"]) == 2
+    assert "--actors=many" in capsys.readouterr().err
 
 
 def test_keys_makes_a_folder_and_says_what_goes_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

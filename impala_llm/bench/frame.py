@@ -60,7 +60,15 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
             raise BenchError(f"benchmark {name!r} does not know --{key}: it takes {takes}")
     peers: Sequence[str] = getattr(module, "PEERS", ())
     left_out: Callable[[dict[str, str]], list[str]] | None = getattr(module, "left_out", None)
-    figures, rows = module.run(options)
+    try:
+        figures, rows = module.run(options)
+    except BenchError:
+        raise
+    except ValueError as error:
+        if not options:
+            raise
+        given = " ".join(f"--{key}={value}" for key, value in options.items())
+        raise BenchError(f"benchmark {name!r} cannot run with {given}: {error}") from error
     for place in (figures, *rows):
         for key, value in place.items():
             if isinstance(value, float) and not math.isfinite(value):

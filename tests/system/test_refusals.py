@@ -133,6 +133,12 @@ REFUSALS = {
     "a name that begins with a dash": Refusal(["run.name=-a"], ["run.name='-a'", "rename"]),
     "a name that is too long": Refusal([f"run.name={'a' * 60}"], ["1 to 40 letters", "rename"]),
     "an unknown option": Refusal(["--fast"], ["--fast is no option", "--help"]),
+    "an empty folder name": Refusal(["run.dir="], ["run.dir= is empty", "name a folder"]),
+    "more than can be told at once": Refusal(
+        ["learner.batch_size=-1", "algorithm.discount=2", "run.seed=-1", "engine.temperature=0", "replay.capacity=0"],
+        ["=-1 is out of range", "and 3 more problems"],
+    ),
+    "a seed that is none": Refusal(["env.webshop.catalogue_seed=-1"], ["env.webshop.catalogue_seed=-1", "between 0"]),
     # Files of settings.
     "a file that is not there": Refusal(
         ["--config={path}/my.yaml"], ["settings file {path}/my.yaml cannot be read", "correct the path"]
@@ -151,6 +157,9 @@ REFUSALS = {
         ["--config={path}/my.yaml"],
         ["settings file {path}/my.yaml: learner.lr is an unknown key", "learner.learning_rate"],
         prepare=written("my.yaml", "learner:\n  lr: 1.0\n"),
+    ),
+    "a file that holds a number": Refusal(
+        ["--config={path}/my.yaml"], ["my.yaml holds no settings"], prepare=written("my.yaml", "5\n")
     ),
     "a file that holds a list": Refusal(
         ["--config={path}/my.yaml"], ["my.yaml holds no settings"], prepare=written("my.yaml", "- 1\n")
@@ -211,6 +220,11 @@ REFUSALS = {
     "a configuration without a kind": Refusal(
         [MODEL], [MODEL, "config.json has no model_type"], prepare=copied_model(written("config.json", "{}"))
     ),
+    "a configuration with wrong types": Refusal(
+        [MODEL],
+        [MODEL, "config.json has a value of a wrong type"],
+        prepare=copied_model(written("config.json", '{"model_type": "llama", "layer_types": 5}')),
+    ),
     "a reference without weights": Refusal(
         ["algorithm.kl_coef=0.1", "algorithm.reference={path}/model"],
         ["algorithm.reference={path}/model", "model.safetensors is missing"],
@@ -241,6 +255,17 @@ REFUSALS = {
         ["pipeline.connect=tcp://no-such-host.invalid:7400", "does not know 'no-such-host.invalid'"],
         command="actors",
         prepare=lambda path: make_keys(path / "keys", ["actor"]),
+    ),
+    "a program that is no Python": Refusal(
+        ["engine=sglang", "engine.python=/bin/true"], ["engine.python=/bin/true", "is it a Python?"]
+    ),
+    "a learner elsewhere under train": Refusal(
+        ["pipeline.connect=tcp://127.0.0.1:7400", KEYS],
+        ["pipeline.connect=tcp://127.0.0.1:7400", "impala-llm actors"],
+        prepare=lambda path: make_keys(path / "keys", ["actor"]),
+    ),
+    "a server without a port": Refusal(
+        ["engine=sglang", "engine.urls=['http://a:bc']"], ["engine.urls has 'http://a:bc'", "http://host:port"]
     ),
     "a server that nobody knows": Refusal(
         ["engine=sglang", "engine.urls=['http://no-such-host.invalid:1']"],

@@ -178,6 +178,8 @@ async def check_python(python: str) -> None:
             raise BadServerSettings(f"engine.python={python} has no sglang installed. {INSTALL}")
         said = complaint.decode(errors="replace").strip().splitlines()[-1:]
         raise BadServerSettings(f"engine.python={python} cannot tell its SGLang: {' '.join(said)}. {INSTALL}")
+    if not words:
+        raise BadServerSettings(f"engine.python={python} does not tell its SGLang: is it a Python? {INSTALL}")
     # A build from source may report 0.0.0: its version is unknown.
     if (0, 0, 0) < _version(words) < OLDEST:
         raise BadServerSettings(

@@ -224,7 +224,10 @@ def main(argv: Sequence[str]) -> int:
     directory, actors = options.dir.expanduser(), options.actors.split(",")
     try:
         make_keys(directory, actors)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"impala-llm keys: --dir {directory}: {error.strerror}: name another folder", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"impala-llm keys: {error}", file=sys.stderr)
         return 2
     print(_what_goes_where(directory, actors))
