@@ -30,16 +30,13 @@ from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefus
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.pipeline.network.keys import load_actor_keys
-from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError
+from impala_llm.pipeline import ActorEndpoint
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context, LearnerLost
+from impala_llm.pipeline.transport.actor_channel import LearnerLost
 from impala_llm.pipeline.transport.messages import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
-from impala_llm.pipeline.transport.rank_channels import ActorChannels
-from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell
@@ -69,9 +66,9 @@ class Actor:
             unroll_turns=config.actor.unroll_turns,
             unroll_tokens=config.actor.unroll_tokens,
         )
-        run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
-        self.weights = WeightReader(run_dir.weights_path)
-        self.server_key = run_dir.server_key
+        endpoint = ActorEndpoint(config, self.actor_id)
+        self.weights = endpoint.weights
+        self.server_key = endpoint.server_key
         self.engine = self.make_engine()
         self.is_up = False
         """Whether the engine has been started."""
@@ -81,7 +78,7 @@ class Actor:
         """Monotonic time before which it is not started again."""
         # Without a value past its end a part of an episode teaches nothing.
         self.keep_aborted = config.algorithm.credit.uses_values
-        self.channel = ActorChannels(partial(self.connect, run_dir), config.learner.num_ranks)
+        self.channel = endpoint.connect()
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.loading: asyncio.Task[None] | None = None
@@ -95,22 +92,6 @@ class Actor:
         """Whether the learner has answered."""
         self.stopping = False
         self.failure: BaseException | None = None
-
-    def connect(self, run_dir: RunDirectory, rank: int, context: Context) -> ActorChannel:
-        """To a learner rank on this host, or on the one that `pipeline.connect` names."""
-        pipeline = self.config.pipeline
-        remote = pipeline.connect and rank_endpoint(pipeline.connect, rank)
-        return ActorChannel(
-            remote or run_dir.endpoint(rank),
-            self.actor_id,
-            None if remote else run_dir,
-            arena_bytes=(pipeline.arena_mb << 20) // self.config.learner.num_ranks,
-            keys=load_actor_keys(Path(pipeline.keys).expanduser()) if remote and pipeline.keys else None,
-            heartbeat_s=pipeline.heartbeat_s,
-            learner_timeout_s=pipeline.learner_timeout_s,
-            arena_name=f"{self.actor_id}.rank-{rank}",
-            context=context,
-        )
 
     async def run(self) -> None:
         """Until the learner says stop, or is silent for too long. Raises ModelRefused, and defects of our own code."""

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
-from impala_llm.hosts import rank_endpoint
 from impala_llm.learning.cautions import cautions
 from impala_llm.learning.feed import Feed, Stalled
 from impala_llm.learning.model import PolicyModel, policy_files
@@ -46,16 +45,12 @@ from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
-from impala_llm.pipeline.network.keys import KeyFileError, LearnerKeys, load_learner_keys
-from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline import LearnerEndpoint
+from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
-from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run
-from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
-from impala_llm.pipeline.tickets.ledger import TicketLedger
-from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run
 from impala_llm.pipeline.transport.receiver import Receiver
-from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
-from impala_llm.pipeline.weights.remote import serve_weights
+from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
@@ -64,118 +59,123 @@ from impala_llm.trainer import Trainer
 def learn(config: Config, ranks: Ranks) -> None:
     """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy."""
     torch.manual_seed(config.run.seed)
-    batch_size = config.learner.batch_size // ranks.world_size
-
     with ExitStack() as stack:
-        # Rank 0 owns the run's folder in shared memory, unless a supervisor does: it goes when the stack is undone.
-        run_dir = None
+        learner = Learner(config, ranks, stack)
+        while learner.progress < 1.0 and learner.step():
+            pass
+
+
+class Learner:
+    """A rank of the learner: its parts, and its step.
+
+    Args:
+        stack: what is to be undone at the end, with the error that ended the run, if one did.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, stack: ExitStack) -> None:
+        self.config, self.ranks = config, ranks
+        self.run_folder = Path(config.run.dir)
+        self.files = policy_files(resolve_policy(config))
+        batch_size = config.learner.batch_size // ranks.world_size
+
+        self.endpoint = stack.enter_context(
+            LearnerEndpoint(config, ranks.rank, ranks.world_size, ranks.barrier, self.files)
+        )
+        self.model, self.version = start_model(config, self.endpoint.newest_weights())
+        self.model.to(ranks.device)
+        ranks.broadcast(self.model.parameters())
+        self.model.check(config.engine.max_length)
         if ranks.is_main:
-            run_dir = stack.enter_context(RunDirectory.for_learner(config.run.name, config.run.resume))
-        ranks.barrier()
-        if run_dir is None:
-            run_dir = RunDirectory.attach(config.run.name)
-        model, version = start_model(config, run_dir)
-        model.to(ranks.device)
-        ranks.broadcast(model.parameters())
-        ranks.barrier()  # all have looked at the board
-        model.check(config.engine.max_length)
-        if ranks.is_main:
-            for caution in cautions(config, model):
-                say(f"learner: {caution}")
-            size = sum(p.numel() for p in model.lm.parameters())
-            print(
-                f"learner: {config.model.path}, {size:,} parameters on {ranks.device}, at version {version}", flush=True
-            )
-        files = policy_files(resolve_policy(config))
-        publisher = make_publisher(config, ranks, run_dir, model, files)
-        publisher.begin(version)
-        if ranks.is_main and config.pipeline.bind is not None:
-            served_at = rank_endpoint(config.pipeline.bind, ranks.world_size)
-            stack.enter_context(serve_weights(run_dir.weights_path, served_at, learner_keys(config)))
-        receiver = start_receiver(config, ranks, run_dir, model.vocab_size, batch_size, version)
-        stack.callback(receiver.close)
-        stack.push(partial(dismiss_actors, receiver))
+            describe(config, ranks, self.model, self.version)
+        interval, staleness = config.learner.sync_interval, config.algorithm.max_staleness
+        boards = self.endpoint.board, self.endpoint.kept
+        self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness)
+        self.publisher.begin(self.version)
+        tasks = contract.tasks(make_suite(config.env), "train")
+        self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size)
+        self.receiver = self.endpoint.receiver
         if ranks.is_main and config.engine.transfer == "distributed":
-            urls = config.engine.urls
-            key = run_dir.server_key if urls is None else None
+            key = self.endpoint.run_dir.server_key if config.engine.urls is None else None
             in_flight: Any = config.engine.in_flight  # one that config.py has checked
-            sender = stack.enter_context(WeightSender(in_flight, urls=urls, key=key))
-            publisher.transports.append(partial(send_to_servers, sender, receiver.engines))
-        feed = Feed(config, receiver, batch_size, config.run.seed + ranks.rank)
-        writer = view = None
-        if ranks.is_main:
-            writer = stack.enter_context(MetricWriter(Path(config.run.dir) / "tensorboard"))
-            if config.run.terminal and SUPERVISED in os.environ:
-                view = SupervisorView()
-            elif config.run.terminal:
-                view = stack.enter_context(TerminalView(config.learner.total_updates))
+            sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
+            self.publisher.transports.append(partial(send_to_servers, sender, self.receiver.engines))
 
-        meters = Meters(receiver, ranks, config.algorithm.max_staleness)
-        connected: set[str] = set()
-        wait = partial(wait_for_batch, receiver, publisher, meters, view, connected)
-        trainer = Trainer(config, ranks, model, feed.buffer, meters.log, feed.share)
+        self.feed = Feed(config, self.receiver, batch_size, config.run.seed + ranks.rank)
+        self.writer = stack.enter_context(MetricWriter(self.run_folder / "tensorboard")) if ranks.is_main else None
+        self.view = self.make_view(stack)
+        self.meters = Meters(self.receiver, ranks, staleness)
+        self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.share)
         if ranks.is_main:
-            stack.push(partial(save_what_was_learned, trainer, Path(config.run.dir) / "policy", files))
-        timer = trainer.timer
+            stack.push(partial(save_what_was_learned, self.trainer, self.run_folder / "policy", self.files))
+        self.connected: set[str] = set()
+        """Actors that were connected when it was last said which are."""
+        self.progress = self.version / config.learner.total_updates
+        """Share of the run that is over: 1 at its end."""
         # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
-        began_at = math.inf
-        progress = version / config.learner.total_updates
-        while progress < 1.0:
-            with timer.stage("idle"):
-                batch = feed.next_batch(version, end_of_time(config.learner, began_at), partial(wait, version))
-            # Ranks end together: where one has waited in vain for the rest of the time, all do.
-            if config.learner.max_minutes is not None and ranks.sum([float(batch is None)])[0] > 0:
-                break
-            assert batch is not None
-            if math.isinf(began_at):
-                began_at = ranks.sum([run_dir.began_at() if ranks.is_main else 0.0])[0]
-            # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
-            receiver.trained([t.unroll_id for t in batch.trajectories])
-            trainer.update(batch, version, progress, partial(feed.arrivals, version))
-            with timer.stage("publish"):
-                version += 1
-                meters.log.update(publisher.publish(version, receiver))
-            with timer.stage("log"):
-                share = share_done(config.learner, version, time.monotonic() - began_at) if ranks.is_main else 0.0
-                progress = ranks.sum([share])[0]  # by rank 0's clock
-                meters.observe(feed, batch, version)
-                if config.learner.save_every and version % config.learner.save_every == 0 and ranks.is_main:
-                    model.save(Path(config.run.dir) / f"policy-{version}", files)
-            meters.finish_step(timer.end_step(), batch.num_tokens)
-            del batch  # its space is wanted while the next one is waited for
-            summary = meters.gather()
-            if writer is not None:
-                writer.write(version, summary)
-            if ranks.is_main:
-                tell_of_actors(receiver, connected)
-            if view is not None:
-                view.update(version, summary, progress)
+        self.began_at = math.inf
+
+    def step(self) -> bool:
+        """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
+        timer = self.trainer.timer
+        with timer.stage("idle"):
+            end = end_of_time(self.config.learner, self.began_at)
+            batch = self.feed.next_batch(self.version, end, self.while_waiting)
+        # Ranks end together: where one has waited in vain for the rest of the time, all do.
+        if self.config.learner.max_minutes is not None and self.ranks.sum([float(batch is None)])[0] > 0:
+            return False
+        assert batch is not None
+        if math.isinf(self.began_at):
+            self.began_at = self.ranks.sum([self.endpoint.run_dir.began_at() if self.ranks.is_main else 0.0])[0]
+        # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
+        self.receiver.trained([t.unroll_id for t in batch.trajectories])
+        self.trainer.update(batch, self.version, self.progress, partial(self.feed.arrivals, self.version))
+        with timer.stage("publish"):
+            self.version += 1
+            self.meters.log.update(self.publisher.publish(self.version, self.receiver))
+        with timer.stage("log"):
+            elapsed_s = time.monotonic() - self.began_at
+            share = share_done(self.config.learner, self.version, elapsed_s) if self.ranks.is_main else 0.0
+            self.progress = self.ranks.sum([share])[0]  # by rank 0's clock
+            self.meters.observe(self.feed, batch, self.version)
+            save_every = self.config.learner.save_every
+            if save_every and self.version % save_every == 0 and self.ranks.is_main:
+                self.model.save(self.run_folder / f"policy-{self.version}", self.files)
+        self.meters.finish_step(timer.end_step(), batch.num_tokens)
+        del batch  # its space is wanted while the next one is waited for
+        self.show(self.meters.gather())
+        return True
+
+    def while_waiting(self, what: str) -> None:
+        """Called while there is no batch. what: is missing."""
+        self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
+        if self.view is not None:
+            tell_of_actors(self.receiver, self.connected)
+            self.view.wait(what)
+
+    def make_view(self, stack: ExitStack) -> View | None:
+        """What shows the run in the terminal: the supervisor's, where there is one."""
+        if not self.ranks.is_main or not self.config.run.terminal:
+            return None
+        if SUPERVISED in os.environ:
+            return SupervisorView()
+        return stack.enter_context(TerminalView(self.config.learner.total_updates))
+
+    def show(self, summary: dict[str, float]) -> None:
+        """A step's metrics, in TensorBoard and the terminal."""
+        if self.writer is not None:
+            self.writer.write(self.version, summary)
+        if self.ranks.is_main:
+            tell_of_actors(self.receiver, self.connected)
+        if self.view is not None:
+            self.view.update(self.version, summary, self.progress)
 
 
-def make_publisher(
-    config: Config, ranks: Ranks, run_dir: RunDirectory, model: PolicyModel, files: Mapping[str, bytes]
-) -> VersionPublisher:
-    """This rank's publisher. Rank 0 puts the files that belong to the policy beside the weights."""
-    beside = files if ranks.is_main else None
-    board = WeightPublisher(run_dir.weights_path, config.pipeline.weight_slots, beside)
-    kept = WeightPublisher(run_dir.kept_path, 2, beside)
-    return VersionPublisher(ranks, model, board, kept, config.learner.sync_interval, config.algorithm.max_staleness)
-
-
-def wait_for_batch(
-    receiver: Receiver,
-    publisher: VersionPublisher,
-    meters: Meters,
-    view: View | None,
-    connected: set[str],
-    version: int,
-    what: str,
-) -> None:
-    """Called while there is no batch. connected: see `tell_of_actors`; what: is missing."""
-    meters.log.update(publisher.publish_early(version, receiver))
-    if view is not None:
-        tell_of_actors(receiver, connected)
-        view.wait(what)
+def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> None:
+    """Say what is trained, and what about it may go wrong."""
+    for caution in cautions(config, model):
+        say(f"learner: {caution}")
+    size = sum(p.numel() for p in model.lm.parameters())
+    print(f"learner: {config.model.path}, {size:,} parameters on {ranks.device}, at version {version}", flush=True)
 
 
 def tell_of_actors(receiver: Receiver, connected: set[str]) -> None:
@@ -190,7 +190,7 @@ def tell_of_actors(receiver: Receiver, connected: set[str]) -> None:
 
 
 def save_what_was_learned(
-    trainer: Trainer, target: Path, files: Mapping[str, bytes], kind: type[BaseException] | None, *_: object
+    trainer: Trainer, target: Path, files: dict[str, bytes], kind: type[BaseException] | None, *_: object
 ) -> None:
     """Save the policy at the end of training, or when this process is told to stop. Nobody sees half of it.
 
@@ -218,74 +218,20 @@ def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
     return min(1.0, share)
 
 
-def dismiss_actors(receiver: Receiver, kind: type[BaseException] | None, *_: object) -> None:
-    """Tell the actors that the run is over, if it is: not where this learner failed and will be started again.
+def start_model(config: Config, newest: WeightReader | None) -> tuple[PolicyModel, int]:
+    """The policy to go on from, and its version.
 
-    Of a signal the supervisor decides, where there is one.
+    Args:
+        newest: board with what a killed learner published or kept last; None: the configured start.
     """
-    told_to_stop = kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
-    if told_to_stop:
-        receiver.interrupted()
-    if kind is None or (told_to_stop and SUPERVISED not in os.environ):
-        receiver.shutdown()
-
-
-def start_model(config: Config, run_dir: RunDirectory) -> tuple[PolicyModel, int]:
-    """The policy to go on from, and its version: what a killed learner published or kept last, else the configured
-    start."""
-    boards = [WeightReader(run_dir.weights_path), WeightReader(run_dir.kept_path)]
-    board = max(boards, key=lambda board: -1 if (version := board.latest()) is None else version)
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
-    if board.latest() is None:
+    if newest is None:
         return PolicyModel.from_pretrained(resolve_policy(config), *sizes), 0
-    with board.lease() as lease:
+    with newest.lease() as lease:
         model = PolicyModel.from_pretrained(lease.path, *sizes)
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
         say(f"learner: going on from version {lease.version}; {anew} anew")
         return model, lease.version
-
-
-def start_receiver(
-    config: Config, ranks: Ranks, run_dir: RunDirectory, vocab_size: int, batch_size: int, version: int
-) -> Receiver:
-    """This rank's door for actors, with its share of the training tasks behind it."""
-    algorithm = config.algorithm
-    order = TaskOrder(
-        contract.tasks(make_suite(config.env), "train"),
-        algorithm.group_size,
-        config.run.seed,
-        ranks.rank,
-        ranks.world_size,
-    )
-    # Free running is bounded by what the buffer can hold.
-    max_open = config.replay.capacity if algorithm.max_staleness is None else None
-    journal = Journal(run_dir.journal_path(ranks.rank))
-    ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
-    # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
-    arena = TrajectoryStore(
-        run_dir.replay_path(ranks.rank), (config.replay.capacity_mb * 5 // 4 + 64) << 20, 4 * config.replay.capacity
-    )
-    pipeline = config.pipeline
-    receiver = Receiver(
-        run_dir.endpoint(ranks.rank),
-        ledger,
-        vocab_size,
-        run_dir,
-        arena,
-        heartbeat_timeout_s=pipeline.actor_timeout_s,
-        ticket_timeout_s=pipeline.ticket_timeout_s,
-        bind=None if pipeline.bind is None else rank_endpoint(pipeline.bind, ranks.rank),
-        keys=learner_keys(config),
-        max_tokens=config.learner.token_budget,
-        published=WeightReader(run_dir.weights_path).latest(),
-    )
-    receiver.start()
-    return receiver
-
-
-def learner_keys(config: Config) -> LearnerKeys | None:
-    folder = config.pipeline.keys
-    return None if folder is None else load_learner_keys(Path(folder).expanduser())
 
 
 def check_ranks(config: Config) -> None:

@@ -13,6 +13,7 @@ from impala_llm.config import load
 from impala_llm.learner import check_folder, main, share_done, start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
 from impala_llm.pipeline.weights.board import WeightPublisher
 from impala_llm.settings import Config, LearnerConfig
@@ -39,7 +40,7 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path:
     config = Config()
     config.model.path = str(save_lm(tmp_path / "policy"))
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
-        model, version = start_model(config, run)
+        model, version = start_model(config, newest_board(run))
         assert version == 0
         files = {path.name: path.read_bytes() for path in (tmp_path / "policy").glob("*.json")}
         boards = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
@@ -50,7 +51,7 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path:
             for p in model.parameters():
                 p.data.add_(0.125 * number)
             publisher.publish(number, receiver)
-        resumed, version = start_model(config, run)
+        resumed, version = start_model(config, newest_board(run))
     assert version == 2
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {
         n: p.tolist() for n, p in model.named_parameters()

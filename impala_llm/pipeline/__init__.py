@@ -1,1 +1,31 @@
-"""Communication between processes: the only package with sockets and shared memory. numpy only, no torch."""
+"""Communication between processes: the only package with sockets and shared memory. numpy only, no torch.
+
+Whoever only wants to talk uses `LearnerEndpoint` or `ActorEndpoint`. Behind them, from the top down:
+
+- transport: messages, sessions and acknowledgements between actors and a learner rank
+- tickets: permits to play an episode, and the bound on staleness
+- weights: versions of the policy in shared memory, and the relay to other hosts
+- network: sockets, keys, authentication
+- shm: shared memory of one host: rings of records, the trajectory store, the journal, the folder of a run
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from impala_llm.pipeline.actor_endpoint import ActorEndpoint
+    from impala_llm.pipeline.learner_endpoint import LearnerEndpoint
+
+__all__ = ["ActorEndpoint", "LearnerEndpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command line needs a few small modules of this package, and should not wait for all of them.
+    if name == "ActorEndpoint":
+        from impala_llm.pipeline.actor_endpoint import ActorEndpoint
+
+        return ActorEndpoint
+    if name == "LearnerEndpoint":
+        from impala_llm.pipeline.learner_endpoint import LearnerEndpoint
+
+        return LearnerEndpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

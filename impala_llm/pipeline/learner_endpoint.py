@@ -1,0 +1,149 @@
+"""The learner's end of the pipeline in one object, one for each rank: weights out, tickets out, trajectories in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from impala_llm.hosts import rank_endpoint
+from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.ledger import TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.remote import serve_weights
+from impala_llm.settings import Config
+from impala_llm.supervised import SUPERVISED
+
+_KEPT_SLOTS = 2
+
+
+def newest_board(run_dir: RunDirectory) -> WeightReader | None:
+    """Reader of the board with the newest version, published or kept; None: there is none."""
+    readers = [WeightReader(run_dir.weights_path), WeightReader(run_dir.kept_path)]
+    versions = [-1 if (version := reader.latest()) is None else version for reader in readers]
+    newest = max(versions)
+    return None if newest < 0 else readers[versions.index(newest)]
+
+
+class LearnerEndpoint:
+    """A context manager. Its life, in this order:
+
+        with LearnerEndpoint(config, rank, num_ranks, barrier, files) as endpoint:
+            newest = endpoint.newest_weights()      what an earlier learner of this run left, if it did
+            ...                                     publish a version on endpoint.board
+            endpoint.listen(version, tasks, vocab_size, batch_size)
+            endpoint.receiver.poll(...)             trajectories; announce(...) versions
+
+    On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
+    again. After a signal the supervisor decides, where there is one.
+
+    Args:
+        barrier: returns once all ranks have called it. Called here, and in `newest_weights`.
+        files: of the policy besides its weights, by name, which rank 0 puts on the boards: config.json, tokenizer.
+
+    Raises:
+        RunDirectoryError: another learner of this run is alive, or shared memory cannot be had.
+        KeyFileError: `pipeline.keys` names a folder that cannot be used.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, num_ranks: int, barrier: Callable[[], None], files: Mapping[str, bytes]
+    ) -> None:
+        self._config = config
+        self._rank, self._num_ranks = rank, num_ranks
+        self._barrier = barrier
+        self._receiver: Receiver | None = None
+        self._stack = ExitStack()
+        try:
+            # Rank 0 owns the run's folder in shared memory, unless a supervisor does.
+            if rank == 0:
+                self.run_dir = self._stack.enter_context(RunDirectory.for_learner(config.run.name, config.run.resume))
+            barrier()
+            if rank != 0:
+                self.run_dir = RunDirectory.attach(config.run.name)
+            beside = files if rank == 0 else None
+            self.board = WeightPublisher(self.run_dir.weights_path, config.pipeline.weight_slots, beside)
+            """Versions for engines."""
+            self.kept = WeightPublisher(self.run_dir.kept_path, _KEPT_SLOTS, beside)
+            """Versions that only a learner that is started again reads."""
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def newest_weights(self) -> WeightReader | None:
+        """Reader of the board with the newest version that an earlier learner of this run left; None: there is none."""
+        newest = newest_board(self.run_dir)
+        self._barrier()  # no rank may publish before all have looked
+        return newest
+
+    def listen(self, version: int, tasks: Sequence[int], vocab_size: int, batch_size: int) -> None:
+        """Take actors in, here and, where `pipeline.bind` says so, from other hosts.
+
+        Args:
+            version: that the learner is at; it, or an older one, lies on the board.
+            tasks: ids of the training tasks, of all ranks.
+            vocab_size: token ids of trajectories must lie below.
+            batch_size: trajectories of one update, of this rank.
+        """
+        config, pipeline, run_dir = self._config, self._config.pipeline, self.run_dir
+        keys = self._keys()
+        bind = None
+        if pipeline.bind is not None:
+            bind = rank_endpoint(pipeline.bind, self._rank)
+            if self._rank == 0:
+                # The port after those of the ranks.
+                served_at = rank_endpoint(pipeline.bind, self._num_ranks)
+                self._stack.enter_context(serve_weights(run_dir.weights_path, served_at, keys))
+        algorithm = config.algorithm
+        order = TaskOrder(tasks, algorithm.group_size, config.run.seed, self._rank, self._num_ranks)
+        # Free running is bounded by what the buffer can hold.
+        max_open = config.replay.capacity if algorithm.max_staleness is None else None
+        journal = Journal(run_dir.journal_path(self._rank))
+        ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
+        # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
+        num_bytes = (config.replay.capacity_mb * 5 // 4 + 64) << 20
+        store = TrajectoryStore(run_dir.replay_path(self._rank), num_bytes, 4 * config.replay.capacity)
+        self._receiver = Receiver(
+            run_dir.endpoint(self._rank),
+            ledger,
+            vocab_size,
+            run_dir,
+            store,
+            heartbeat_timeout_s=pipeline.actor_timeout_s,
+            ticket_timeout_s=pipeline.ticket_timeout_s,
+            bind=bind,
+            keys=keys,
+            max_tokens=config.learner.token_budget,
+            published=WeightReader(run_dir.weights_path).latest(),
+        )
+        self._receiver.start()
+
+    @property
+    def receiver(self) -> Receiver:
+        """For the time after `listen`."""
+        assert self._receiver is not None, "call listen first"
+        return self._receiver
+
+    def __enter__(self) -> LearnerEndpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            if self._receiver is None:
+                return
+            self._stack.callback(self._receiver.close)
+            told_to_stop = kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
+            if told_to_stop:
+                self._receiver.interrupted()
+            if kind is None or (told_to_stop and SUPERVISED not in os.environ):
+                self._receiver.shutdown()
+
+    def _keys(self) -> LearnerKeys | None:
+        folder = self._config.pipeline.keys
+        return None if folder is None else load_learner_keys(Path(folder).expanduser())
