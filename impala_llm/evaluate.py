@@ -139,14 +139,16 @@ def evaluate(
 
 
 def _progress_bar() -> Progress:
-    """On standard error; it moves while engines start, too."""
+    """On standard error, if that is a terminal; it moves while engines start, too."""
+    console = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", table_column=Column(overflow="fold")),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 
