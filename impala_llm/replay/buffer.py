@@ -326,16 +326,22 @@ class ReplayBuffer:
 
     def _take_in(self, new: Items) -> tuple[EvictedItem, ...]:
         """Add items that fit into an empty buffer together, and return the ones evicted for them."""
+        held = self._items
+        too_many = held.num_trajectories.sum() + new.num_trajectories.sum() - self._capacity_trajectories
+        too_large = held.num_bytes.sum() + new.num_bytes.sum() - self._capacity_bytes
         evicted: tuple[EvictedItem, ...] = ()
-        while True:
-            held = self._items
-            too_many = held.num_trajectories.sum() + new.num_trajectories.sum() - self._capacity_trajectories
-            too_large = held.num_bytes.sum() + new.num_bytes.sum() - self._capacity_bytes
-            if too_many <= 0 and too_large <= 0:
-                break
+        if too_many > 0 or too_large > 0:
             # At least so many have to go, even if each is as large as the largest.
             num_items = max(-(-too_many // held.num_trajectories.max()), -(-too_large // held.num_bytes.max()))
-            evicted += self._evict(self._sampler.lowest(held, num_items), "capacity")
+            while True:
+                rows = self._sampler.lowest(held, num_items)
+                is_enough = np.cumsum(held.num_trajectories[rows]) >= too_many
+                is_enough &= np.cumsum(held.num_bytes[rows]) >= too_large
+                if is_enough[-1]:
+                    break
+                num_items = min(2 * num_items, len(self))
+            evicted = self._evict(rows[: int(np.argmax(is_enough)) + 1], "capacity")
+            held = self._items
         new.abs_advantage[:] = (held.abs_advantage * held.is_known).max() if held.is_known.any() else 1.0
         self._items = held.followed_by(new)
         return evicted

@@ -174,28 +174,31 @@ def test_a_full_buffer_gives_up_the_lowest_priority_again_and_again(
     """Against a plain search for the lowest after each item that goes, in batches of all sizes."""
     sampler = PrioritySampler(6.0, 0.6, 0.01, rarity_exponent)
     buffer, rng = ReplayBuffer(sampler, 300, BIG, max_replays=BIG), np.random.default_rng(3)
-    held: dict[int, tuple[int, float, int]] = {}  # version, |A|, signature
+    held: dict[int, tuple[int, float, int, int]] = {}  # version, |A|, signature, trajectories
     next_id = 0
-    for version, num_new in enumerate([300, 1, 40, 2, 150, 299, 13, 300]):
+    for version, num_new in enumerate([100, 1, 40, 2, 60, 99, 13, 100]):
         signatures = rng.integers(num_signatures, size=num_new).tolist()
+        sizes = rng.choice([1, 1, 1, 3], size=num_new).tolist()
         expected = []
-        while len(held) + num_new > 300:
-            counts = Counter(signature for _, _, signature in held.values())
+        while sum(size for *_, size in held.values()) + sum(sizes) > 300:
+            counts = Counter(signature for _, _, signature, _ in held.values())
             priority = {
                 item_id: v / 6.0 + 0.6 * math.log(a + 0.01) - rarity_exponent * math.log(counts[s])
-                for item_id, (v, a, s) in held.items()
+                for item_id, (v, a, s, _) in held.items()
             }
             expected.append(min(held, key=lambda item_id: (priority[item_id], item_id)))
             del held[expected[-1]]
         names = [f"s{signature}" for signature in signatures]
-        evicted = buffer.insert_all([[make_trajectory(version=version)]] * num_new, version, names)
+        evicted = buffer.insert_all([[make_trajectory(version=version)] * size for size in sizes], version, names)
         assert [item.item_id for item in evicted] == expected
-        ids = np.arange(next_id, next_id + num_new)
-        advantages = rng.exponential(size=num_new)
+        ids = range(next_id, next_id + num_new)
+        advantages = rng.exponential(size=num_new).tolist()
         buffer.update_advantages(ids, advantages)
-        held |= {i: (version, a, s) for i, a, s in zip(ids.tolist(), advantages.tolist(), signatures, strict=True)}
+        new = zip(ids, advantages, signatures, sizes, strict=True)
+        held |= {item_id: (version, a, s, size) for item_id, a, s, size in new}
         next_id += num_new
-    counts = Counter(signature for _, _, signature in held.values())
+    assert next_id - len(held) > 100
+    counts = Counter(signature for _, _, signature, _ in held.values())
     assert buffer.stats().num_signatures == len(counts)
 
 
