@@ -119,6 +119,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.mismatch_alarm": (1e-9, math.inf),
     "learner.num_ranks": (1, math.inf),
     "learner.batch_size": (1, math.inf),
+    "learner.epochs": (1, 1000),
+    "learner.minibatches": (1, math.inf),
     "learner.total_updates": (1, math.inf),
     "learner.sync_interval": (1, math.inf),
     "learner.max_minutes": (1e-3, math.inf),
@@ -201,6 +203,11 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"algorithm.group_size={algorithm.group_size} does not divide a rank's share of the batch, {share} "
             f"trajectories: set learner.batch_size to a multiple of {algorithm.group_size * learner.num_ranks}"
+        )
+    if learner.minibatches > share:
+        found.append(
+            f"learner.minibatches={learner.minibatches} is more than the {share} trajectories of a rank's share of the "
+            f"batch: set it to at most {share}"
         )
     if share > replay.capacity:
         found.append(
@@ -582,7 +589,9 @@ FAMILIAR_NAMES = {
     "advantage": "algorithm.credit",
     "advantage_estimator": "algorithm.credit",
     "batch": "learner.batch_size",
-    "epochs": "learner.total_updates",
+    "mini_batches": "learner.minibatches",
+    "num_epochs": "learner.epochs",
+    "ppo_epochs": "learner.epochs",
     "eta": "algorithm.max_staleness",
     "gamma": "algorithm.credit.discount",
     "lambda": "algorithm.credit.lam",

@@ -242,8 +242,13 @@ class LearnerConfig:
     """Processes of the learner, all on one host; each has its own receiver and replay shard."""
     batch_size: int = 64
     """Trajectories of an update, over all ranks."""
+    epochs: int = 1
+    """Passes over the batch in an update."""
+    minibatches: int = 1
+    """Optimizer steps of each pass, on as many parts of the batch. With several steps an update, the log-probabilities
+    that it begins with are scored first: they are the proximal policy of algorithm.loss=decoupled_ppo."""
     total_updates: int = 400
-    """Optimizer steps of the run."""
+    """Updates of the run: versions of the weights."""
     sync_interval: int | None = 1
     """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
     max_minutes: float | None = None

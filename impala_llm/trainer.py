@@ -1,4 +1,4 @@
-"""One rank's part of an optimizer step: from a batch of trajectories to new weights, and what lives from step to step.
+"""One rank's part of an update: from a batch of trajectories to new weights, and what lives from update to update.
 
 Invariant: ranks meet only in sums (counts, gradients, means of what is watched), in the same order on every rank. A
 number that is not finite ends no rank: all leave the step out together, and the one that has it names the episode.
@@ -6,6 +6,7 @@ number that is not finite ends no rank: all leave the step out together, and the
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,9 +16,9 @@ from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import Credit, Episodes, Loss
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.feed import Batch
-from impala_llm.learning.mismatch import MismatchMonitor
+from impala_llm.learning.mismatch import MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, objective
+from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
@@ -31,8 +32,47 @@ from impala_llm.trajectory import Trajectory
 _COMPLAINT_INTERVAL_S = 10.0
 
 
+@dataclass
+class _Update:
+    """One rank's batch on its way through an update, and what is summed up over its micro-batches."""
+
+    batch: Batch
+    version: int
+    oldest_version: int
+    """Older tokens do not teach."""
+    counts: Denominators
+    """Of the whole batch."""
+    prepared: torch.Tensor | None
+    """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
+    weights: torch.Tensor
+    """float32[M]: of the draw."""
+    teaching: list[int]
+    """Places of the trajectories that have a gradient."""
+    culprits: list[Trajectory]
+    """Those with a number that is not finite."""
+    at_start: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
+    sizes: dict[int, float] = field(init=False)
+    """Buffer item -> largest mean |A| of its trajectories."""
+    entropy: float = 0.0
+    weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
+
+    def add(self, outcome: Outcome, places: Sequence[int]) -> None:
+        """Take in a micro-batch. places: of its rows in the batch."""
+        self.entropy += outcome.entropy
+        sums = zip(self.weight_sums, outcome.weight_sums, strict=True)
+        self.weight_sums = tuple(total + part for total, part in sums)  # type: ignore[assignment]
+        for place, size in zip(places, outcome.advantage_size.tolist(), strict=True):
+            if math.isfinite(size):
+                item = self.batch.item_ids[place]
+                self.sizes[item] = max(size, self.sizes[item])
+
+
 class Trainer:
-    """One rank's part of an optimizer step, and what lives from step to step."""
+    """One rank's part of an update, and what lives from update to update."""
 
     def __init__(
         self,
@@ -66,97 +106,141 @@ class Trainer:
     def update(
         self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
     ) -> None:
-        """One optimizer step on one batch: from version v to v + 1.
+        """One update on one batch, in one optimizer step or several: from version v to v + 1.
 
         Args:
             progress: share of the run that is over.
             arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
         """
-        config, ranks, log, timer = self.config, self.ranks, self.log, self.timer
-        algorithm = config.algorithm
-        train_policy = self.num_updates >= config.learner.value_warmup_updates
+        with self.timer.stage("pack"):
+            update = self.prepare(batch, version)
+        with self.timer.stage("forward"):
+            self.monitor.begin(batch.trajectories, version)
+            steps = self.steps(update)
+            if len(steps) > 1:
+                self.score_at_start(update)
+        for number, members in enumerate(steps):
+            self.accumulate(update, members, self.rules(update, members if len(steps) > 1 else None))
+            if number == 0:
+                # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
+                self.compare_arrivals(version, arrivals)
+            self.step(update, progress)
+        self.num_updates += 1
+        self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
+        if update.culprits:
+            self.name(update.culprits, version)
+        taught = [batch.trajectories[i] for i in update.teaching]
+        self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
+        self.steer(update.weight_sums)
+        self.log.add("optimizer/not_finite", len(update.culprits))
+
+    def prepare(self, batch: Batch, version: int) -> _Update:
+        """What is known of a batch before it is packed, and which of its trajectories have a gradient."""
+        trajectories, algorithm = batch.trajectories, self.config.algorithm
+        counts = self.count(trajectories)
+        prepared = self.credit.prepare(self.episodes(trajectories))
+        finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
+        culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
-        with timer.stage("pack"):
-            trajectories = batch.trajectories
-            counts = self.count(trajectories)
-            prepared = self.credit.prepare(self.episodes(trajectories))
-            finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
-            culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
+        teaching = list(range(len(trajectories)))
+        if prepared is not None and self.credit.of_episodes and self.entropy.coef == algorithm.kl_coef == 0:
             # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
             # computed.
-            teaching = list(range(len(trajectories)))
-            if prepared is not None and self.entropy.coef == algorithm.kl_coef == 0:
-                teaching = prepared.advantages.nonzero().flatten().tolist()
-                log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
-                teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
-            for name, value, weight in () if prepared is None else prepared.figures:
-                log.add(name, value, weight)
-            weights = self.draw_weights(batch)
-            micro_batches = pack([trajectories[i] for i in teaching], config.learner.token_budget)
-        with timer.stage("forward"):
-            self.monitor.begin(trajectories, version)
-        sizes = dict.fromkeys(batch.item_ids, 0.0)
-        entropy = 0.0
-        weight_sums = [0.0, 0.0, 0.0]
-        for micro in micro_batches:
-            members = torch.tensor([teaching[i] for i in micro.members])
-            rows = [trajectories[i] for i in members.tolist()]
-            with timer.stage("forward"):
-                micro = micro.to(ranks.device)
+            teaching = prepared.advantages.nonzero().flatten().tolist()
+            self.log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
+            teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
+        self.log.add_all(() if prepared is None else prepared.figures)
+        advantages = None if prepared is None else prepared.advantages
+        weights = self.draw_weights(batch)
+        return _Update(batch, version, oldest_version, counts, advantages, weights, teaching, culprits)
+
+    def steps(self, update: _Update) -> list[list[int]]:
+        """Places in the batch that each optimizer step learns from: in passes over the batch, each in an order of its
+        own, cut into minibatches. The same number of steps on every rank."""
+        learner = self.config.learner
+        if learner.epochs == learner.minibatches == 1:
+            return [update.teaching]
+        chosen = set(update.teaching)
+        found = []
+        for epoch in range(learner.epochs):
+            order = np.random.default_rng((self.config.run.seed, self.ranks.rank, update.version, epoch))
+            places = order.permutation(len(update.batch.trajectories))
+            for part in np.array_split(places, learner.minibatches):
+                found.append([i for i in sorted(part.tolist()) if i in chosen])
+        return found
+
+    def rules(self, update: _Update, members: Sequence[int] | None) -> Rules:
+        """Of an optimizer step. members: places of its trajectories; None: those of the whole batch."""
+        counts = update.counts
+        if members is not None:
+            part = [update.batch.trajectories[i] for i in members]
+            found = self.ranks.sum([sum(t.num_action_tokens for t in part), sum(len(t.turns) for t in part), len(part)])
+            counts = Denominators(*(max(1.0, number) for number in found))
+        train_policy = self.num_updates >= self.config.learner.value_warmup_updates
+        return Rules(counts, update.version, update.oldest_version, self.entropy.coef, train_policy)
+
+    def score_at_start(self, update: _Update) -> None:
+        """Before the first of several optimizer steps: log π of the weights that the update begins with. They are the
+        proximal policy of its steps, and all that the monitor may compare with the engine's."""
+        trajectories = [update.batch.trajectories[i] for i in update.teaching]
+        for cpu_micro in pack(trajectories, self.config.learner.token_budget):
+            micro = cpu_micro.to(self.ranks.device)
+            rows = [trajectories[i] for i in micro.members]
+            log_probs = action_log_probs(self.model, micro, self.config.engine.temperature)
+            self.monitor.record(compare(log_probs, micro, update.version))
+            self.monitor.keep(rows, log_probs)
+            parts = log_probs.cpu().split([t.num_action_tokens for t in rows])
+            places = (update.teaching[i] for i in micro.members)
+            update.at_start |= dict(zip(places, parts, strict=True))
+
+    def accumulate(self, update: _Update, members: Sequence[int], rules: Rules) -> None:
+        """The gradient of an optimizer step on this rank. members: places of its trajectories in the batch."""
+        for cpu_micro in pack([update.batch.trajectories[i] for i in members], self.config.learner.token_budget):
+            places = [members[i] for i in cpu_micro.members]
+            trajectories = [update.batch.trajectories[i] for i in places]
+            with self.timer.stage("forward"):
+                micro = cpu_micro.to(self.ranks.device)
                 micro.turn_rewards.div_(self.rewards.divisor)
-                outcome = objective(
-                    config,
-                    self.model,
-                    micro,
-                    None if prepared is None else prepared.advantages[members].to(ranks.device),
-                    weights[members].to(ranks.device),
-                    counts,
-                    version,
-                    train_policy,
-                    self.monitor.recomputed(micro, rows),
+                rows = Rows(
+                    update.weights[places].to(self.ranks.device),
+                    None if update.prepared is None else update.prepared[places].to(self.ranks.device),
+                    self.monitor.recomputed(micro, trajectories),
                     self.scorers.scores(micro),
-                    self.entropy.coef,
-                    oldest_version,
+                    torch.cat([update.at_start[i] for i in places]).to(self.ranks.device) if update.at_start else None,
                 )
-            with timer.stage("backward"):
+                outcome = objective(self.config, self.model, micro, rows, rules)
+            with self.timer.stage("backward"):
                 outcome.loss.backward()
-                if not culprits:
-                    culprits = self.not_finite(outcome, rows)
-            entropy += outcome.entropy
-            weight_sums = [total + part for total, part in zip(weight_sums, outcome.weight_sums, strict=True)]
-            self.monitor.record(outcome.comparison)
-            self.monitor.keep(rows, outcome.log_probs)
-            for name, value, weight in outcome.figures:
-                log.add(name, value, weight)
-            for member, size in zip(members.tolist(), outcome.advantage_size.tolist(), strict=True):
-                if math.isfinite(size):
-                    sizes[batch.item_ids[member]] = max(size, sizes[batch.item_ids[member]])
-        self.buffer.update_advantages(list(sizes), list(sizes.values()))
-        # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
+                if not update.culprits:
+                    update.culprits = self.not_finite(outcome, trajectories)
+            update.add(outcome, places)
+            self.log.add_all(outcome.figures)
+            if not update.at_start:
+                self.monitor.record(outcome.comparison)
+                self.monitor.keep(trajectories, outcome.log_probs)
+
+    def compare_arrivals(self, version: int, arrivals: Callable[[], Sequence[Trajectory]]) -> None:
+        """End the monitor's update, with what has arrived meanwhile where it has use for that."""
         if self.monitor.wants_arrivals:
-            with timer.stage("idle"):
+            with self.timer.stage("idle"):
                 arrived = arrivals()
-            with timer.stage("forward"):
+            with self.timer.stage("forward"):
                 self.monitor.look(arrived, version)
-        for name, value, weight in self.monitor.end():
-            log.add(name, value, weight)
-        with timer.stage("backward"):
-            ranks.sum_gradients(self.model)
-            num_culprits = ranks.sum([len(culprits)])[0]
-        with timer.stage("optimize"):
+        self.log.add_all(self.monitor.end())
+
+    def step(self, update: _Update, progress: float) -> None:
+        """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite."""
+        with self.timer.stage("backward"):
+            self.ranks.sum_gradients(self.model)
+            num_culprits = self.ranks.sum([len(update.culprits)])[0]
+        with self.timer.stage("optimize"):
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
             self.is_stepping = False
-        self.num_updates += 1
-        if culprits:
-            self.name(culprits, version)
-        self.watch(trajectories, [trajectories[i] for i in teaching], entropy)
-        self.steer(weight_sums)
-        log.add("optimizer/gradient_norm", result.gradient_norm)
-        log.add("optimizer/clipped_share", float(result.clipped))
-        log.add("optimizer/skipped", float(result.skipped))
-        log.add("optimizer/not_finite", len(culprits))
-        log.add("optimizer/learning_rate", result.learning_rate)
+        self.log.add("optimizer/gradient_norm", result.gradient_norm)
+        self.log.add("optimizer/clipped_share", float(result.clipped))
+        self.log.add("optimizer/skipped", float(result.skipped))
+        self.log.add("optimizer/learning_rate", result.learning_rate)
 
     def count(self, trajectories: Sequence[Trajectory]) -> Denominators:
         """Of the update over all ranks; and its returns, for the scale of rewards."""

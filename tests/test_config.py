@@ -99,6 +99,8 @@ def test_overrides_and_groups_take_effect():
             ["actor.unroll_tokens=9", "algorithm.max_staleness=0"],
         ),
         (["algorithm.group_size=7"], ["algorithm.group_size=7", "64", "multiple of 7"]),
+        (["learner.minibatches=65"], ["learner.minibatches=65", "at most 64"]),
+        (["learner.ppo_epochs=4"], ["learner.ppo_epochs=4", "did you mean learner.epochs?"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),
         (["learner.num_ranks=64", "pipeline.arena_mb=1"], ["arena_mb=1", "num_ranks=64", "max_length=2048", "least 5"]),
         (["learner.token_budget=100"], ["learner.token_budget=100", "at least 2048"]),

@@ -95,6 +95,8 @@ class Scored:
     """Of the learner's weights, >= that of every token."""
     values: Callable[[Tensor], Tensor]
     """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
+    proximal_log_probs: Tensor | None = None
+    """float32: log π when the update began; None in its first optimizer step, where they are `log_probs`."""
     reference_log_probs: Tensor | None = None
     """float32, by the reference policy; None where nothing asks for it."""
     teacher_log_probs: Tensor | None = None
@@ -107,7 +109,7 @@ class Scored:
 
     def select(self, mask: Tensor) -> "Scored":
         """The tokens where bool[N] `mask` is true. Values keep their places in the whole micro-batch."""
-        reference, teacher = self.reference_log_probs, self.teacher_log_probs
+        others = (self.proximal_log_probs, self.reference_log_probs, self.teacher_log_probs)
         return Scored(
             self.log_probs[mask],
             self.entropy[mask],
@@ -116,8 +118,7 @@ class Scored:
             self.versions[mask],
             self.version,
             self.values,
-            None if reference is None else reference[mask],
-            None if teacher is None else teacher[mask],
+            *(None if other is None else other[mask] for other in others),
         )
 
 

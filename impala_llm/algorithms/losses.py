@@ -168,13 +168,13 @@ class DecoupledPPO(Loss):
     dual_clip: float = bounded(3.0, 1)
     """Largest π/π_prox that counts for a negative advantage."""
     proximal: str = one_of("log_linear", "recomputed")
-    """π_prox lies between μ and π by the tokens' versions (log_linear) | is π as the step begins (recomputed). With one
-    step a batch, as here, the ratio π/π_prox of the latter is 1 and the weight acts alone."""
+    """π_prox lies between μ and π by the tokens' versions (log_linear) | is π when the update begins (recomputed). With
+    one step an update the ratio π/π_prox of the latter is 1 and the weight acts alone: see learner.minibatches."""
     proximal_cap: float | None = bounded(None, 1e-3)
     """Cap of the weight π_prox/μ; None: not truncated."""
 
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
-        proximal = scored.log_probs.detach()
+        proximal = scored.log_probs.detach() if scored.proximal_log_probs is None else scored.proximal_log_probs
         if self.proximal == "log_linear":
             proximal = log_linear_proximal(
                 scored.log_probs, scored.behaviour_log_probs, scored.versions, scored.version

@@ -54,37 +54,44 @@ class Outcome:
     """(metric, value, weight): see observability/metrics.py for the meaning of each."""
 
 
-def objective(
-    config: Config,
-    model: PolicyModel,
-    batch: PackedBatch,
-    prepared: Tensor | None,
-    weights: Tensor,
-    denominators: Denominators,
-    version: int,
-    train_policy: bool = True,
-    recomputed: Recomputed | None = None,
-    scores: TokenScores = NO_SCORES,
-    entropy_coef: float = 0.0,
-    oldest_version: int = 0,
-) -> Outcome:
-    """Loss of one packed micro-batch.
+@dataclass(frozen=True)
+class Rules:
+    """What holds for all micro-batches of an optimizer step."""
 
-    Args:
-        prepared: float32[num_segments], what the credit has prepared for each row; None where it has nothing.
-        weights: float32[num_segments], importance weights of the replay draw, 1 where it was uniform.
-        version: of the learner, for staleness.
-        train_policy: False while only the value head warms up.
-        recomputed: what enters the ratios for log μ; None: what the engine reported.
-        scores: of the reference policy and the teacher.
-        oldest_version: older action tokens do not teach, though others of their trajectory may.
-    """
-    algorithm = config.algorithm
+    denominators: Denominators
+    version: int
+    """Of the learner, for staleness."""
+    oldest_version: int = 0
+    """Older action tokens do not teach, though others of their trajectory may."""
+    entropy_coef: float = 0.0
+    train_policy: bool = True
+    """False while only the value head warms up."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of a micro-batch's S rows, and of their N action tokens, beside what is packed."""
+
+    weights: Tensor
+    """float32[S]: importance weights of the replay draw, 1 where it was uniform."""
+    prepared: Tensor | None = None
+    """float32[S]: what the credit has prepared; None where it has nothing."""
+    recomputed: Recomputed | None = None
+    """What enters the ratios for log μ; None: what the engine reported."""
+    scores: TokenScores = NO_SCORES
+    """Of the reference policy and the teacher."""
+    proximal_log_probs: Tensor | None = None
+    """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
+
+
+def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
+    """Loss of one packed micro-batch."""
+    algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
     credit: Any = algorithm.credit
     policy_loss: Any = algorithm.loss
-    scored = score(model, batch, config.engine.temperature, version, recomputed, scores)
-    worth = credit(scored, batch, prepared)
-    keep = teaches(algorithm, scored, worth.advantages, oldest_version)
+    scored = score(model, batch, config.engine.temperature, rows, rules.version)
+    worth = credit(scored, batch, rows.prepared)
+    keep = teaches(algorithm, scored, worth.advantages, rules.oldest_version)
     # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
     # is infinite is no number.
     output = policy_loss(scored.select(keep), worth.advantages[keep])
@@ -100,53 +107,61 @@ def objective(
     of_entropy = torch.where(keep, scored.entropy, 0.0).sum() / denominators.tokens
     value_errors, of_values = _value_loss(worth, weights, denominators)
     # A weight of 0 and not a missing term: all parameters take part in the gradient reduction.
-    policy_weight = 1.0 if train_policy else 0.0
-    total = policy_weight * (of_policy - entropy_coef * of_entropy) + worth.value_coef * of_values
+    policy_weight = 1.0 if rules.train_policy else 0.0
+    total = policy_weight * (of_policy - rules.entropy_coef * of_entropy) + worth.value_coef * of_values
 
-    with torch.no_grad():
-        tokens = float(len(keep))
-        figures = [*worth.figures, *kl_figures, *_loss_figures(output), *_figures(scored, worth.advantages, batch)]
-        figures += _ages((version - scored.versions)[keep].float())
-        figures.append(("ratio/rejected_share", 1.0 - float(keep.float().mean()), tokens))
-        # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
-        share = denominators.tokens / len(keep)
-        for name, part in (("policy", of_policy), ("value", of_values), ("total", total)):
-            figures.append((f"loss/{name}", part.item() * share, tokens))
-        final = output.weights * weights[batch.segment_ids[keep]]
-        weight_sums = (tokens, float(final.sum()), float(final.square().sum()))
-        num_rows = len(batch.lengths)
-        size = importance.segment_mean(worth.advantages.abs(), batch.segment_ids, num_rows)
-        sums = importance.segment_sum(per_token + scored.entropy, batch.segment_ids, num_rows)
-        if worth.value_rows is not None:
-            sums = sums + importance.segment_sum(value_errors, worth.value_rows, num_rows)
-        is_finite = (size + sums).isfinite()
-        comparison = compare(scored.log_probs, batch, version)
-    total_entropy = float(scored.entropy.detach().sum())
-    return Outcome(total, size, scored.log_probs.detach(), total_entropy, weight_sums, is_finite, comparison, figures)
+    sums = importance.segment_sum((per_token + scored.entropy).detach(), batch.segment_ids, len(batch.lengths))
+    if worth.value_rows is not None:
+        sums = sums + importance.segment_sum(value_errors.detach(), worth.value_rows, len(batch.lengths))
+    # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
+    share, tokens = denominators.tokens / len(keep), float(len(keep))
+    parts = {"policy": of_policy, "value": of_values, "total": total}
+    figures = [(f"loss/{name}", part.item() * share, tokens) for name, part in parts.items()]
+    figures += [*kl_figures, *_loss_figures(output), *worth.figures, *_figures(scored, worth.advantages, keep, batch)]
+    return _outcome(total, scored, worth, output.weights * weights[batch.segment_ids[keep]], sums, figures, batch)
 
 
-def score(
-    model: PolicyModel,
+@torch.no_grad()
+def _outcome(
+    total: Tensor,
+    scored: Scored,
+    worth: Worth,
+    final_weights: Tensor,
+    sums: Tensor,
+    figures: list[Figure],
     batch: PackedBatch,
-    temperature: float,
-    version: int,
-    recomputed: Recomputed | None = None,
-    scores: TokenScores = NO_SCORES,
-) -> Scored:
-    """One forward over a micro-batch. See `objective` for the arguments."""
+) -> Outcome:
+    """What the update is told of a micro-batch. sums: float[num_segments], of all that must be finite."""
+    size = importance.segment_mean(worth.advantages.abs(), batch.segment_ids, len(batch.lengths))
+    return Outcome(
+        total,
+        size,
+        scored.log_probs.detach(),
+        float(scored.entropy.sum()),
+        (float(len(scored.log_probs)), float(final_weights.sum()), float(final_weights.square().sum())),
+        (size + sums).isfinite(),
+        compare(scored.log_probs, batch, scored.version),
+        figures,
+    )
+
+
+def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows, version: int) -> Scored:
+    """One forward over a micro-batch."""
     hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
     actions = batch.action_positions
     log_probs, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], temperature)
+    at_start = log_probs if rows.proximal_log_probs is None else rows.proximal_log_probs
     return Scored(
         log_probs,
         entropy,
-        batch.behaviour_logprobs if recomputed is None else recomputed.fill(log_probs),
+        batch.behaviour_logprobs if rows.recomputed is None else rows.recomputed.fill(at_start),
         batch.segment_ids,
         batch.versions,
         version,
         lambda places: model.values(hidden[places]),
-        scores.reference,
-        scores.teacher,
+        rows.proximal_log_probs,
+        rows.scores.reference,
+        rows.scores.teacher,
     )
 
 
@@ -202,15 +217,12 @@ def _loss_figures(output: LossOutput) -> list[Figure]:
     return [*figures, ("ratio/pg_clip_share", clipped, count)]
 
 
-def _figures(scored: Scored, advantages: Tensor, batch: PackedBatch) -> list[Figure]:
+@torch.no_grad()
+def _figures(scored: Scored, advantages: Tensor, keep: Tensor, batch: PackedBatch) -> list[Figure]:
     """What is measured on the action tokens alone; observations never enter."""
     log_ratio = scored.log_ratio
     ratio = importance.ratios(log_ratio)
     kl = importance.kl_estimates(log_ratio)
-    span = batch.versions.new_zeros(len(batch.lengths))
-    span = span.scatter_reduce(0, batch.segment_ids, batch.versions, "amax", include_self=False) - span.scatter_reduce(
-        0, batch.segment_ids, batch.versions, "amin", include_self=False
-    )
     values = {
         "loss/entropy": scored.entropy.mean(),
         "advantage/mean": advantages.mean(),
@@ -220,15 +232,18 @@ def _figures(scored: Scored, advantages: Tensor, batch: PackedBatch) -> list[Fig
         "ratio/ess": importance.effective_sample_size(ratio),
         "ratio/k1": kl.k1,
         "ratio/k3": kl.k3,
+        "ratio/rejected_share": 1.0 - float(keep.float().mean()),
     }
     figures = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
-    figures.append(("staleness/span", float(span.float().mean()), float(len(span))))
-    return figures
-
-
-def _ages(ages: Tensor) -> list[Figure]:
-    """Staleness of the tokens that teach, in versions; nothing where there are none."""
+    newest, oldest = (
+        batch.versions.new_zeros(len(batch.lengths)).scatter_reduce(
+            0, batch.segment_ids, batch.versions, edge, include_self=False
+        )
+        for edge in ("amax", "amin")
+    )
+    figures.append(("staleness/span", float((newest - oldest).float().mean()), float(len(newest))))
+    ages = (scored.version - scored.versions)[keep].float()
     if not len(ages):
-        return []
-    values = {"staleness/mean": ages.mean(), "staleness/oldest": ages.max(), "staleness/newest": ages.min()}
-    return [(name, float(value), float(len(ages))) for name, value in values.items()]
+        return figures
+    staleness = {"staleness/mean": ages.mean(), "staleness/oldest": ages.max(), "staleness/newest": ages.min()}
+    return figures + [(name, float(value), float(len(ages))) for name, value in staleness.items()]

@@ -11,7 +11,7 @@ name that `METRICS` declares (or under `env/`, whose second half the environment
 
 import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -279,6 +279,11 @@ class MetricLog:
     def update(self, values: Mapping[str, float], weight: float = 1.0) -> None:
         """`add` for each item, all with the same weight."""
         for name, value in values.items():
+            self.add(name, value, weight)
+
+    def add_all(self, figures: Iterable[tuple[str, float, float]]) -> None:
+        """`add` for each (name, value, weight)."""
+        for name, value, weight in figures:
             self.add(name, value, weight)
 
     def state(self) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from impala_llm.algorithms.interface import Credit, Loss
 from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Reinforce, TruncatedIS
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, objective
+from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
 from impala_llm.learning.packing import PackedBatch, pack
 from impala_llm.learning.scoring import TokenScores, action_log_probs
 from impala_llm.settings import Config
@@ -42,12 +42,17 @@ def settings(loss: Loss | None = None, credit: Credit | None = None, **algorithm
 
 
 def run(
-    config: Config, model: PolicyModel, batch: PackedBatch, advantages: Tensor | None = None, **options: object
+    config: Config,
+    model: PolicyModel,
+    batch: PackedBatch,
+    advantages: Tensor | None = None,
+    scores: TokenScores | None = None,
+    **rules: float,
 ) -> Outcome:
     """With one denominator of 1, so that sums stay sums."""
     model.zero_grad()
-    ones = torch.ones(len(batch.lengths))
-    outcome = objective(config, model, batch, advantages, ones, Denominators(1, 1, 1), VERSION, **options)  # type: ignore[arg-type]
+    rows = Rows(torch.ones(len(batch.lengths)), advantages, scores=scores or TokenScores())
+    outcome = objective(config, model, batch, rows, Rules(Denominators(1, 1, 1), VERSION, **rules))  # type: ignore[arg-type]
     outcome.loss.backward()
     return outcome
 

@@ -16,7 +16,7 @@ from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, objective
+from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
@@ -264,7 +264,7 @@ def test_never_leaves_the_update_as_it_was_to_the_last_bit(tmp_path: Path) -> No
     for micro in pack(rows, 60):
         members = torch.tensor(micro.members)
         ones = torch.ones(len(members))
-        objective(config, model, micro, advantages[members], ones, counts, VERSION).loss.backward()
+        objective(config, model, micro, Rows(ones, advantages[members]), Rules(counts, VERSION)).loss.backward()
     optimizer.step(0, 0.1)
     assert torch.equal(run.weights(), torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 

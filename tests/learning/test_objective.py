@@ -8,7 +8,7 @@ from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.mismatch import Recomputed
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, objective
+from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.packing import pack
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import make_config
@@ -89,7 +89,7 @@ def gradient(config, model, trajectories, budget, advantages=None, weights=None)
     for micro in pack(trajectories, budget):
         members = torch.tensor(micro.members)
         chosen = None if advantages is None else advantages[members]
-        outcome = objective(config, model, micro, chosen, weights[members], counts, VERSION)
+        outcome = objective(config, model, micro, Rows(weights[members], chosen), Rules(counts, VERSION))
         outcome.loss.backward()
         total += outcome.loss.item()
         for name, value, weight in outcome.figures + outcome.comparison.figures:
@@ -216,8 +216,10 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
     recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new)
     advantages = torch.linspace(-1, 1, 6)
     plain, replaced = (
-        objective(make_config(GroupRelative()), model, micro, advantages, torch.ones(6), counts, VERSION, True, *given)
-        for given in ((), (recomputed,))
+        objective(
+            make_config(GroupRelative()), model, micro, Rows(torch.ones(6), advantages, given), Rules(counts, VERSION)
+        )
+        for given in (None, recomputed)
     )
     log_ratio = torch.where(is_new, 0.0, plain.log_probs - micro.behaviour_logprobs / 2)
     expected = -(log_ratio.exp().clamp(max=1.0) * advantages[micro.segment_ids] * plain.log_probs).mean()

@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 
 from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.interface import LossOutput, Scored
-from impala_llm.algorithms.losses import Reinforce
+from impala_llm.algorithms.losses import PPOClip, Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, declare
+from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm
@@ -231,3 +233,76 @@ def test_a_metric_has_one_meaning() -> None:
     declare("loss", {"clip_share": METRICS["loss/clip_share"].meaning})
     with pytest.raises(MetricError, match="loss/clip_share.*another name"):
         declare("loss", {"clip_share": "something else"})
+
+
+# --- several optimizer steps an update
+
+
+@dataclass
+class Recording(PPOClip):
+    """Remembers what it is given."""
+
+    def __post_init__(self) -> None:
+        self.seen: list[Scored] = []
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        self.seen.append(scored)
+        return super().__call__(scored, advantages)
+
+
+def recording_trainer(directory: Path, **learner: object) -> tuple[Trainer, Recording]:
+    loss = Recording()
+    config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None)
+    config.learner = LearnerConfig(warmup_updates=0, decay="constant", learning_rate=1e-2, **learner)  # type: ignore[arg-type]
+    model = PolicyModel.from_pretrained(save_lm(directory))
+    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
+
+
+def varied() -> Batch:
+    rows = [dataclasses.replace(t, ticket_id=i, group_id=0) for i, t in enumerate(make_batch())]
+    return dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows))
+
+
+def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
+    once, _ = recording_trainer(tmp_path)
+    twice, _ = recording_trainer(tmp_path, epochs=2)
+    for _ in range(2):
+        once.update(varied(), version=3, progress=0.0)
+    twice.update(varied(), version=3, progress=0.0)
+    for p, q in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_each_pass_sees_every_episode_once_in_parts_of_another_order(tmp_path: Path) -> None:
+    trainer, loss = recording_trainer(tmp_path, epochs=3, minibatches=2)
+    batch = varied()
+    trainer.update(batch, version=3, progress=0.0)
+    sizes = [len(scored.log_probs) for scored in loss.seen]
+    total = sum(t.num_action_tokens for t in batch.trajectories)
+    assert [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)] == [total] * 3
+    assert len(set(sizes)) > 2
+    assert trainer.num_updates == 1
+
+
+def test_the_proximal_policy_is_that_of_the_beginning_of_the_update(tmp_path: Path) -> None:
+    trainer, loss = recording_trainer(tmp_path, epochs=2)
+    trainer.update(varied(), version=3, progress=0.0)
+    first, second = loss.seen
+    assert first.proximal_log_probs is not None and second.proximal_log_probs is not None
+    torch.testing.assert_close(first.proximal_log_probs, first.log_probs.detach())
+    assert torch.equal(second.proximal_log_probs, first.proximal_log_probs)
+    assert (second.log_probs - second.proximal_log_probs).abs().max() > 1e-3
+    single, plain = recording_trainer(tmp_path)
+    single.update(varied(), version=3, progress=0.0)
+    assert plain.seen[0].proximal_log_probs is None
+
+
+def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> None:
+    """Later steps of the update say nothing of the engine: the policy has moved."""
+    seen = []
+    for epochs in (1, 4):
+        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
+        trainer.update(varied(), version=3, progress=0.0)
+        summary = trainer.log.flush()
+        seen.append((summary["mismatch/logprob_mean"], summary["mismatch/tokens"]))
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)

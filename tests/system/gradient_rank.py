@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, objective
+from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from tests.learning.builders import make_batch, make_config
@@ -32,7 +32,7 @@ def main(policy: Path, output: Path) -> None:
     denominators = Denominators(*ranks.sum(counts))
     for batch in pack(share, token_budget=60):
         weights = torch.ones(len(batch.members))
-        objective(make_config(), model, batch, None, weights, denominators, version=5).loss.backward()
+        objective(make_config(), model, batch, Rows(weights), Rules(denominators, version=5)).loss.backward()
     ranks.sum_gradients(model)
     save_file({name: p.grad.clone() for name, p in model.named_parameters()}, output / f"gradient-{ranks.rank}")
 
