@@ -119,9 +119,9 @@ class ReplayBuffer:
             signatures: what rarity counts, one for each item; by default that of its first trajectory.
 
         Returns:
-            What had to go: stale items, new ones among them if they are born stale, and then those of lowest priority,
-            the oldest first among equals, until the new ones fit. New ones only make room for each other where all of
-            them together are more than the buffer holds.
+            The evicted items: stale ones, new ones among them if they are stale already, and then those of the lowest
+            priority, the oldest first among equals, until the new ones fit. New ones only make room for each other
+            where all of them together are more than the buffer holds.
 
         Raises:
             ValueError: an empty item, one larger than the whole buffer, tokens newer than `version`, a version that
@@ -203,7 +203,7 @@ class ReplayBuffer:
         return sample
 
     def evict_stale(self, version: int) -> tuple[EvictedItem, ...]:
-        """Remove what is older than `max_staleness` for a learner at `version`; raises ValueError if that decreases."""
+        """Remove items older than `max_staleness` for a learner at `version`; raises ValueError if that decreases."""
         if version < self._version:
             raise ValueError(f"version is {version} after {self._version}: the learner's version never decreases")
         self._version = version

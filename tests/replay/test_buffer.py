@@ -180,6 +180,16 @@ def test_items_that_come_together_make_room_among_the_old_ones() -> None:
     assert tickets(gone) == [0, 3, 2]
 
 
+def test_a_signature_that_has_lost_an_item_is_spared() -> None:
+    buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9, rarity_exponent=1.0), 12)
+    for i in range(12):
+        buffer.insert([make_trajectory(ticket_id=i, signature="ab"[i // 6])], version=0)
+    buffer.update_advantages(range(12), [6.0, 6.1, 6.2, 6.3, 6.4, 6.5, 6.6, 6.7, 6.8, 6.9, 7.0, 7.1])
+    # p of "a" begins at 6.0/6, of "b" at 6.6/6; without 0 and 6 they begin at 6.1/5 and 6.7/5
+    gone = buffer.insert_all([[make_trajectory(ticket_id=i, signature="c")] for i in (12, 13, 14)], version=0)
+    assert tickets(gone) == [0, 6, 1]
+
+
 def test_more_items_than_the_buffer_holds_make_room_for_each_other() -> None:
     buffer = make_buffer(OldestFirst(), capacity=3)
     gone = buffer.insert_all([[make_trajectory(ticket_id=i)] for i in range(7)], version=0)

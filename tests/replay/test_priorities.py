@@ -176,9 +176,9 @@ def test_a_full_buffer_gives_up_the_lowest_priority_again_and_again(
     buffer, rng = ReplayBuffer(sampler, 300, BIG, max_replays=BIG), np.random.default_rng(3)
     held: dict[int, tuple[int, float, int, int]] = {}  # version, |A|, signature, trajectories
     next_id = 0
-    for version, num_new in enumerate([100, 1, 40, 2, 60, 99, 13, 100]):
+    for version, num_new in enumerate([200, 1, 40, 2, 150, 199, 13, 200]):
         signatures = rng.integers(num_signatures, size=num_new).tolist()
-        sizes = rng.choice([1, 1, 1, 3], size=num_new).tolist()
+        sizes = rng.choice([1, 1, 1, 1, 1, 1, 1, 3], size=num_new).tolist()
         expected = []
         while sum(size for *_, size in held.values()) + sum(sizes) > 300:
             counts = Counter(signature for _, _, signature, _ in held.values())
@@ -197,7 +197,7 @@ def test_a_full_buffer_gives_up_the_lowest_priority_again_and_again(
         new = zip(ids, advantages, signatures, sizes, strict=True)
         held |= {item_id: (version, a, s, size) for item_id, a, s, size in new}
         next_id += num_new
-    assert next_id - len(held) > 100
+    assert next_id - len(held) > 400
     counts = Counter(signature for _, _, signature, _ in held.values())
     assert buffer.stats().num_signatures == len(counts)
 
