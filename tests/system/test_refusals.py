@@ -135,7 +135,7 @@ REFUSALS = {
     "an unknown option": Refusal(["--fast"], ["--fast is no option", "--help"]),
     "an empty folder name": Refusal(["run.dir="], ["run.dir= is empty", "name a folder"]),
     "more than can be told at once": Refusal(
-        ["learner.batch_size=-1", "algorithm.discount=2", "run.seed=-1", "engine.temperature=0", "replay.capacity=0"],
+        ["learner.batch_size=-1", "learner.adam_beta1=2", "run.seed=-1", "engine.temperature=0", "replay.capacity=0"],
         ["=-1 is out of range", "and 3 more problems"],
     ),
     "a seed that is none": Refusal(["env.webshop.catalogue_seed=-1"], ["env.webshop.catalogue_seed=-1", "between 0"]),

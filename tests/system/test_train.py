@@ -102,6 +102,15 @@ def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: i
 
 
 @pytest.mark.system
+def test_the_defaults_begin_with_a_policy_that_scores(tmp_path: Path) -> None:
+    """Nothing would be learned from scores that are 0 throughout."""
+    with Run(tmp_path, "learner.total_updates=2") as run:
+        assert run.train().wait(280) == 0, run.printed()
+        assert min(column(run.rows(), "rollout/score")) > 0.2
+        run.assert_gone()
+
+
+@pytest.mark.system
 def test_a_learner_alone_waits_for_actors_that_are_started_apart(tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "learner.total_updates=5") as run:
         settings, run.settings = run.settings, [*run.settings, "actor.num_actors=0"]
