@@ -122,7 +122,8 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        # The first sentence: what follows it is advice that does not fit here.
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split()).partition('. ')[0]}"
         if "ignore_mismatched_sizes" in reason:  # transformers prints which, and raises this
             reason = "weights have other shapes than config.json says"
         raise ModelRefused(f"{what} ({reason}): take a model of the table in docs/engines.md") from error
