@@ -1,6 +1,6 @@
 """Entry: a learner rank. By hand: `python impala_llm/learner.py key=value ...`, several on one host by `torchrun`.
 
-    receive → buffer → draw by priority → pack → forward → V-trace → loss → backward → reduce → step → publish → repeat
+    receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
 Actors play on all the while: the receiver takes their trajectories and deals tickets during every step. Each
 rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
