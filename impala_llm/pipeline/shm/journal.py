@@ -1,9 +1,9 @@
-"""Journal: what became of each ticket, in shared memory that outlives the learner rank.
+"""Journal: the history of each ticket, in shared memory that outlives the learner rank.
 
-Invariant: an append is there as a whole or not at all, also when its process is killed in the middle: rows are written
-first, and their number last. Rows are int64[6]; what they mean is the ledger's business.
+Invariant: an append is complete or has no effect, also when its process is killed in the middle: rows are written
+first, and their number last. Rows are int64[6]; the ledger defines their meaning.
 
-File: a page with the header, then the rows. When it is full, it is replaced by a shorter account of the same.
+File: a page with the header, then the rows. When it is full, it is replaced by a shorter one with the same meaning.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ _MIN_ROWS = 1 << 14
 
 
 class Journal:
-    """For one thread at a time. path: taken over where it exists, else made. Raises ArenaError where there is no room,
-    or where the file is no journal of this format."""
+    """File of rows. For one thread at a time.
+
+    Args:
+        path: of the file, taken over where it exists, else made.
+
+    Raises:
+        ArenaError: there is no room, or the file is no journal of this format.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._spare: mmap.mmap | None = None
-        if path.exists() and path.stat().st_size:  # a maker that died before it had room leaves nothing
+        if path.exists() and path.stat().st_size:  # an empty file: its maker died before reserving memory
             self._adopt()
         else:
             self._make(path, _MIN_ROWS)
@@ -44,11 +50,11 @@ class Journal:
         return int(self._length[0])
 
     def rows(self) -> np.ndarray:
-        """int64[n, 6]: a copy of all rows, oldest first."""
+        """Copy all rows, oldest first: int64[n, 6]."""
         return self._rows[: len(self)].copy()
 
     def append(self, rows: Sequence[tuple[int, ...]]) -> bool:
-        """Add rows, all or none. False where they do not fit: `rewrite` then."""
+        """Add rows, all or none. Returns False where they do not fit: `rewrite` then."""
         begin = len(self)
         end = begin + len(rows)
         if end > len(self._rows):
@@ -59,11 +65,10 @@ class Journal:
         return True
 
     def rewrite(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Hold these rows and no others, with room for as many again; where the file system is full, with the room
-        there has been.
+        """Replace all rows, with room for as many again; with the previous room where the file system is full.
 
         Raises:
-            ArenaError: it is full, and these are more rows than there were.
+            ArenaError: it is full, and these are more rows than the previous room holds.
         """
         new = self.path.with_name(self.path.name + ".new")
         self._make(new, max(_MIN_ROWS, 2 * len(rows)), len(rows))
@@ -72,7 +77,7 @@ class Journal:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Keep as much memory for the next rewrite, which must not fail when others have filled the file system."""
+        """Reserve as much memory for the next rewrite, which must not fail when others have filled the file system."""
         num_bytes = _num_bytes(len(self._rows))
         if self._spare is None or len(self._spare) != num_bytes:
             try:
@@ -85,7 +90,12 @@ class Journal:
         return self.path.with_name(self.path.name + ".spare")
 
     def _make(self, path: Path, num_rows: int, num_used: int = 0) -> None:
-        """Attach a new file for so many rows, or what is kept where that is enough for those that are used."""
+        """Attach a new file, or the reserved one where the file system is full.
+
+        Args:
+            num_rows: room of the new file.
+            num_used: rows that the reserved file must have room for.
+        """
         try:
             mapping = map_new_file(path, _num_bytes(num_rows), "Free memory")
         except ArenaError:
@@ -107,7 +117,7 @@ class Journal:
             os.close(handle)
         if mapping[: _HEADER.size] not in (_HEADER.pack(_MAGIC, _FORMAT), bytes(_HEADER.size)):
             raise ArenaError(f"{self.path} is no journal of format {_FORMAT}: start under another run.name")
-        # Zeros: its maker died before it was done, and the journal is empty.
+        # Zeros: its maker died before writing the header, and the journal is empty.
         mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT)
         self._attach(mapping)
         length = int(self._length[0])

@@ -1,23 +1,23 @@
-"""Tickets: which episodes may be played, by whom, and how many at once. Pure logic: no I/O, no clock.
+"""Ticket ledger: which episodes may be played, by which actor, and how many at once. Pure logic: no I/O, no clock.
 
 Invariant: a ticket ends in exactly one of trained, evicted and refused; until then each attempt at it either brings a
-trajectory or is granted again. No ticket is lost, none is counted twice, whoever dies when.
+trajectory or is granted again. No ticket is lost and none is counted twice, whichever process dies at any time.
 
     ready ──grant──► open ──trajectory──► received ──► trained | evicted
       ▲                │ │
       └──failed, lost──┘ └─malformed, or failed or lost too often─► refused
 
-Poison: a task that ends its actors walks through the fleet, and data that ends the learner comes back after each
-restart. A ticket that several actors had when they were lost is refused; from the second of them on it is granted to an
-actor that has no other such ticket, so that not all that were with it share its fate. What was in two steps in which
-the learner died is evicted by the process that comes after.
+Quarantine: a task that kills its actors would be granted to all of them, and data that kills the learner would be
+trained on after each restart. A ticket that several actors had when they were lost is refused; from the second actor on
+it is granted to an actor that has no other such ticket, so that other tickets do not share its losses. Trajectories of
+two steps in which the learner died are evicted by the next process.
 
-An episode may come in several unrolls. Its ticket is open until all of them are there, and ends with the last of them:
-trained if any was trained on, else evicted. Once one is there the ticket is not granted again: where the rest cannot
-come (the attempt failed or broke a rule, the actor was lost, the learner began anew) the episode is cut there, and the
-ticket ends with what it has brought. What comes of it nevertheless is taken until then.
+An episode may come in several unrolls. Its ticket is open until all of them were received, and ends with the last of
+them: trained if any was trained on, else evicted. Once one was received the ticket is not granted again: where the
+remaining ones cannot come (the attempt failed or broke a rule, the actor was lost, the learner was restarted) the
+episode is cut there, and the ticket ends with the unrolls received. Further ones are accepted until then.
 
-How many may be under way is staleness.py's business.
+staleness.py decides how many tickets may be under way.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ __all__ = ["Ticket", "TicketLedger", "Verdict"]
 _STATE_FORMAT = 3
 _SUSPECT_LOSSES = 2
 _MAX_LOSSES = 5
-"""Lost actors after which a ticket is refused. More than the failures, since most that were lost with it are sound."""
+"""Lost actors after which a ticket is refused. More than the failures, since most tickets of a lost actor are valid."""
 _MAX_CRASHES = 2
 
 
 class Verdict(Enum):
-    """What the ledger says to a trajectory that arrived."""
+    """Answer of the ledger to a trajectory that arrived."""
 
     ACCEPTED = auto()
     DUPLICATE = auto()
     """This unroll of this episode was received before: acknowledge and drop."""
     SUPERSEDED = auto()
-    """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is not touched."""
+    """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is unchanged."""
     UNKNOWN_TICKET = auto()
     NOT_AS_GRANTED = auto()
-    """It is of another task or group than its ticket, or of older weights than that demands."""
+    """The trajectory is of another task or group than its ticket, or of older weights than the ticket demands."""
 
 
 Claim = tuple[str, int, int, int, int, int, int]
-"""What a trajectory says of itself: episode_id, flags (record.py), ticket_id, unroll_index, task_id, group_id, and the
-oldest version of the weights that made it."""
+"""Facts of a trajectory: episode_id, flags (record.py), ticket_id, unroll_index, task_id, group_id, and the oldest
+version of the weights that made it."""
 
 
 class TicketLedger:
-    """Grants tickets and follows each to its end. Thread-safe: a lock inside, held for the length of one call.
+    """Grants tickets and follows each to its end. Thread-safe: it holds a lock during each call.
 
     One round, with max_staleness = 0, a batch of 2 and one actor:
 
@@ -107,10 +107,17 @@ class TicketLedger:
     ) -> None:
         """All numbers are per rank and in trajectories.
 
-        batch_size: trajectories of a learner step. max_staleness: in versions; None runs free. max_open: most tickets
-        granted and not yet received; needed when running free, otherwise optional. max_attempts: failures after which
-        a ticket is refused. version: the learner's at the start. journal: where to note what a later process must know;
-        one that holds rows is gone on from, see `recover`. Raises ValueError naming the argument.
+        Args:
+            task_order: source of tasks.
+            batch_size: trajectories of a learner step.
+            max_staleness: in versions; None: no limit.
+            max_open: limit of tickets granted and not yet received; needed without max_staleness, else optional.
+            max_attempts: failures after which a ticket is refused.
+            version: the learner's at the start.
+            journal: notes the state for a later process; for one that holds rows see `recover`.
+
+        Raises:
+            ValueError: an argument is out of range; the message names it.
         """
         group_size = task_order.group_size
         if batch_size < 1 or batch_size % group_size:
@@ -134,7 +141,7 @@ class TicketLedger:
         self._slots = Admission(batch_size, group_size, max_staleness, version)
         self._kept = version
         self._over = version
-        """What steps up to this version train on has not ended the process."""
+        """Version up to which steps are known not to have ended the process."""
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
@@ -143,8 +150,8 @@ class TicketLedger:
         # Tickets open at an actor, and how many it wants.
         self._open_at: dict[str, set[int]] = {}
         self._wants: dict[str, int] = {}
-        # A heap of all actors below their levels: (tickets open, number in the order of arrival, actor). What an actor
-        # was before it changed stays inside and is passed over; those that have changed lately are yet to be added.
+        # A heap of all actors below their levels: (tickets open, number in the order of arrival, actor). Outdated
+        # entries stay inside and are skipped; actors that have changed since are still to be added.
         self._below: list[tuple[int, int, str]] = []
         self._changed: set[str] = set()
         self._numbers: dict[str, int] = {}
@@ -152,10 +159,10 @@ class TicketLedger:
         self._num_open = 0
         self._totals: Counter[str] = Counter()
         self.quarantined: list[int] = []
-        """`unroll_id` of what `recover` has evicted, since the learner died in steps that trained on it."""
+        """`unroll_id` of trajectories that `recover` has evicted: the learner died in steps that trained on them."""
         self._journal = journal
         self._notes: list[journal_rows.Row] = []
-        # Resends come within seconds; what ended many batches ago needs no memory.
+        # Resends arrive within seconds; tickets that ended many batches ago need not be remembered.
         self._num_remembered = max(4096, 16 * batch_size * (1 + (max_staleness or 0)))
 
     @property
@@ -166,9 +173,12 @@ class TicketLedger:
     # --- the actors' side
 
     def request(self, actor_id: str, want: int) -> None:
-        """An actor says how many tickets it wants to have under way: a level and no increment, harmless to repeat.
+        """Set how many tickets an actor wants to have under way: a level, not an increment, harmless to repeat.
 
-        Under way are tickets that were granted to it and neither received nor failed. 0 asks for no more.
+        Tickets under way are those granted to it and neither received nor failed.
+
+        Args:
+            want: tickets; 0 asks for no more.
         """
         if want < 0:
             raise ValueError(f"want is {want}: it must be 0 or more")
@@ -182,11 +192,14 @@ class TicketLedger:
                 self._changed.add(actor_id)
 
     def grantable(self) -> list[tuple[str, list[Ticket]]]:
-        """Grant what may be granted now: (actor_id, tickets) to be sent, at most one entry an actor.
+        """Grant all tickets that may be granted now; they are open from now on.
 
-        The tickets are open from now on. With max_staleness 0 a whole batch is dealt at once, in equal shares to all
-        actors that want any (groups undivided where there are enough of them), whatever their levels; otherwise actors
-        are filled up to their levels in turn, a group's worth at a time.
+        With max_staleness 0 a whole batch is granted at once, in equal shares to all actors that want any (groups
+        undivided where there are enough of them), whatever their levels; otherwise actors are filled up to their levels
+        in turn, as many tickets as a group has at a time.
+
+        Returns:
+            (actor_id, tickets) to be sent, at most one entry for each actor.
         """
         with self._lock:
             grants = self._deal_batch() if self.max_staleness == 0 else self._fill_levels()
@@ -194,12 +207,12 @@ class TicketLedger:
             return grants
 
     def open_tickets(self, actor_id: str) -> list[Ticket]:
-        """Tickets that are open at an actor, oldest first: what it must be playing or have given back."""
+        """Tickets that are open at an actor, oldest first: it must be playing them or have given them back."""
         with self._lock:
             return [self._entries[ticket_id].ticket for ticket_id in sorted(self._open_at.get(actor_id, ()))]
 
     def resumed(self, actor_id: str, held: Iterable[int]) -> None:
-        """An actor that came back still plays these tickets: those that wait to be granted again are its own again."""
+        """Return tickets to an actor that came back and still plays them, where they wait to be granted again."""
         with self._lock:
             self.request(actor_id, self._wants.get(actor_id, 0))
             for ticket_id in held:
@@ -213,15 +226,18 @@ class TicketLedger:
             self._write_notes()
 
     def lookup(self, ticket_id: int) -> Ticket | None:
-        """The ticket of this id, None where it is unknown or has ended."""
+        """Find a ticket; None where it is unknown or has ended."""
         with self._lock:
             entry = self._entries.get(ticket_id)
             return None if entry is None else entry.ticket
 
     def lost_by(self, actor_id: str, ticket_ids: Iterable[int]) -> list[Ticket]:
-        """The actor says nothing of these tickets, which are open at it: those that it should be granted once more.
+        """Handle tickets that are open at an actor and that it does not list as held.
 
-        Of the others an unroll is here: the actor has lost the rest of their episodes, which are cut there.
+        Episodes of which an unroll was received are cut.
+
+        Returns:
+            The other tickets, which it should be granted once more.
         """
         again = []
         with self._lock:
@@ -238,7 +254,7 @@ class TicketLedger:
         return again
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
-        """What `received` would say, without effect."""
+        """Return the verdict of `received`, without effect."""
         with self._lock:
             entry = self._entries.get(ticket_id) or self._ended.get(ticket_id)
             if entry is None:
@@ -251,10 +267,12 @@ class TicketLedger:
             return Verdict.ACCEPTED
 
     def received(self, ticket_id: int, episode_id: str, unroll_index: int = 0, continues: bool = False) -> Verdict:
-        """A valid trajectory arrived, from whichever attempt; the first episode to arrive is the ticket's.
+        """Note a valid trajectory, of any attempt; the first episode to arrive is the ticket's.
 
-        continues: another unroll of the episode will follow. Unrolls may come in any order, and those of an episode
-        that was cut are accepted until its ticket ends.
+        Unrolls may arrive in any order, and those of an episode that was cut are accepted until its ticket ends.
+
+        Args:
+            continues: another unroll of the episode will follow.
         """
         with self._lock:
             ticket = self.lookup(ticket_id)
@@ -263,7 +281,7 @@ class TicketLedger:
             return self.received_all([(episode_id, flags, ticket_id, unroll_index, *granted)])[0]
 
     def received_all(self, claims: Iterable[Claim]) -> list[Verdict]:
-        """`received` for several trajectories, in order, each of which must be what its ticket was granted for."""
+        """Call `received` for several trajectories, in order; each must also match its ticket."""
         verdicts = []
         with self._lock:
             entries, open_at, changed = self._entries, self._open_at, self._changed
@@ -281,7 +299,7 @@ class TicketLedger:
                     continue
                 is_new = entry.episode_id is None
                 if is_new and entry.state is State.OPEN:
-                    verdict = Verdict.ACCEPTED  # the common case, without detours
+                    verdict = Verdict.ACCEPTED  # the common case, on the shortest path
                 else:
                     verdict = self.check(ticket_id, episode_id, unroll_index)
                 verdicts.append(verdict)
@@ -308,10 +326,10 @@ class TicketLedger:
         return verdicts
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
-        """The actor's attempt came to nothing. The ticket is granted again, or refused after max_attempts failures;
-        where an unroll of its episode is here, that is cut instead.
+        """Note that an actor's attempt failed. The ticket is granted again, or refused after max_attempts failures;
+        an episode of which an unroll was received is cut instead.
 
-        Without effect where the ticket is not open at this actor: late news of an attempt that was given up.
+        It has no effect where the ticket is not open at this actor: a late report of an attempt that was given up.
         """
         with self._lock:
             entry = self._entries.get(ticket_id)
@@ -331,8 +349,10 @@ class TicketLedger:
             self._write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
-        """The actor's trajectory was malformed: final. An episode of which an unroll is here is cut instead. Without
-        effect where the ticket is not open at this actor."""
+        """Refuse a ticket whose trajectory was malformed. An episode of which an unroll was received is cut instead.
+
+        It has no effect where the ticket is not open at this actor.
+        """
         with self._lock:
             entry = self._entries.get(ticket_id)
             if entry is not None and entry.state is State.OPEN and entry.actor_id == actor_id:
@@ -340,10 +360,13 @@ class TicketLedger:
                 self._write_notes()
 
     def actor_lost(self, actor_id: str, left: bool = False) -> list[Ticket]:
-        """The actor is gone: what was open at it is granted again, oldest first, or cut where an unroll is here.
+        """Grant the open tickets of a lost actor again, oldest first, or cut episodes of which an unroll was received.
 
-        left: it said so itself; otherwise one of its tickets may be the cause. Returns those that have had too many
-        actors lost, and are refused for that.
+        Args:
+            left: it left by itself; otherwise one of its tickets may be the cause.
+
+        Returns:
+            Tickets that are refused, since too many actors were lost with them.
         """
         refused = []
         with self._lock:
@@ -371,10 +394,16 @@ class TicketLedger:
     # --- the learner's side
 
     def trained(self, unroll_ids: Iterable[int]) -> None:
-        """These went into the step under way: `Trajectory.unroll_id`, of a whole episode its ticket's id.
+        """Note the trajectories of the step under way. Call it before the `advance` that ends the step.
 
-        The slots of tickets that end with it are free at the next `advance`: so call it before that. What was trained
-        on or evicted before is passed over (replayed data is trained on again); KeyError for what was not received.
+        The slots of tickets that end with it are free at the next `advance`. Trajectories that were trained on or
+        evicted before are ignored: replayed ones are trained on again.
+
+        Args:
+            unroll_ids: `Trajectory.unroll_id`, of a whole episode its ticket's id.
+
+        Raises:
+            KeyError: one was not received.
         """
         with self._lock:
             step = self._slots.version + 1
@@ -387,7 +416,7 @@ class TicketLedger:
             self._write_notes()
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
-        """These were dropped untrained: the slots of tickets that end with it are free now. Otherwise as `trained`."""
+        """Note dropped trajectories: the slots of tickets that end with it are free now. Otherwise as `trained`."""
         with self._lock:
             whole, in_parts = self._settle(unroll_ids, "evicted", 0)
             self._end([*whole, *(entry for entry in in_parts if not entry.step)], State.EVICTED)
@@ -395,10 +424,14 @@ class TicketLedger:
             self._write_notes()
 
     def advance(self, version: int, kept: bool = True) -> None:
-        """The learner has made this version. ValueError where it is not above the current one.
+        """Note that the learner has made a version.
 
-        kept: a later process would go on from it. Otherwise its step, and those since the last one that was kept, may
-        yet be lost, and what they have trained on is remembered.
+        Args:
+            kept: a later process would go on from it. Otherwise its step, and those since the last one that was kept,
+                may still be lost, and their trajectories are remembered.
+
+        Raises:
+            ValueError: it is not above the current version.
         """
         with self._lock:
             if version <= self._slots.version:
@@ -409,13 +442,13 @@ class TicketLedger:
             self._note_made(version)
 
     def interrupted(self) -> None:
-        """The process is told to end: what the step under way trains on is not the cause."""
+        """Note that the process is told to end: the trajectories of the step under way are not the cause."""
         with self._lock:
             self._over = self._slots.version + 1
             self._note_made(self._over)
 
     def lost_members(self, group_id: int) -> int:
-        """How many of a group's tickets can never bring a trajectory: the group is complete without them.
+        """Count the tickets of a group that can never bring a trajectory: the group is complete without them.
 
         0 for a group of which every ticket has ended.
         """
@@ -424,22 +457,24 @@ class TicketLedger:
             return 0 if group is None else group.num_lost
 
     def needs_newer_than(self, version: int) -> bool:
-        """Whether all that may still bring a trajectory demands later weights than these: until they are published
-        nothing comes."""
+        """Return whether all tickets that may still bring a trajectory demand later weights than this version."""
         with self._lock:
             playing = [e for e in self._entries.values() if e.state in (State.READY, State.OPEN)]
             return bool(playing) and all(entry.ticket.min_version > version for entry in playing)
 
     def num_expected(self) -> int:
-        """Tickets that were taken from the task order and may still bring a trajectory: ready or open ones."""
+        """Number of tickets that may still bring a trajectory: ready or open ones."""
         with self._lock:
             return len(self._ready) + self._num_open
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start (granted, regranted, received, duplicates, failed, given_up: failed or lost too often,
-        cut, trained, evicted, refused, quarantined) and levels now (ready; open; in_buffer: received and not ended;
-        charged: slots; version; staleness_in_flight: mean of the versions made since the first grant of an open
-        ticket)."""
+        """Counters by name.
+
+        Totals since the start: granted, regranted, received, duplicates, failed, given_up (failed or lost too often),
+        cut, trained, evicted, refused, quarantined. Current levels: ready, open, in_buffer (received and not ended),
+        charged (slots), version, staleness_in_flight (mean of the versions made since the first grant of an open
+        ticket).
+        """
         with self._lock:
             names = (
                 "granted",
@@ -466,7 +501,7 @@ class TicketLedger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as plain lists, strings and numbers (JSON or msgpack)."""
+        """State as plain lists, strings and numbers (JSON or msgpack)."""
         with self._lock:
             return {
                 "format": _STATE_FORMAT,
@@ -480,11 +515,14 @@ class TicketLedger:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int]:
-        """Go on from a saved state. Tickets that were open are ready to be granted again, or their episodes cut.
+        """Continue from a saved state. Tickets that were open are ready to be granted again, or their episodes are cut.
 
-        Returns the `unroll_id` of all that was received and is not settled: what the restored buffer lacks must be
-        evicted.
-        Raises ValueError where the state is of another format or task order.
+        Returns:
+            `unroll_id` of all trajectories that were received and are not settled: those that the restored buffer lacks
+            must be evicted.
+
+        Raises:
+            ValueError: the state is of another format or task order.
         """
         with self._lock:
             if state["format"] != _STATE_FORMAT:
@@ -509,16 +547,21 @@ class TicketLedger:
     # --- after a death
 
     def recover(self, received: Sequence[tuple[int, str, int]]) -> list[bool]:
-        """Go on from the journal of a process that is gone. Once, before anything else.
+        """Continue from the journal of a process that has ended. Once, before any other call.
 
-        received: (ticket_id, episode_id, unroll_index) of what its trajectory store holds. A step counts if its version
-        was kept, that is, if the `version` that this ledger began with has reached it: what a lost step had trained on
-        is received, and not yet trained on. Tickets that were open wait to be `resumed` or granted again; episodes of
-        which an unroll had come are cut. What a second step had trained on when its learner died is evicted, and
-        `quarantined`.
+        A step counts if its version was kept, that is, if it is not above the `version` that this ledger began with:
+        the trajectories of a lost step count as received, and not yet trained on. Tickets that were open wait to be
+        `resumed` or granted again; episodes of which an unroll was received are cut. Trajectories of a second step in
+        which the learner died are evicted, and `quarantined`.
 
-        Returns whether each of `received` is still wanted. Raises ValueError where the journal is of another task
-        order.
+        Args:
+            received: (ticket_id, episode_id, unroll_index) of the trajectories in its trajectory store.
+
+        Returns:
+            Whether each of `received` is still wanted.
+
+        Raises:
+            ValueError: the journal is of another task order.
         """
         with self._lock:
             rows = [] if self._journal is None else self._journal.rows().tolist()
@@ -543,7 +586,7 @@ class TicketLedger:
                 if end is not None and entry.step <= self._slots.version:
                     self._end([entry], end)
                     continue
-                # Not of a step that was lost: another end must not be taken for a part of it.
+                # Not those of a lost step: another end must not be taken for a part of it.
                 before = past.settled.get(ticket_id, {})
                 entry.step = max(before.values(), default=0)
                 entry.episode_id, found = arrived.get(ticket_id, (None, set()))
@@ -586,7 +629,7 @@ class TicketLedger:
             self._notes.append(journal_rows.note(entry))
 
     def _write_notes(self) -> None:
-        """All that a call has changed, in one piece."""
+        """Append the changes of a call to the journal, in one piece."""
         if self._notes:
             assert self._journal is not None
             if not self._journal.append(self._notes):
@@ -594,7 +637,7 @@ class TicketLedger:
             self._notes.clear()
 
     def _account(self) -> list[journal_rows.Row]:
-        """All that a later process must know."""
+        """Rows that restore the ledger in a later process."""
         ended = self._ended.values()
         wanted = self._groups.keys() | {e.ticket.group_id for e in ended if e.step > self._kept}
         kept = [entry for entry in ended if entry.ticket.group_id in wanted]
@@ -612,7 +655,7 @@ class TicketLedger:
         return self._slots.may_start_group(num_playing)
 
     def _start_group(self) -> None:
-        """Take a group from the task order and make its tickets ready. They are charged from here on."""
+        """Take a group from the task order and make its tickets ready. Their slots are charged from now on."""
         task_id, group_id = self._order.next()
         size = self._order.group_size
         min_version = self._slots.min_version(self._num_playing())
@@ -651,7 +694,7 @@ class TicketLedger:
             units = [[ticket_id] for ticket_id in ticket_ids]
         grants = []
         for index, actor in enumerate(actors):
-            # Rounded up: what does not divide goes to the actors with the least work, which come first.
+            # Rounded up: the remainder goes to the actors with the least work, which come first.
             first, last = (-(-len(units) * i // len(actors)) for i in (index, index + 1))
             share = [self._open(ticket_id, actor) for unit in units[first:last] for ticket_id in unit]
             if suspects and not any(map(self._is_suspect, self._open_at[actor])):
@@ -670,14 +713,14 @@ class TicketLedger:
         blocked: list[str] = []
         while self._may_grant() and (actor := self._next_below() or (again.popleft() if again else None)):
             num_missing = self._wants[actor] - len(self._open_at[actor])
-            is_last = not (again or self._below)  # nobody else has a turn
+            is_last = not (again or self._below)  # no other actor has a turn
             for _ in range(num_missing if is_last else min(num_missing, self._order.group_size)):
                 ticket_id = self._take_ready(actor)
                 if ticket_id is None and self._may_start_group():
                     self._start_group()
                     ticket_id = self._take_ready(actor)
                 if ticket_id is None:
-                    blocked.append(actor)  # what is ready waits for an actor without a suspect
+                    blocked.append(actor)  # ready tickets wait for an actor without a suspect
                     break
                 shares.setdefault(actor, []).append(self._open(ticket_id, actor))
             else:
@@ -688,15 +731,15 @@ class TicketLedger:
         return list(shares.items())
 
     def _note_if_below(self, actor: str) -> None:
-        """Into the heap, where the actor is below its level."""
+        """Add an actor to the heap, where it is below its level."""
         num_open = len(self._open_at.get(actor, ()))
         if self._wants.get(actor, 0) > num_open:
             heappush(self._below, (num_open, self._numbers[actor], actor))
-        if len(self._below) > 4 * len(self._wants) + 64:  # most of it is of the past
+        if len(self._below) > 4 * len(self._wants) + 64:  # most entries are outdated
             self._below = sorted({entry for entry in self._below if self._is_below(*entry)})
 
     def _next_below(self) -> str | None:
-        """The actor below its level that has the fewest tickets, taken out of the heap."""
+        """Take the actor below its level that has the fewest tickets out of the heap."""
         while self._below:
             entry = heappop(self._below)
             if self._is_below(*entry):
@@ -704,12 +747,12 @@ class TicketLedger:
         return None
 
     def _is_below(self, num_open: int, number: int, actor: str) -> bool:
-        """Whether an entry of the heap is still so."""
+        """Return whether an entry of the heap is not outdated."""
         is_same = self._numbers.get(actor) == number and len(self._open_at[actor]) == num_open
         return is_same and self._wants[actor] > num_open
 
     def _take_ready(self, actor: str) -> int | None:
-        """The first of the ready tickets that this actor may have."""
+        """Take the first of the ready tickets that this actor may have."""
         for place, ticket_id in enumerate(self._ready):
             if not self._is_suspect(ticket_id) or not any(map(self._is_suspect, self._open_at[actor])):
                 del self._ready[place]
@@ -717,7 +760,7 @@ class TicketLedger:
         return None
 
     def _is_suspect(self, ticket_id: int) -> bool:
-        """It may be what ends its actors."""
+        """Return whether this ticket may be the cause of lost actors."""
         return self._entries[ticket_id].losses >= _SUSPECT_LOSSES
 
     # --- transitions
@@ -746,7 +789,7 @@ class TicketLedger:
         self._changed.add(entry.actor_id)
         self._num_open -= 1
         entry.state, entry.actor_id = State.READY, None
-        # In front of new ones: it is the oldest work there is.
+        # In front of new ones: it is the oldest work.
         self._ready.appendleft(entry.ticket.ticket_id)
         self._totals["regranted"] += 1
 
@@ -758,7 +801,7 @@ class TicketLedger:
             self._cut(entry)
 
     def _cut(self, entry: Entry) -> None:
-        """The rest of an episode of which an unroll is here will not come: its ticket is open no more."""
+        """Cut an episode whose remaining unrolls will not come: its ticket is no longer open."""
         self._totals["cut"] += 1
         self._slots.num_begun -= len(entry.unrolls)
         entry.state, entry.actor_id = State.RECEIVED, None
@@ -768,7 +811,7 @@ class TicketLedger:
             self._end([entry], State.TRAINED if entry.step else State.EVICTED)
 
     def _receive_part(self, entry: Entry, unroll_index: int, continues: bool) -> None:
-        """An unroll that is not all of its episode."""
+        """Note an unroll that is not its whole episode."""
         entry.unrolls |= {unroll_index}
         parts = entry.parts = entry.parts or Parts()
         if not continues:
@@ -781,13 +824,16 @@ class TicketLedger:
             self._slots.num_beyond += 1
             self._slots.num_begun += entry.state is State.OPEN
             return
-        # Of an attempt that was given up no more is expected.
+        # No further unroll is expected of an attempt that was given up.
         self._leave_queue_or_actor(entry)
         entry.state, entry.actor_id = State.RECEIVED, None
 
     def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[Entry], list[Entry]]:
-        """These were trained on or evicted. Returns whose tickets end with it: of whole episodes, and of several
-        unrolls."""
+        """Note trajectories that were trained on or evicted.
+
+        Returns:
+            Entries of tickets that end with it: those of whole episodes, and those of several unrolls.
+        """
         whole, in_parts = [], []
         get = self._entries.get
         for number in dict.fromkeys(unroll_ids):
@@ -801,7 +847,7 @@ class TicketLedger:
         return whole, in_parts
 
     def _settle_part(self, number: int, what: str, step: int) -> list[Entry]:
-        """The same for one of several unrolls."""
+        """Note one of several unrolls that was trained on or evicted; see `_settle`."""
         unroll_index, ticket_id = divmod(number, MAX_TICKETS)
         entry = self._entries.get(ticket_id)
         if entry is None:
@@ -824,7 +870,11 @@ class TicketLedger:
         return []
 
     def _end(self, ended: Sequence[Entry], end: State, charged: bool = False) -> None:
-        """charged: the slots stay charged, since the caller has noted when they become free."""
+        """End tickets.
+
+        Args:
+            charged: the slots stay charged, since the caller has noted when they become free.
+        """
         live, groups, remembered = self._entries, self._groups, self._ended
         is_refused = end is State.REFUSED
         freed: list[int] = []

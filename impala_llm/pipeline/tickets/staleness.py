@@ -1,4 +1,4 @@
-"""Admission: how many tickets may be under way, so that what they bring is not too old when it is trained on.
+"""Admission: number of tickets that may be under way, so that their trajectories are not too old for training.
 
 Why staleness is bounded. B: batch_size, η: max_staleness, v: the learner's version, all in trajectories of one rank. A
 slot is charged when a ticket leaves the task order. It is free again when the step that trained on the ticket has made
@@ -6,14 +6,14 @@ its version, or when the ticket ends otherwise (for refused members of a group: 
 (η + 1)·B slots are charged, and a step under way counts as B of them even if its batch was short.
 Let W slots be charged that no step has trained on yet, when a ticket is granted, and s = 1 if a step is under way, else
 0. Taken oldest first, B slots a step, the ticket is trained on by the step that starts from u = v + s + floor(W / B). A
-token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is just
-what makes min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
-u = v = min_version. What is too old since a learner took younger tickets first does not teach.
+token of version w ≥ min_version = max(0, u - η) then has staleness u - w ≤ η. Admission, W < (η + 1 - s)·B, is the
+condition for min_version ≤ v, so that no actor waits for weights that do not exist. With η = 0 this is on-policy:
+u = v = min_version. Trajectories that become too old because a learner took younger tickets first are not trained on.
 
-With unrolls a batch is B of them, and W counts those that wait to be trained on and those that are still to come: of a
-ticket that is ready or open as many as an episode has brought on average, less what it has brought, one at least. That
-is a forecast: what it makes too old does not teach, last unrolls first, so better few. No batch waits for ever:
-once nothing is open W is exact, and W < B is admitted while no step is under way.
+With unrolls a batch is B of them, and W counts those that wait to be trained on and those that are still expected: of a
+ticket that is ready or open as many as an episode had on average, less those received, one at least. This is a
+forecast: where it is too low, the last unrolls become too old and are not trained on. No batch waits for ever: once
+no ticket is open W is exact, and W < B is admitted while no step is under way.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from typing import Any
 from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
 
 _MAX_COUNTED = 256
-"""Episodes that the forecast of their unrolls looks back on, roughly."""
+"""Episodes over which the forecast of their unrolls averages, roughly."""
 
 
 class Admission:
-    """The slots. Not thread-safe: the ledger's lock is held.
+    """Slots of one rank. Not thread-safe: callers hold the ledger's lock.
 
-    num_playing, where it is asked for: tickets that are ready or open.
+    The argument num_playing of its methods is the number of tickets that are ready or open.
+
+    Args:
+        batch_size: B.
+        group_size: tickets of a group.
+        max_staleness: η; None: no limit.
+        version: the learner's.
     """
 
     def __init__(self, batch_size: int, group_size: int, max_staleness: int | None, version: int) -> None:
@@ -39,54 +45,54 @@ class Admission:
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.version = version
-        """The learner's."""
+        """Version of the learner."""
         self.charged: Counter[int] = Counter()
         """Slots, by the version at which they were charged."""
         self.num_beyond = 0
-        """Of all W, what is beyond one for each ticket that has a slot, without the forecast."""
+        """Part of W beyond one for each ticket that has a slot, without the forecast."""
         self.num_begun = 0
-        """Unrolls that open tickets have brought."""
+        """Number of unrolls received of open tickets."""
         self.trains_parts = False
-        """The step under way has trained on one of several unrolls."""
+        """Whether the step under way has trained on one of several unrolls."""
         self._released: list[int] = []  # trained on by the step under way: free at the next version
         self._mean_unrolls = 1.0  # of an episode, from when the first had several
         self._num_counted = 0
 
     def charge_group(self) -> None:
-        """A group leaves the task order."""
+        """Charge the slots of a group that leaves the task order."""
         self.charged[self.version] += self.group_size
 
     def free(self, born_versions: Iterable[int]) -> None:
-        """Slots that were charged at these versions are free."""
+        """Free slots that were charged at these versions."""
         self.charged.subtract(born_versions)
 
     def free_with_step(self, born_versions: Iterable[int]) -> None:
-        """Slots become free with the version that the step under way makes; running free, at once."""
+        """Free slots with the version that the step under way makes; without max_staleness, at once."""
         self._released += born_versions
         if self.max_staleness is None:
             self._release()
 
     def advance(self, version: int) -> None:
-        """The learner has made this version."""
+        """Note that the learner has made a version, and free the slots of its step."""
         self.version = version
         self._release()
 
     def may_start_group(self, num_playing: int) -> bool:
-        """Whether one more group may leave the task order."""
+        """Return whether one more group may leave the task order."""
         if self.max_staleness is None:
             return True
         if self.max_staleness == 0 and self.charged.total() != self.charged[self.version]:
-            # A part of an older batch was not trained on: whole batches only. But what was refused or evicted of this
-            # version's batch is replaced.
+            # Part of an older batch was not trained on: whole batches only. But tickets of this version's batch that
+            # were refused or evicted are replaced.
             return False
         size = self.group_size
         spoken_for = max(len(self._released), self._step_under_way() * self.batch_size)
-        # However long episodes are: beside a part of a batch there is room for a group.
+        # For episodes of any length: beside a part of a batch there is room for a group.
         room = max(size, min(size * self._mean_unrolls, self.max_staleness * self.batch_size + 1))
         return self.num_waiting(num_playing) + room <= (self.max_staleness + 1) * self.batch_size - spoken_for
 
     def min_version(self, num_playing: int) -> int:
-        """Of a group's tickets that leaves the task order now."""
+        """Compute `Ticket.min_version` for a group that leaves the task order now."""
         if self.max_staleness is None:
             return 0
         steps_ahead = self._step_under_way() + (self.num_waiting(num_playing) + self.group_size - 1) // self.batch_size
@@ -94,20 +100,20 @@ class Admission:
 
     @property
     def counts_unrolls(self) -> bool:
-        """An episode has come in several."""
+        """Whether any episode had several unrolls."""
         return self._num_counted > 0
 
     def count_unrolls(self, count: int) -> None:
-        """An episode is whole."""
+        """Note the number of unrolls of an episode that is complete."""
         self._num_counted = min(self._num_counted + 1, _MAX_COUNTED)
         self._mean_unrolls += (count - self._mean_unrolls) / self._num_counted
 
     def drop_zeros(self) -> None:
-        """What is charged at versions long past, and is free, is forgotten."""
+        """Remove versions whose slots are all free."""
         self.charged += Counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the tickets."""
+        """State that does not follow from the tickets, as plain numbers."""
         return {
             "version": self.version,
             "charged": [[version, count] for version, count in self.charged.items()],
@@ -116,7 +122,11 @@ class Admission:
         }
 
     def load_state_dict(self, state: dict[str, Any], entries: Iterable[Entry]) -> None:
-        """entries: of all tickets that have not ended."""
+        """Restore a state.
+
+        Args:
+            entries: of all tickets that have not ended.
+        """
         entries = list(entries)
         self.version = state["version"]
         self.charged = Counter(dict(state["charged"]))
@@ -144,5 +154,5 @@ class Admission:
 
 
 def beyond_slot(entry: Entry) -> int:
-    """What a ticket with unrolls adds to W beyond its slot."""
+    """Unrolls by which a ticket adds to W beyond its slot."""
     return 0 if entry.parts is None else len(waiting(entry)) - (entry.state is not State.OPEN)
