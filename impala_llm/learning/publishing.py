@@ -1,4 +1,4 @@
-"""The ways of the weights from the learner to engines: which version goes where, and when.
+"""Publishing of the weights: which version goes to engines, over which ways, and when.
 
 Three transports bring a version to engines:
 
