@@ -106,6 +106,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "actor.unroll_turns": (1, math.inf),
     "actor.unroll_tokens": (1, math.inf),
     "algorithm.group_size": (1, math.inf),
+    "algorithm.overlong_tokens": (1, math.inf),
+    "algorithm.overlong_penalty": (0, 1e6),
+    "algorithm.reward_kl_coef": (0, 1000),
     "algorithm.reject_low": (0, 1),
     "algorithm.reject_high": (1, math.inf),
     "algorithm.probability_limit": (0, 1),
@@ -345,6 +348,11 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
                 "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
             )
+    if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
+        found.append(
+            f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
+            f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
+        )
     for part in (algorithm.credit, algorithm.loss):
         if isinstance(part, Credit | Loss):
             found += part.problems(algorithm)

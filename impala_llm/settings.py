@@ -196,6 +196,17 @@ class AlgorithmConfig:
     """Episodes of the same task that are granted, and where returns are compared, compared together."""
     normalize_reward: bool = False
     """Divide rewards by the standard deviation of all returns so far."""
+    overlong_tokens: int | None = None
+    """An episode that ends within so many tokens of engine.max_length, or at it, loses reward: `overlong_penalty` at
+    the limit, linearly less before. None: none does."""
+    overlong_penalty: float = 1.0
+    """Reward that an episode at the limit loses."""
+    reward_kl_coef: float = 0.0
+    """Weight of log μ - log π_reference, summed over the tokens of a turn, that is taken from the turn's reward;
+    kl_coef has the divergence in the loss instead."""
+    whiten_advantages: bool = False
+    """Shift and scale advantages to mean 0 and deviation 1 over the action tokens of the batch, of all ranks. Where
+    they come from values, or a teacher, that takes one more forward pass."""
     reject: str = "none"
     """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
     sequence); what lies outside of reject_low and reject_high does not teach."""
@@ -221,8 +232,8 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of KL(π‖reference), per token."""
     reference: str | None = None
-    """Reference policy of kl_coef and of algorithm.credit=preference, as model.path; None: the one that training
-    started from."""
+    """Reference policy of kl_coef, reward_kl_coef and algorithm.credit=preference, as model.path; None: the one that
+    training started from."""
     max_staleness: int | None = 2
     """η, in policy versions: the policy loss has no term for an older action token, and a trajectory, or group, is
     dropped when all of its are older. 0 is synchronous, None free running. What episodes that last longer than η

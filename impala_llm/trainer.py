@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from impala_llm.algorithms.importance import segment_sum
-from impala_llm.algorithms.interface import Credit, Episodes, Loss
+from impala_llm.algorithms.interface import Credit, Episodes, Loss, PackedBatch
+from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
+from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective, score
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
@@ -42,6 +43,8 @@ class _Update:
     """Older tokens do not teach."""
     counts: Denominators
     """Of the whole batch."""
+    shaping: list[np.ndarray]
+    """float32[turns] for each trajectory: rewards beside the environment's."""
     prepared: torch.Tensor | None
     """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
     weights: torch.Tensor
@@ -52,6 +55,10 @@ class _Update:
     """Those with a number that is not finite."""
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
     """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
+    moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of this rank's advantages: their number, sum, and sum of squares."""
+    whitening: tuple[float, float] | None = None
+    """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)
     """Buffer item -> largest mean |A| of its trajectories."""
     entropy: float = 0.0
@@ -98,6 +105,8 @@ class Trainer:
         self.rewards = RewardScale(config.algorithm.normalize_reward)
         self.collapse = CollapseAlarm(config.algorithm)
         self.complaints = RateLimitedWarnings(_COMPLAINT_INTERVAL_S)
+        self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
+        """Whether rewards are added to the environment's."""
         self.num_updates = 0
         """Since this process began: what warms up does so again after a restart."""
         self.is_stepping = False
@@ -117,8 +126,11 @@ class Trainer:
         with self.timer.stage("forward"):
             self.monitor.begin(batch.trajectories, version)
             steps = self.steps(update)
-            if len(steps) > 1:
-                self.score_at_start(update)
+            whitens = self.config.algorithm.whiten_advantages
+            if len(steps) > 1 or (whitens and not self.credit.of_episodes):
+                self.survey(update, keeps_log_probs=len(steps) > 1)
+            if whitens:
+                update.whitening = self.whitening(update)
         for number, members in enumerate(steps):
             self.accumulate(update, members, self.rules(update, members if len(steps) > 1 else None))
             if number == 0:
@@ -137,13 +149,16 @@ class Trainer:
     def prepare(self, batch: Batch, version: int) -> _Update:
         """What is known of a batch before it is packed, and which of its trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
-        counts = self.count(trajectories)
-        prepared = self.credit.prepare(self.episodes(trajectories))
-        finite = torch.tensor([self.episode_return(t) for t in trajectories]).isfinite().tolist()
+        shaping = self.shaping(trajectories)
+        returns = [self.episode_return(t, extra) for t, extra in zip(trajectories, shaping, strict=True)]
+        counts = self.count(trajectories, returns)
+        prepared = self.credit.prepare(self.episodes(trajectories, returns))
+        finite = torch.tensor(returns).isfinite().tolist()
         culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
         teaching = list(range(len(trajectories)))
-        if prepared is not None and self.credit.of_episodes and self.entropy.coef == algorithm.kl_coef == 0:
+        has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
+        if prepared is not None and self.credit.of_episodes and not has_own_term:
             # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
             # computed.
             teaching = prepared.advantages.nonzero().flatten().tolist()
@@ -152,7 +167,7 @@ class Trainer:
         self.log.add_all(() if prepared is None else prepared.figures)
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
-        return _Update(batch, version, oldest_version, counts, advantages, weights, teaching, culprits)
+        return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, teaching, culprits)
 
     def steps(self, update: _Update) -> list[list[int]]:
         """Places in the batch that each optimizer step learns from: in passes over the batch, each in an order of its
@@ -177,21 +192,54 @@ class Trainer:
             found = self.ranks.sum([sum(t.num_action_tokens for t in part), sum(len(t.turns) for t in part), len(part)])
             counts = Denominators(*(max(1.0, number) for number in found))
         train_policy = self.num_updates >= self.config.learner.value_warmup_updates
-        return Rules(counts, update.version, update.oldest_version, self.entropy.coef, train_policy)
+        return Rules(counts, update.version, update.oldest_version, self.entropy.coef, update.whitening, train_policy)
 
-    def score_at_start(self, update: _Update) -> None:
-        """Before the first of several optimizer steps: log π of the weights that the update begins with. They are the
-        proximal policy of its steps, and all that the monitor may compare with the engine's."""
-        trajectories = [update.batch.trajectories[i] for i in update.teaching]
-        for cpu_micro in pack(trajectories, self.config.learner.token_budget):
-            micro = cpu_micro.to(self.ranks.device)
-            rows = [trajectories[i] for i in micro.members]
-            log_probs = action_log_probs(self.model, micro, self.config.engine.temperature)
-            self.monitor.record(compare(log_probs, micro, update.version))
-            self.monitor.keep(rows, log_probs)
-            parts = log_probs.cpu().split([t.num_action_tokens for t in rows])
-            places = (update.teaching[i] for i in micro.members)
-            update.at_start |= dict(zip(places, parts, strict=True))
+    @torch.no_grad()
+    def survey(self, update: _Update, keeps_log_probs: bool) -> None:
+        """Before the first optimizer step: advantages, for their moments, and log π of the weights that the update
+        begins with. With several steps those are the proximal policy, and all that the monitor may compare with the
+        engine's."""
+        for cpu_micro in pack(
+            [update.batch.trajectories[i] for i in update.teaching], self.config.learner.token_budget
+        ):
+            places = [update.teaching[i] for i in cpu_micro.members]
+            trajectories = [update.batch.trajectories[i] for i in places]
+            micro, rows = self.rows(update, cpu_micro, places)
+            scored = score(self.model, micro, self.config.engine.temperature, rows, update.version)
+            advantages = self.credit(scored, micro, rows.prepared).advantages.double()
+            found = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
+            update.moments = [total + part for total, part in zip(update.moments, found, strict=True)]
+            if keeps_log_probs:
+                self.monitor.record(compare(scored.log_probs, micro, update.version))
+                self.monitor.keep(trajectories, scored.log_probs)
+                parts = scored.log_probs.cpu().split([t.num_action_tokens for t in trajectories])
+                update.at_start |= dict(zip(places, parts, strict=True))
+
+    def whitening(self, update: _Update) -> tuple[float, float]:
+        """Mean and deviation of the advantages of the batch over the action tokens of all ranks."""
+        if self.credit.of_episodes and update.prepared is not None:
+            sizes = torch.tensor([float(t.num_action_tokens) for t in update.batch.trajectories], dtype=torch.float64)
+            advantages = update.prepared.double()
+            parts = (sizes, sizes * advantages, sizes * advantages.square())
+            update.moments = [float(part.sum()) for part in parts]
+        count, total, squares = self.ranks.sum(update.moments)
+        mean = total / max(1.0, count)
+        return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
+
+    def rows(self, update: _Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
+        """A micro-batch on the device, with the rewards that it is trained on, and what is known of its rows."""
+        micro, device = cpu_micro.to(self.ranks.device), self.ranks.device
+        if self.shapes:
+            extra = np.concatenate([update.shaping[i] for i in places])
+            micro.turn_rewards.add_(torch.from_numpy(extra).to(micro.turn_rewards))
+        micro.turn_rewards.div_(self.rewards.divisor)
+        return micro, Rows(
+            update.weights[list(places)].to(device),
+            None if update.prepared is None else update.prepared[list(places)].to(device),
+            self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in places]),
+            self.scorers.scores(micro),
+            torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
+        )
 
     def accumulate(self, update: _Update, members: Sequence[int], rules: Rules) -> None:
         """The gradient of an optimizer step on this rank. members: places of its trajectories in the batch."""
@@ -199,15 +247,7 @@ class Trainer:
             places = [members[i] for i in cpu_micro.members]
             trajectories = [update.batch.trajectories[i] for i in places]
             with self.timer.stage("forward"):
-                micro = cpu_micro.to(self.ranks.device)
-                micro.turn_rewards.div_(self.rewards.divisor)
-                rows = Rows(
-                    update.weights[places].to(self.ranks.device),
-                    None if update.prepared is None else update.prepared[places].to(self.ranks.device),
-                    self.monitor.recomputed(micro, trajectories),
-                    self.scorers.scores(micro),
-                    torch.cat([update.at_start[i] for i in places]).to(self.ranks.device) if update.at_start else None,
-                )
+                micro, rows = self.rows(update, cpu_micro, places)
                 outcome = objective(self.config, self.model, micro, rows, rules)
             with self.timer.stage("backward"):
                 outcome.loss.backward()
@@ -242,9 +282,9 @@ class Trainer:
         self.log.add("optimizer/skipped", float(result.skipped))
         self.log.add("optimizer/learning_rate", result.learning_rate)
 
-    def count(self, trajectories: Sequence[Trajectory]) -> Denominators:
+    def count(self, trajectories: Sequence[Trajectory], episode_returns: Sequence[float]) -> Denominators:
         """Of the update over all ranks; and its returns, for the scale of rewards."""
-        returns = [self.rewards.limited(self.episode_return(t)) for t in trajectories]
+        returns = [self.rewards.limited(value) for value in episode_returns]
         tokens, turns, sequences, total, squares = self.ranks.sum(
             [
                 sum(t.num_action_tokens for t in trajectories),
@@ -267,18 +307,47 @@ class Trainer:
         total, count = self.ranks.sum([sum(batch.weights), len(batch.weights)])
         return torch.tensor(batch.weights, dtype=torch.float32) * (count / total)
 
-    def episodes(self, trajectories: Sequence[Trajectory]) -> Episodes:
+    def episodes(self, trajectories: Sequence[Trajectory], returns: Sequence[float]) -> Episodes:
         """The batch as a credit prepares it."""
-        returns = torch.tensor([self.episode_return(t) for t in trajectories]) / self.rewards.divisor
+        scaled = torch.tensor(returns) / self.rewards.divisor
         group_ids = torch.tensor([t.group_id for t in trajectories])
-        return Episodes(trajectories, returns, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
+        return Episodes(trajectories, scaled, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
 
-    def episode_return(self, t: Trajectory) -> float:
-        """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts."""
+    def episode_return(self, t: Trajectory, extra: np.ndarray | None = None) -> float:
+        """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts.
+
+        Args:
+            extra: float32[turns], see `shaping`.
+        """
         discount = self.config.algorithm.credit.discount
         if discount == 1.0:
-            return float(t.rewards.sum(dtype=np.float64))
-        return sum(discount**k * float(t.rewards[start:end].sum()) for k, (start, end) in enumerate(t.turns.tolist()))
+            return float(t.rewards.sum(dtype=np.float64)) + (0.0 if extra is None else float(extra.sum()))
+        of_turns = [float(t.rewards[start:end].sum()) for start, end in t.turns.tolist()]
+        if extra is not None:
+            of_turns = [reward + more for reward, more in zip(of_turns, extra.tolist(), strict=True)]
+        return sum(discount**k * reward for k, reward in enumerate(of_turns))
+
+    def shaping(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """float32[turns] for each trajectory: rewards beside the environment's."""
+        algorithm, limit = self.config.algorithm, self.config.engine.max_length
+        found = [np.zeros(len(t.turns), np.float32) for t in trajectories]
+        if algorithm.overlong_tokens is not None:
+            for t, extra in zip(trajectories, found, strict=True):
+                if len(extra) and not t.continues:
+                    share = overlong_share(t.num_tokens, limit, algorithm.overlong_tokens)
+                    extra[-1] -= algorithm.overlong_penalty * share
+        if algorithm.reward_kl_coef > 0:
+            for cpu_micro in pack(trajectories, self.config.learner.token_budget):
+                micro = cpu_micro.to(self.ranks.device)
+                reference = self.scorers.reference(micro)
+                assert reference is not None
+                apart = turn_divergences(micro.behaviour_logprobs, reference, micro.turn_ids, len(micro.turn_rewards))
+                parts = apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
+                for place, part in zip(micro.members, parts, strict=True):
+                    found[place] -= algorithm.reward_kl_coef * part.numpy()
+        if self.shapes:
+            self.log.add("reward/shaping", float(np.mean([extra.sum() for extra in found])), len(found))
+        return found
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[M] twice: log π and log π_ref of all action tokens of a trajectory together."""

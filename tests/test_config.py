@@ -99,6 +99,10 @@ def test_overrides_and_groups_take_effect():
             ["actor.unroll_tokens=9", "algorithm.max_staleness=0"],
         ),
         (["algorithm.group_size=7"], ["algorithm.group_size=7", "64", "multiple of 7"]),
+        (
+            ["algorithm.overlong_tokens=4096"],
+            ["algorithm.overlong_tokens=4096", "engine.max_length=2048", "such as 512"],
+        ),
         (["learner.minibatches=65"], ["learner.minibatches=65", "at most 64"]),
         (["learner.ppo_epochs=4"], ["learner.ppo_epochs=4", "did you mean learner.epochs?"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),

@@ -5,7 +5,7 @@ Invariant: every part is a sum over this micro-batch divided by its count over A
 cut. Advantages and targets carry no gradient.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class Rules:
     oldest_version: int = 0
     """Older action tokens do not teach, though others of their trajectory may."""
     entropy_coef: float = 0.0
+    whitening: tuple[float, float] | None = None
+    """Mean and deviation of all advantages of the update, which make them mean 0 and deviation 1; None: left alone."""
     train_policy: bool = True
     """False while only the value head warms up."""
 
@@ -90,7 +92,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     credit: Any = algorithm.credit
     policy_loss: Any = algorithm.loss
     scored = score(model, batch, config.engine.temperature, rows, rules.version)
-    worth = credit(scored, batch, rows.prepared)
+    worth = whitened(credit(scored, batch, rows.prepared), rules.whitening)
     keep = teaches(algorithm, scored, worth.advantages, rules.oldest_version)
     # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
     # is infinite is no number.
@@ -163,6 +165,14 @@ def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows
         rows.scores.reference,
         rows.scores.teacher,
     )
+
+
+def whitened(worth: Worth, whitening: tuple[float, float] | None) -> Worth:
+    """The advantages with mean 0 and deviation 1 over the update; deviations below 1e-8 count as 1."""
+    if whitening is None:
+        return worth
+    mean, deviation = whitening
+    return replace(worth, advantages=(worth.advantages - mean) / (deviation if deviation > 1e-8 else 1.0))
 
 
 def teaches(algorithm: AlgorithmConfig, scored: Scored, advantages: Tensor, oldest_version: int) -> Tensor:

@@ -48,9 +48,10 @@ class Scorers:
         algorithm = config.algorithm
         credit: Any = algorithm.credit
         self._temperature = config.engine.temperature
+        self._is_near_reference = algorithm.kl_coef > 0
         self._context: Tensor | None = None
         self._reference = self._teacher = None
-        if algorithm.kl_coef > 0 or credit.needs_reference:
+        if algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or credit.needs_reference:
             self._reference = _frozen(config, algorithm.reference, policy, device)
         if credit.needs_teacher:
             self._teacher = policy
@@ -62,7 +63,8 @@ class Scorers:
                 self._context = torch.tensor(ids, dtype=torch.int64, device=device)
 
     def scores(self, batch: PackedBatch) -> TokenScores:
-        return TokenScores(self.reference(batch), self.teacher(batch))
+        """For the credit and the loss of a micro-batch."""
+        return TokenScores(self.reference(batch) if self._is_near_reference else None, self.teacher(batch))
 
     def reference(self, batch: PackedBatch) -> Tensor | None:
         return None if self._reference is None else action_log_probs(self._reference, batch, self._temperature)

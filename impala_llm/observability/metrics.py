@@ -92,6 +92,11 @@ _DECLARED = (
         "1 where scores have halved since their best while the entropy rose by half, else 0",
     ),
     ("loss/reference_kl", _MEAN, "k3 estimate of KL(pi || reference), ratio-weighted, per action token"),
+    (
+        "reward/shaping",
+        _MEAN,
+        "what overlong_penalty and reward_kl_coef add to the return of an episode, per trajectory",
+    ),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
     ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from impala_llm.algorithms.advantages import GroupRelative
-from impala_llm.algorithms.interface import LossOutput, Scored
+from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.interface import Credit, LossOutput, Scored
 from impala_llm.algorithms.losses import PPOClip, Reinforce
 from impala_llm.algorithms.registry import LOSSES
+from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.scoring import action_log_probs
 from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, declare
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
@@ -72,7 +75,9 @@ def trainer_with(directory: Path, *overrides: str) -> Trainer:
 
 
 def prepared(trainer: Trainer, group: list[Trajectory]) -> list[float]:
-    found = trainer.credit.prepare(trainer.episodes(group))
+    returns = [trainer.episode_return(t) for t in group]
+    trainer.count(group, returns)
+    found = trainer.credit.prepare(trainer.episodes(group, returns))
     assert found is not None
     return found.advantages.tolist()
 
@@ -89,7 +94,6 @@ def test_an_episode_is_compared_by_its_return(tmp_path: Path, overrides: list[st
     """As with a sparse reward: 0 and 10, where the scores are equal."""
     trainer = trainer_with(tmp_path, *overrides)
     group = with_returns((0.0, 0.0), (0.0, 10.0))
-    trainer.count(group)
     assert prepared(trainer, group) == pytest.approx(expected)
 
 
@@ -306,3 +310,96 @@ def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> 
         summary = trainer.log.flush()
         seen.append((summary["mismatch/logprob_mean"], summary["mismatch/tokens"]))
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+# --- shaped rewards and whitened advantages
+
+
+@dataclass
+class Watching(Reinforce):
+    """Remembers the advantages that it is given, and their rows."""
+
+    def __post_init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        self.seen.append(advantages)
+        self.rows.append(scored.segment_ids)
+        return super().__call__(scored, advantages)
+
+
+def watching_trainer(directory: Path, credit: Credit, **algorithm: object) -> tuple[Trainer, Watching]:
+    """One optimizer step at a rate of 0, from a critic that says 0 everywhere."""
+    loss = Watching()
+    config = make_config(credit, loss, entropy_coef=0.01, max_staleness=None, **algorithm)
+    config.model.path = str(save_lm(directory))
+    config.engine.max_length, config.learner.learning_rate = 40, 0.0
+    model = PolicyModel.from_pretrained(Path(config.model.path))
+    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
+
+
+def advantages_of_turns(trainer: Trainer, loss: Watching, batch: Batch) -> list[list[float]]:
+    """For each trajectory, those of its turns' last tokens."""
+    trainer.update(batch, version=3, progress=0.0)
+    [advantages], [rows] = loss.seen, loss.rows
+    [micro] = pack(batch.trajectories, 1000)
+    found: list[list[float]] = [[] for _ in batch.trajectories]
+    for place, member in enumerate(micro.members):
+        mine = advantages[rows == place]
+        ends = np.cumsum([end - start for start, end in batch.trajectories[member].turns.tolist()]) - 1
+        found[member] = mine[ends].tolist()
+    return found
+
+
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+def test_an_overlong_episode_loses_reward_at_its_end(tmp_path: Path, granularity: str) -> None:
+    """Of the six, episodes 1 and 3 have 33 and 40 of at most 40 tokens: 0.3 and 1 of a margin of 10."""
+    batch = varied()
+    trainer, loss = watching_trainer(tmp_path, GAE(granularity=granularity), overlong_tokens=10, overlong_penalty=2.0)
+    found = advantages_of_turns(trainer, loss, batch)
+    for number, t in enumerate(batch.trajectories):
+        rewards = [float(t.rewards[start:end].sum()) for start, end in t.turns.tolist()]
+        rewards[-1] -= {1: 0.6, 3: 2.0}.get(number, 0.0)
+        expected = [sum(rewards[k:]) for k in range(len(rewards))]
+        assert found[number] == pytest.approx(expected, abs=1e-5), number
+    assert trainer.log.flush()["reward/shaping"] == pytest.approx(-2.6 / 6)
+
+
+def test_returns_of_a_group_are_shaped_alike(tmp_path: Path) -> None:
+    trainer, loss = watching_trainer(tmp_path, GroupRelative(discount=0.5), overlong_tokens=10)
+    batch = varied()
+    found = advantages_of_turns(trainer, loss, batch)
+    returns = []
+    for number, t in enumerate(batch.trajectories):
+        rewards = [float(t.rewards[start:end].sum()) for start, end in t.turns.tolist()]
+        rewards[-1] -= {1: 0.3, 3: 1.0}.get(number, 0.0)
+        returns.append(sum(0.5**k * reward for k, reward in enumerate(rewards)))
+    assert [turns[0] for turns in found] == pytest.approx((np.array(returns) - np.mean(returns)).tolist(), abs=1e-5)
+
+
+def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None:
+    reference = PolicyModel.from_pretrained(save_lm(tmp_path / "reference", seed=1))
+    trainer, loss = watching_trainer(tmp_path / "lm", GAE(), reward_kl_coef=0.1, reference=str(tmp_path / "reference"))
+    batch = varied()
+    found = advantages_of_turns(trainer, loss, batch)
+    for number, t in enumerate(batch.trajectories):
+        [micro] = pack([t], 1000)
+        apart = (micro.behaviour_logprobs - action_log_probs(reference, micro, 1.0)).clamp(-20, 20)
+        rewards = micro.turn_rewards.clone()
+        for k in range(len(rewards)):
+            rewards[k] -= 0.1 * apart[micro.turn_ids == k].sum()
+        assert found[number] == pytest.approx(rewards.flip(0).cumsum(0).flip(0).tolist(), abs=1e-3), number
+
+
+@pytest.mark.parametrize("credit", [GroupRelative(), GAE(), VTrace(granularity="token")], ids=["group", "gae", "token"])
+def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cut(
+    tmp_path: Path, credit: Credit
+) -> None:
+    trainer, loss = watching_trainer(tmp_path, credit, whiten_advantages=True)
+    trainer.config.learner.token_budget = 41
+    trainer.update(varied(), version=3, progress=0.0)
+    assert len(loss.seen) > 2
+    advantages = torch.cat(loss.seen).double()
+    assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
