@@ -22,6 +22,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from impala_llm.pipeline.shm.record_layout import (
+    FLAGS,
+    GROUP_ID,
+    HEADER_WORDS,
+    NUM_TOKENS,
+    NUM_TURNS,
+    SCORE,
+    STATS,
+    TASK_ID,
+    TEXTS,
+    TICKET_ID,
+    UNROLL_INDEX,
+)
 from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, block_words
 
 MAX_TOKENS = 1 << 24
@@ -29,20 +42,12 @@ MAX_TEXT_BYTES = (1 << 16) - 1
 """Maximum size of each text, and of all names of stats together."""
 MAX_STATS = 256
 MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
-HEADER_WORDS = 11
 _HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _SCORE = struct.Struct("<d")
 _BITS = struct.Struct("<q")
 _PADDING = [bytes(-length % 8) for length in range(8)]
 _BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
-
-# Facts of a record, a row of integers: results of the compiled checks, then its header from the second word on, then
-# begin and end of the text of its episode_id, in bytes.
-OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
-NUM_TOKENS, NUM_TURNS, TEXTS, STATS, TICKET_ID, GROUP_ID, TASK_ID, UNROLL_INDEX, SCORE, FLAGS = range(3, 13)
-EPISODE_BEGIN, EPISODE_END = range(13, 15)
-FACTS = 15
 
 Facts = Sequence[int]
 """A row of FACTS integers."""

@@ -15,6 +15,32 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from impala_llm.compiled import compiled
+from impala_llm.pipeline.shm.record_layout import (
+    CHECKSUM,
+    EPISODE_BEGIN,
+    EPISODE_END,
+    FACTS,
+    FLAGS_WORD,
+    HEADER_WORDS,
+    MAGIC_WORD,
+    NEWEST_VERSION,
+    NUM_TOKENS,
+    NUM_TOKENS_WORD,
+    NUM_TURNS_WORD,
+    NUM_WORDS,
+    OLDEST_VERSION,
+    OUTCOME,
+    SCORE_WORD,
+    START,
+    STATS,
+    STATS_WORD,
+    TEXTS,
+    TEXTS_WORD,
+    TICKET,
+    TICKET_ID,
+    TICKET_ID_WORD,
+    UNROLL_INDEX_WORD,
+)
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring words get unlike keys
 _LOW = np.uint64(0xFFFFFFFF)
@@ -392,19 +418,20 @@ def _check_names(names: np.ndarray, num_stats: int) -> bool:
 @_compiled
 def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
     """Word at which the arrays of a record of this size begin, by its header uint64[11]; 0 where it is invalid."""
-    num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
-    if record[0] != np.uint64(magic) or record[10] > np.uint64(7) or record[10] & np.uint64(5) == np.uint64(4):
+    num_tokens, num_turns = np.int64(record[NUM_TOKENS_WORD]), np.int64(record[NUM_TURNS_WORD])
+    flags = record[FLAGS_WORD]
+    if record[MAGIC_WORD] != np.uint64(magic) or flags > np.uint64(7) or flags & np.uint64(5) == np.uint64(4):
         return 0
     if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
         return 0
-    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
-    num_names = np.int64(record[4] >> np.uint64(32))
+    num_stats = np.int64(record[STATS_WORD] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[STATS_WORD] >> np.uint64(32))
     if num_stats > max_stats or num_names > max_text:
         return 0
-    num_text = np.int64(record[3] & np.uint64(0xFFFF)) + num_names
+    num_text = np.int64(record[TEXTS_WORD] & np.uint64(0xFFFF)) + num_names
     for shift in range(16, 64, 16):
-        num_text += np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
-    start = 11 + num_stats + (num_text + 7) // 8
+        num_text += np.int64((record[TEXTS_WORD] >> np.uint64(shift)) & np.uint64(0xFFFF))
+    start = HEADER_WORDS + num_stats + (num_text + 7) // 8
     if size != start + (17 * num_tokens + 8 * num_turns + 7) // 8:
         return 0
     return start
@@ -413,18 +440,19 @@ def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_
 @_compiled
 def _check_metadata(record: np.ndarray, block_start: int) -> bool:
     """Return whether a record's header and texts keep the rules that `_find_block` does not check."""
-    num_stats = np.int64(record[4] & np.uint64(0xFFFFFFFF))
-    num_names = np.int64(record[4] >> np.uint64(32))
-    score = record[9:10].view(np.float64)[0]
-    num_episode = np.int64(record[3] & np.uint64(0xFFFF))
-    if np.int64(record[5]) < 0 or np.int64(record[8]) < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
+    num_stats = np.int64(record[STATS_WORD] & np.uint64(0xFFFFFFFF))
+    num_names = np.int64(record[STATS_WORD] >> np.uint64(32))
+    score = record[SCORE_WORD : SCORE_WORD + 1].view(np.float64)[0]
+    num_episode = np.int64(record[TEXTS_WORD] & np.uint64(0xFFFF))
+    ticket_id, unroll_index = np.int64(record[TICKET_ID_WORD]), np.int64(record[UNROLL_INDEX_WORD])
+    if ticket_id < 0 or unroll_index < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
         return False
-    text = record[11 + num_stats : block_start].view(np.uint8)
+    text = record[HEADER_WORDS + num_stats : block_start].view(np.uint8)
     # Each text by itself: a character may not begin in one text and end in the next.
     begin = 0
     good = True
     for shift in range(0, 64, 16):
-        end = begin + np.int64((record[3] >> np.uint64(shift)) & np.uint64(0xFFFF))
+        end = begin + np.int64((record[TEXTS_WORD] >> np.uint64(shift)) & np.uint64(0xFFFF))
         good = good and is_utf8(text[begin:end])
         begin = end
     names = text[begin : begin + num_names]
@@ -455,40 +483,40 @@ def take_records(
         magic, max_tokens, max_stats, max_text: constants of record.py.
         vocab_size: bound that token ids must lie below.
         large: words from which on a record is written past the caches.
-        facts: int64[n, record.FACTS], set. The first of a row is one of COPIED, TORN and INVALID; the others are valid
+        facts: int64[n, FACTS], set. The first of a row is one of COPIED, TORN and INVALID; the others are valid
             where it is COPIED.
     """
     source, target = _borrowed(source), _borrowed(target)
     kept_space, kept_findings = np.empty(_TAKEN_BLOCK, np.uint64), np.empty(_FINDINGS, np.int64)
     space, findings = _borrowed(kept_space), _borrowed(kept_findings)
     for n in range(rows.shape[0]):
-        start, size = rows[n, 2], rows[n, 3]
-        facts[n, 0] = TORN
-        if start < 0 or size < 11 or size > source.size or start > source.size - size:
+        start, size = rows[n, START], rows[n, NUM_WORDS]
+        facts[n, OUTCOME] = TORN
+        if start < 0 or size < HEADER_WORDS or size > source.size or start > source.size - size:
             continue
         record = target[starts[n] : starts[n] + size]
         taken = source[start : start + size]
-        total = copy_checksum(record[:11], taken[:11])
+        total = copy_checksum(record[:HEADER_WORDS], taken[:HEADER_WORDS])
         # From here on only the copy is read.
-        begin = _find_block(record[:11], size, magic, max_tokens, max_stats, max_text)
-        num_tokens, num_turns = np.int64(record[1]), np.int64(record[2])
+        begin = _find_block(record[:HEADER_WORDS], size, magic, max_tokens, max_stats, max_text)
+        num_tokens, num_turns = np.int64(record[NUM_TOKENS_WORD]), np.int64(record[NUM_TURNS_WORD])
         end = begin + 2 * num_tokens
         _begin_findings(findings)
         if begin > 0 and size >= large:
-            total += copy_checksum(record[11:begin], taken[11:begin], 11)
+            total += copy_checksum(record[HEADER_WORDS:begin], taken[HEADER_WORDS:begin], HEADER_WORDS)
             total += copy_checksum(record[end:], taken[end:], end)
             mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
             total += _take_checked(record[begin:end], taken[begin:end], begin, mask, space, findings)
         else:
-            total += copy_checksum(record[11:], taken[11:], 11)
-        if np.int64(total) != rows[n, 4]:
+            total += copy_checksum(record[HEADER_WORDS:], taken[HEADER_WORDS:], HEADER_WORDS)
+        if np.int64(total) != rows[n, CHECKSUM]:
             continue
-        facts[n, 0] = INVALID
-        for i in range(1, 11):
-            facts[n, 2 + i] = np.int64(record[i])
+        facts[n, OUTCOME] = INVALID
+        for i in range(NUM_TOKENS_WORD, HEADER_WORDS):
+            facts[n, NUM_TOKENS - NUM_TOKENS_WORD + i] = np.int64(record[i])
         # Begin and end of the text of episode_id: behind the values of the stats.
-        facts[n, 13] = 8 * (11 + (facts[n, 6] & 0xFFFFFFFF))
-        facts[n, 14] = facts[n, 13] + (facts[n, 5] & 0xFFFF)
+        facts[n, EPISODE_BEGIN] = 8 * (HEADER_WORDS + (facts[n, STATS] & 0xFFFFFFFF))
+        facts[n, EPISODE_END] = facts[n, EPISODE_BEGIN] + (facts[n, TEXTS] & 0xFFFF)
         if begin == 0 or not _check_metadata(record, begin):
             continue
         mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
@@ -500,7 +528,8 @@ def take_records(
                 _check_span(field, ids, versions, numbers, place, mask, _NOTHING, np.uint64(num_tokens), findings)
         good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size
         if good and _check_turns(record[end : end + num_turns].view(np.int32), mask):
-            facts[n, 0], facts[n, 1], facts[n, 2] = COPIED, findings[_OLDEST], findings[_NEWEST]
+            facts[n, OUTCOME] = COPIED
+            facts[n, OLDEST_VERSION], facts[n, NEWEST_VERSION] = findings[_OLDEST], findings[_NEWEST]
     kept_space[0] = kept_findings[0] = 0  # kept until here
     _fence()
 
@@ -515,14 +544,15 @@ def count_sound(rows: np.ndarray, facts: np.ndarray, version: int) -> int:
     """
     count = 0
     for n in range(rows.shape[0]):
-        count += facts[n, 0] == COPIED and facts[n, 7] == rows[n, 1] and facts[n, 2] <= version
+        is_due = facts[n, NEWEST_VERSION] <= version
+        count += facts[n, OUTCOME] == COPIED and facts[n, TICKET_ID] == rows[n, TICKET] and is_due
     return count
 
 
 def compile_ingest() -> None:
     """Compile the functions that take in records, or load them from the cache: the first record shall not wait."""
     offered = np.frombuffer(bytes(8), np.uint64)  # read-only, as what actors offer
-    rows, starts, facts = np.empty((0, 5), np.int64), np.empty(0, np.int64), np.empty((0, 15), np.int64)
+    rows, starts, facts = np.empty((0, CHECKSUM + 1), np.int64), np.empty(0, np.int64), np.empty((0, FACTS), np.int64)
     take_records(offered, rows, np.empty(1, np.uint64), starts, 0, 0, 0, 0, 0, LARGE, facts)
     count_sound(rows, facts, 0)
     lay_end_to_end(starts, 1, starts)

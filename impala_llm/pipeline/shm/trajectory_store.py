@@ -26,18 +26,20 @@ import numpy as np
 
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import (
-    GROUP_ID,
-    NUM_TOKENS,
-    NUM_TURNS,
-    TASK_ID,
-    TICKET_ID,
-    UNROLL_INDEX,
     Facts,
     RecordError,
     block_start,
     decode_record,
     facts_of,
     metadata_of,
+)
+from impala_llm.pipeline.shm.record_layout import (
+    GROUP_ID,
+    NUM_TOKENS,
+    NUM_TURNS,
+    TASK_ID,
+    TICKET_ID,
+    UNROLL_INDEX,
 )
 from impala_llm.pipeline.shm.ring import ArenaError, map_new_file, populate
 from impala_llm.trajectory import ARRAY_FIELDS, DeferredTrajectory, Trajectory, block_views, unroll_id

@@ -20,26 +20,33 @@ import numpy as np
 
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import (
+    MAGIC,
+    MAX_STATS,
+    MAX_TEXT_BYTES,
+    MAX_TOKENS,
+    Facts,
+    RecordError,
+    decode_record,
+)
+from impala_llm.pipeline.shm.record_layout import (
+    CHECKSUM,
     EPISODE_BEGIN,
     EPISODE_END,
     FACTS,
     FLAGS,
     GROUP_ID,
     HEADER_WORDS,
-    MAGIC,
-    MAX_STATS,
-    MAX_TEXT_BYTES,
-    MAX_TOKENS,
     NEWEST_VERSION,
     NUM_TOKENS,
+    NUM_WORDS,
     OLDEST_VERSION,
     OUTCOME,
+    SEQUENCE,
+    START,
     TASK_ID,
+    TICKET,
     TICKET_ID,
     UNROLL_INDEX,
-    Facts,
-    RecordError,
-    decode_record,
 )
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
@@ -50,8 +57,6 @@ _CLAIMED = np.array(
     [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
 )
 """Facts of which a `ledger.Claim` consists."""
-_SEQUENCE, _TICKET, _START, _NUM_WORDS, _CHECKSUM = range(5)
-"""Columns of a row: the fields of `messages.Descriptor`."""
 
 
 _MANY, _MANY_WORDS = 512, 1 << 20
@@ -179,7 +184,7 @@ class Offers:
         num_records = num_words = 0
         while self.queue:
             rows = chunks[-1].rows
-            num_records, num_words = num_records + len(rows), num_words + int(rows[:, _NUM_WORDS].sum())
+            num_records, num_words = num_records + len(rows), num_words + int(rows[:, NUM_WORDS].sum())
             if num_records >= _MANY or num_words >= _MANY_WORDS:
                 break
             chunks.append(self.queue.popleft())
@@ -280,7 +285,7 @@ class Ingest:
         """
         settled = Settled()
         chunk = self._possible(offers.next_chunk(), actor_id, settled)
-        starts = self._arena.reserve(chunk.rows[:, _NUM_WORDS])
+        starts = self._arena.reserve(chunk.rows[:, NUM_WORDS])
         if len(starts) < len(chunk.rows):
             chunk, rest = chunk.split(len(starts))
             offers.queue.appendleft(rest)
@@ -290,7 +295,7 @@ class Ingest:
             facts = self._copy(offers, chunk, starts)
         except Exception as error:
             for row, start in zip(chunk.rows.tolist(), starts.tolist(), strict=True):
-                self._arena.cancel(start, row[_NUM_WORDS])
+                self._arena.cancel(start, row[NUM_WORDS])
                 if isinstance(error, ArenaError):
                     self._refuse(row, actor_id, str(error), settled)
             if isinstance(error, ArenaError):
@@ -306,13 +311,13 @@ class Ingest:
 
     def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
         """Refuse records of impossible sizes. Returns the chunk without them."""
-        sizes = chunk.rows[:, _NUM_WORDS]
+        sizes = chunk.rows[:, NUM_WORDS]
         largest = self._arena.capacity // 8
         if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
             return chunk
         good = []
         for place, row in enumerate(chunk.rows.tolist()):
-            size = row[_NUM_WORDS]
+            size = row[NUM_WORDS]
             if size < HEADER_WORDS:
                 reason = f"a record of {8 * size} bytes is shorter than its header"
             elif size > largest:
@@ -345,7 +350,7 @@ class Ingest:
             record_kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)
             return facts
         rows = rows.copy()
-        rows[:, _START] = 0
+        rows[:, START] = 0
         for i, frame in enumerate(chunk.frames):
             words = np.frombuffer(frame, np.uint64)
             part = slice(i, i + 1)
@@ -367,7 +372,7 @@ class Ingest:
         early: list[int] = []
         if record_kernels.count_sound(rows, facts, version) < len(rows):
             sound = facts[:, OUTCOME] == record_kernels.COPIED
-            sound &= (facts[:, TICKET_ID] == rows[:, _TICKET]) & (facts[:, NEWEST_VERSION] <= version)
+            sound &= (facts[:, TICKET_ID] == rows[:, TICKET]) & (facts[:, NEWEST_VERSION] <= version)
             places = np.flatnonzero(~sound).tolist()
             early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
@@ -380,9 +385,9 @@ class Ingest:
                     self._turn_away(answer, row, start, known, actor_id, settled)
             kept = [answer is Verdict.ACCEPTED for answer in answers]
             rows, starts, facts = rows[kept], starts[kept], facts[kept]
-        settled.acks += rows[:, _SEQUENCE].tolist()
-        self.totals["received_bytes"] += 8 * int(rows[:, _NUM_WORDS].sum())
-        self._inbox.put(self._arena.commit(starts, rows[:, _NUM_WORDS], rows[:, _CHECKSUM], facts))
+        settled.acks += rows[:, SEQUENCE].tolist()
+        self.totals["received_bytes"] += 8 * int(rows[:, NUM_WORDS].sum())
+        self._inbox.put(self._arena.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
         return early
 
     def _sort_out(
@@ -407,7 +412,7 @@ class Ingest:
         for place in places:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
             reason = self._explain(row, start, known)
-            self._arena.cancel(start, row[_NUM_WORDS])
+            self._arena.cancel(start, row[NUM_WORDS])
             # One version is made at a time: nobody can have a later one.
             if reason is None and known[NEWEST_VERSION] == version + 1:
                 early.append(place)
@@ -420,15 +425,15 @@ class Ingest:
         self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
     ) -> None:
         """Answer a record that the ledger did not accept, and free its space."""
-        self._arena.cancel(start, row[_NUM_WORDS])
+        self._arena.cancel(start, row[NUM_WORDS])
         if answer is Verdict.DUPLICATE:
-            settled.acks.append(row[_SEQUENCE])
+            settled.acks.append(row[SEQUENCE])
         elif answer is Verdict.NOT_AS_GRANTED:
-            self._refuse(row, actor_id, self._explain_claim(row[_TICKET], facts), settled)
+            self._refuse(row, actor_id, self._explain_claim(row[TICKET], facts), settled)
         else:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
             self.totals["trajectories_unwanted"] += 1
-            settled.refusals.append((row[_SEQUENCE], f"ticket {row[_TICKET]} {what}"))
+            settled.refusals.append((row[SEQUENCE], f"ticket {row[TICKET]} {what}"))
 
     def _explain(self, row: list[int], start: int, facts: Facts) -> str | None:
         """Reason why a record that was copied cannot be kept; None where it only came too early."""
@@ -439,14 +444,14 @@ class Ingest:
                 return too_long(facts[NUM_TOKENS], self._max_tokens)
             # The slow checks tell which rule it breaks.
             try:
-                decode_record(self._arena.record(start, row[_NUM_WORDS])).validate_vocabulary(self._vocab_size)
+                decode_record(self._arena.record(start, row[NUM_WORDS])).validate_vocabulary(self._vocab_size)
             except (RecordError, TrajectoryError) as error:
                 return str(error)
             except Exception as error:
                 return f"it cannot be decoded ({error!r}): a defect, please report it"
             return "it breaks a rule of the compiled checks and none of Trajectory's: a defect, please report it"
-        if facts[TICKET_ID] != row[_TICKET]:
-            return f"ticket_id is {facts[TICKET_ID]}, and {row[_TICKET]} in its descriptor"
+        if facts[TICKET_ID] != row[TICKET]:
+            return f"ticket_id is {facts[TICKET_ID]}, and {row[TICKET]} in its descriptor"
         return None
 
     def _explain_claim(self, ticket_id: int, facts: Facts) -> str:
@@ -464,5 +469,5 @@ class Ingest:
 
     def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
         self.totals["trajectories_refused"] += 1
-        self._ledger.refused(row[_TICKET], actor_id)
-        settled.refusals.append((row[_SEQUENCE], reason))
+        self._ledger.refused(row[TICKET], actor_id)
+        settled.refusals.append((row[SEQUENCE], reason))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import record
+from impala_llm.pipeline.shm import record, record_layout
 from impala_llm.pipeline.shm.record import RecordError
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import contents, make_trajectory
@@ -107,8 +107,9 @@ def test_what_a_header_says_names_metadata_episode_and_block() -> None:
     trajectory = dataclasses.replace(make_trajectory(num_tokens=11, unroll_index=4), stats={"a": 1.0, "bé": 2.5})
     data = memoryview(record.record_bytes(trajectory))
     facts = record.facts_of(data)
-    assert len(facts) == record.FACTS
-    assert (facts[record.NUM_TOKENS], facts[record.NUM_TURNS], facts[record.UNROLL_INDEX]) == (11, 2, 4)
+    assert len(facts) == record_layout.FACTS
+    named = record_layout.NUM_TOKENS, record_layout.NUM_TURNS, record_layout.UNROLL_INDEX
+    assert [facts[i] for i in named] == [11, 2, 4]
     found = record.metadata_of(data, facts)
     assert all(found[name] == getattr(trajectory, name) for name in found) and len(found) == 13
 

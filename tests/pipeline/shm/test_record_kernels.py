@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import (
-    FACTS,
-    HEADER_WORDS,
     MAGIC,
     MAX_STATS,
     MAX_TEXT_BYTES,
@@ -23,6 +21,10 @@ from impala_llm.pipeline.shm.record import (
     record_bytes,
 )
 from impala_llm.pipeline.shm.record_kernels import COPIED, INVALID, TORN
+from impala_llm.pipeline.shm.record_layout import (
+    FACTS,
+    HEADER_WORDS,
+)
 from impala_llm.trajectory import Trajectory, TrajectoryError
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 

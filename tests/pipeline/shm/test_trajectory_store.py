@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm.record import FACTS
+from impala_llm.pipeline.shm.record_layout import FACTS
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.trajectory import Trajectory, unroll_id

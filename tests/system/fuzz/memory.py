@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record, record_kernels
+from impala_llm.pipeline.shm import record, record_kernels, record_layout
 from impala_llm.pipeline.shm.journal import ROW_WIDTH, Journal
 from impala_llm.pipeline.shm.record import RecordError
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter
@@ -80,7 +80,7 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
         words = sources.place(memory, at_end=len(data) % 16 == 0)
         room = bytes(8 * size) if 0 <= size <= len(words) else b""
         target = targets.place(room, at_end=True)
-        facts = np.zeros((1, record.FACTS), np.int64)
+        facts = np.zeros((1, record_layout.FACTS), np.int64)
         rules = (
             record.MAGIC,
             record.MAX_TOKENS,
