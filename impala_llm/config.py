@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from impala_llm.algorithms.interface import Credit, Loss
-from impala_llm.algorithms.registry import PARTS, compose_part, limits, option_problems, options
+from impala_llm.algorithms.registry import PARTS, compose_part
 from impala_llm.hosts import (
     AUTHORISED,
     LEARNER_PUBLIC,
@@ -38,13 +38,18 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
+from impala_llm.plugs import ENVIRONMENTS, Kind, choose, import_path, make_options, option_fields
+from impala_llm.plugs import load as load_part
 from impala_llm.settings import (
     ASSETS,
     PACKAGE,
     AlgorithmConfig,
     Config,
     EngineConfig,
+    EnvConfig,
+    field_problems,
     leaves,
+    limits,
     model_directory,
     other_models,
 )
@@ -66,7 +71,6 @@ class ConfigError(ValueError):
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "env.name": ("webshop", "parrot", "corridor"),
     "env.webshop.goals": ("synthetic", "human"),
     "env.webshop.observation_mode": ("text", "text_rich", "compact"),
     "engine.name": ("torch", "sglang"),
@@ -180,7 +184,9 @@ def problems(config: Config) -> list[str]:
         if isinstance(value, int | float) and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
     for name in PARTS:
-        found += option_problems(f"algorithm.{name}", getattr(config.algorithm, name))
+        found += field_problems(f"algorithm.{name}", getattr(config.algorithm, name))
+    if config.env.options is not None:
+        found += field_problems("env.options", config.env.options)
     if found:
         return found  # what follows compares values that must be sane first
 
@@ -498,7 +504,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
     _refuse_unknown_keys(overrides)
-    words = _hydra_words([word for word in overrides if _part_of(word) is None])
+    words = _hydra_words([word for word in overrides if _kind_of(word) is None])
     store = ConfigStore.instance()
     store.store(name="schema", node=_RawConfig)
     GlobalHydra.instance().clear()
@@ -506,34 +512,62 @@ def load(overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
             raw = compose("config", overrides=words)
         OmegaConf.resolve(raw)
-        parts = {name: _part(name, raw.algorithm[name], overrides) for name in PARTS}
         composed = OmegaConf.to_object(raw)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, overrides)) from None
     assert isinstance(composed, _RawConfig)
-    algorithm = AlgorithmConfig(**(vars(composed.algorithm) | parts))
-    config = Config(**(vars(composed) | {"algorithm": algorithm}))
+    try:
+        algorithm = {
+            name: compose_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
+            for name, kind in PARTS.items()
+        }
+        env = _environment(composed.env, _words_of(ENVIRONMENTS, overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config = Config(
+        **(vars(composed) | {"algorithm": AlgorithmConfig(**(vars(composed.algorithm) | algorithm)), "env": env})
+    )
     reasons = problems(config)
     if reasons:
         raise ConfigError.of(reasons)
     return config
 
 
-def _part(name: str, in_files: Any, overrides: Sequence[str]) -> Credit | Loss:
-    """The credit or loss that files and words choose."""
-    words = [word for word in overrides if _part_of(word) == name]
-    try:
-        return compose_part(f"algorithm.{name}", PARTS[name], in_files, words)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _environment(in_files: EnvConfig, words: Sequence[str]) -> EnvConfig:
+    """The environment that files and words choose, with its options. ValueError where that cannot be."""
+    name, values = choose(ENVIRONMENTS, {"name": in_files.name, **_values(in_files.options)}, words)
+    if name == "webshop" and values:
+        option, value = next(iter(values.items()))
+        raise ValueError(
+            f"env.options.{option}={value} does not go with env.name=webshop, whose options are env.webshop.*: "
+            + _suggestion(f"env.webshop.{option}", list(known_keys()))
+        )
+    options = None
+    if import_path(ENVIRONMENTS, name) not in ENVIRONMENTS.packaged.values():
+        options = getattr(load_part(ENVIRONMENTS, name), "Options", None)
+    return EnvConfig(name, in_files.webshop, make_options(ENVIRONMENTS, name, options, values))
 
 
-def _part_of(word: str) -> str | None:
-    """The part of the algorithm, of `PARTS`, that a word names or sets an option of."""
+def _values(in_files: Any) -> dict[str, Any]:
+    """The settings of a part as files compose them; none where there is something else."""
+    return in_files if isinstance(in_files, dict) else {}
+
+
+def _words_of(kind: Kind, overrides: Sequence[str]) -> list[str]:
+    return [word for word in overrides if _kind_of(word) is kind]
+
+
+def _kind_of(word: str) -> Kind | None:
+    """The kind of part that a word names or sets an option of."""
     key = word.lstrip("+").partition("=")[0]
-    return next((name for name in PARTS if key == f"algorithm.{name}" or key.startswith(f"algorithm.{name}.")), None)
+    for kind in (*PARTS.values(), ENVIRONMENTS):
+        if key in (kind.key, kind.options_key) or key.startswith(f"{kind.options_key}."):
+            return kind
+    return None
 
 
 def _hydra_words(overrides: Sequence[str]) -> list[str]:
@@ -570,11 +604,11 @@ def _settings_file(path: Path) -> DictConfig:
 
 def known_keys() -> dict[str, object]:
     """All settings with their defaults, those of every built-in credit and loss included."""
-    keys = {key: default for key, default in leaves(Config()) if _part_of(key) is None}
-    for name, table in PARTS.items():
-        keys[f"algorithm.{name}"] = None
-        for kind in table.built_in.values():
-            keys |= {f"algorithm.{name}.{f.name}": f.default for f in options(kind)}
+    keys = {key: default for key, default in leaves(Config()) if _kind_of(key) not in PARTS.values()}
+    for kind in PARTS.values():
+        keys[kind.key] = None
+        for part in kind.packaged.values():
+            keys |= {f"{kind.options_key}.{f.name}": f.default for f in option_fields(part)}
     return keys
 
 
@@ -587,7 +621,7 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
         name = key.lstrip("+")
         if not equals or name.startswith("~"):
             raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
-        if _part_of(name) is not None:
+        if _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         if name not in known and name not in parts and name not in _groups():
             raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
@@ -668,8 +702,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
-            return f"{key}={value} is not known: choose one of {', '.join(choices)}"
-        if key not in known and key not in _groups() and _part_of(key) is None:
+            own = f", or set env.name={value} for one of your own" if key == "env" and ":" in value else ""
+            return f"{key}={value} is not known: choose one of {', '.join(choices)}{own}"
+        if key not in known and key not in _groups() and _kind_of(key) is None:
             return f"{key}={value}: {key} is a group of settings: set them one by one, such as " + next(
                 f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")
             )

@@ -23,6 +23,30 @@ def one_of(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
+def field_problems(key: str, part: object) -> list[str]:
+    """Values of a part that are out of the range, or not among the choices, that stand on their fields.
+
+    Args:
+        key: the setting below which the fields lie, for messages.
+        part: a dataclass.
+    """
+    found = []
+    assert is_dataclass(part)
+    for f in fields(part):
+        value = getattr(part, f.name)
+        choices, (low, high) = f.metadata.get("choices"), f.metadata.get("range", (-math.inf, math.inf))
+        if choices and value not in choices:
+            found.append(f"{key}.{f.name}={value} is not known: choose one of {', '.join(choices)}")
+        if isinstance(value, int | float) and not low <= value <= high:
+            found.append(f"{key}.{f.name}={value} is out of range: set it to {limits(low, high)}")
+    return found
+
+
+def limits(low: float, high: float) -> str:
+    """A range, as a message says it."""
+    return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
+
+
 @dataclass
 class RunConfig:
     name: str = "impala"
@@ -77,8 +101,11 @@ class WebShopConfig:
 @dataclass
 class EnvConfig:
     name: str = "webshop"
-    """webshop | parrot (toy, one turn) | corridor (toy, several turns)."""
+    """webshop | parrot (toy, one turn) | corridor (toy, several turns) | an installed one | your own, as module:Class,
+    see docs/environments.md."""
     webshop: WebShopConfig = field(default_factory=WebShopConfig)
+    options: Any = None
+    """Of an environment of your own: env.options.NAME=value sets a field of its class `Options`."""
 
 
 @dataclass

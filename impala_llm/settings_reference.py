@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 from impala_llm import settings
-from impala_llm.algorithms.registry import PARTS, options
+from impala_llm.algorithms.registry import PARTS
 from impala_llm.config import BOUNDS, CHOICES
+from impala_llm.plugs import option_fields
 from impala_llm.settings import CreditSettings, LossSettings
 
 
@@ -41,7 +42,7 @@ def _entries(part: object, prefix: str) -> Iterator[tuple[str, object, str]]:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, CreditSettings | LossSettings):
-            yield from _of_parts(f"{prefix}{field.name}", PARTS[field.name].built_in)
+            yield from _of_parts(f"{prefix}{field.name}", PARTS[field.name].packaged)
         elif is_dataclass(value):
             yield from _entries(value, f"{prefix}{field.name}.")
         else:
@@ -53,7 +54,7 @@ def _of_parts(key: str, built_in: Mapping[str, type]) -> Iterator[tuple[str, obj
     seen: dict[tuple[object, str], list[str]] = {}
     for name, part in built_in.items():
         yield key, name, (part.__doc__ or "").partition("; see")[0].partition("\n\n")[0].strip().rstrip(".") + "."
-        for field in options(part):
+        for field in option_fields(part):
             meaning = (field.name, field.default, _range(field), _meanings(part).get(field.name, ""))
             seen.setdefault(meaning, []).append(name)
     yield key, "my_module:MyClass", "Your own, by its import path: see impala_llm/algorithms/interface.py."

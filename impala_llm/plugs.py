@@ -1,0 +1,198 @@
+"""Parts by name: environments, engines, credits, losses and metric writers, the packaged ones and your own.
+
+A name is one of three: the short name of a packaged part (`parrot`); the name of an entry point that an installed
+package has in the group of its kind (`impala_llm.envs`); or an import path, `module:object`, whose module lies in the
+current directory or on PYTHONPATH.
+
+Invariant: a name means one object, or is an error that says which names there are. Nothing is imported unless it is
+named.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of part."""
+
+    key: str
+    """Setting that names one."""
+    options_key: str
+    """Setting below which its options lie."""
+    group: str
+    """Group of entry points in which installed packages name theirs."""
+    packaged: Mapping[str, Any]
+    """Short name -> the part, or its import path; one with an import path has no options."""
+    base: type | None = None
+    """Parts are dataclasses derived from it, whose fields are their options. None: parts are called, and their options
+    are the fields of the dataclass that they have as attribute `Options`."""
+
+
+ENVIRONMENTS = Kind(
+    "env.name",
+    "env.options",
+    "impala_llm.envs",
+    {
+        "webshop": "impala_llm.envs.webshop.suite:suite_from_config",
+        "parrot": "impala_llm.envs.toy:ParrotSuite",
+        "corridor": "impala_llm.envs.toy:CorridorSuite",
+    },
+)
+"""Suites, as envs/base.py describes them."""
+
+
+def load(kind: Kind, name: str) -> Any:
+    """Import the part that a name means.
+
+    Raises:
+        ValueError: there is none, its import fails, or it is no part of this kind.
+    """
+    path = import_path(kind, name)
+    if not isinstance(path, str):
+        return path
+    try:
+        found = _imported(path)
+    except ValueError as error:
+        raise ValueError(f"{kind.key}={name} {error}") from error
+    if kind.base is None and not callable(found):
+        raise ValueError(f"{kind.key}={name} is a {type(found).__name__}: name a class or a function")
+    if kind.base and not (isinstance(found, type) and issubclass(found, kind.base) and is_dataclass(found)):
+        raise ValueError(
+            f"{kind.key}={name} cannot be used: derive it from {kind.base.__module__}.{kind.base.__name__}"
+        )
+    return found
+
+
+def import_path(kind: Kind, name: str) -> Any:
+    """Return the import path that a name stands for, or the packaged part itself. Imports nothing.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in kind.packaged:
+        return kind.packaged[name]
+    if ":" in name:
+        return name
+    installed = {each.name: each.value for each in entry_points(group=kind.group)}
+    if name in installed:
+        return installed[name]
+    names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"{kind.key}={name} is not known: {hint}choose one of {', '.join(names)}, or your own as module:Class"
+    )
+
+
+def _imported(path: str) -> Any:
+    """Import `module:object`. Raises ValueError, to be read after the setting."""
+    module, _, names = path.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last, so that nothing of the user's hides a module of ours
+    found: Any = None
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a module is other people's code
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        is_absent = bool(missing) and f"{module}.".startswith(f"{missing}.")
+        fix = f"put {module} into the current directory or onto PYTHONPATH" if is_absent else "correct it"
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot be imported ({module}: {type(error).__name__}: {reason}): {fix}") from error
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    if found is None:
+        raise ValueError(f"is not there: {module} has no {names}")
+    return found
+
+
+def choose(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a part and the values of its options, from files and words.
+
+    A word that chooses another part than the files do leaves their options behind: those were for theirs.
+
+    Args:
+        in_files: `{name: ..., option: ...}`.
+        words: `key=NAME` and `options_key.option=value`, in Hydra's grammar.
+
+    Raises:
+        HydraException: a word that cannot be read.
+    """
+    values = dict(in_files)
+    given: dict[Any, Any] = {}
+    for word in words:
+        parsed = OverridesParser.create().parse_override(word.lstrip("+"))
+        key, value = parsed.key_or_group, parsed.value()
+        if key == kind.key:
+            given["name"] = value
+        elif key == kind.options_key and isinstance(value, Mapping):
+            given |= value
+        else:
+            given[key.removeprefix(f"{kind.options_key}.")] = value
+    name = str(given.pop("name", values.get("name")))
+    if name != values.pop("name", None):
+        values = {}
+    return name, values | given
+
+
+def option_fields(options: type) -> list[Field[Any]]:
+    """Return the fields of a dataclass that settings may set."""
+    return [f for f in fields(options) if f.name != "name"]
+
+
+def make_options(kind: Kind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
+    """Make the options of a part from plain values.
+
+    Args:
+        name: of the part, for messages.
+        options: their dataclass; None where the part has none. A field `name` is set to the part's.
+        values: by field.
+
+    Returns:
+        The dataclass; None where the part has no options.
+
+    Raises:
+        ValueError: an unknown option, a wrong type, an option without default that is not given.
+    """
+    key, chosen = kind.options_key, f"{kind.key}={name}"
+    own = {f.name: f.default for f in option_fields(options)} if options else {}
+    for option, value in values.items():
+        if option not in own:
+            meant = _meant_option(kind, option, list(own))
+            raise ValueError(f"{key}.{option}={value} is no option of {chosen}: {meant}")
+    if options is None:
+        return None
+    named = {"name": name} if kind.base else {}
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), dict(values), named))
+    except OmegaConfBaseException as error:
+        option, reason = error.full_key or "", str(error.msg or error).splitlines()[0]
+        if option in own and option not in values:
+            raise ValueError(f"{key}.{option} is not set, and {chosen} has no default for it: set it") from None
+        raise ValueError(
+            f"{key}.{option}={values.get(option)} has the wrong type: {reason}; the default is {own.get(option)!r}"
+        ) from None
+
+
+def _meant_option(kind: Kind, option: str, own: Sequence[str]) -> str:
+    """The option that may be meant, or the parts that have it."""
+    parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}
+    having = sorted(name for name, part in parts.items() if option in {f.name for f in fields(part)})
+    if having:
+        return (
+            f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it; leave it out, or choose one of these"
+        )
+    close = difflib.get_close_matches(option, own, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {kind.options_key}.{close[0]}?"
+    return f"its options are {', '.join(own)}" if own else "it has no options"

@@ -1,0 +1,112 @@
+"""An environment of the user's own: named by its import path or by an entry point, with options of its own."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.envs import make_suite
+
+RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
+OWN = ["model=scratch", "env.name=my_env:NextLetter"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the environment of the documentation in it."""
+    [code] = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+    (tmp_path / "my_env.py").write_text(code)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "wrong.py").write_text("def suite(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)
+    return tmp_path
+
+
+def test_its_options_reach_it(own: Path) -> None:
+    suite = make_suite(load([*OWN, "env.options.num_turns=3", "env.options.num_letters=2"]).env)
+    session = suite.session(training=False)
+    observation, _ = session.reset(suite.tasks("train")[0])
+    for turn in range(3):
+        assert observation in ("a", "b")
+        answer = {"a": "b", "b": "c"}[observation]
+        observation, reward, terminated, _, info = session.step(answer)
+        assert terminated == (turn == 2)
+    assert (reward, info["score"], info["success"]) == (1.0, 1.0, True)
+
+
+def test_options_that_are_not_given_have_their_defaults(own: Path) -> None:
+    config = load(OWN)
+    assert (config.env.options.num_letters, config.env.options.num_turns) == (4, 2)
+    assert "num_letters: 4" in to_yaml(config)
+
+
+def test_what_was_saved_loads_again(own: Path) -> None:
+    config = load([*OWN, "env.options.num_turns=3", "run.dir=x"])
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+    assert load(["experiment=saved.yaml", "env.options.num_letters=9"]).env.options.num_turns == 3
+    assert load(["experiment=saved.yaml", "env.name=parrot"]).env.options is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.name=chess"], ["env.name=chess is not known", "webshop, parrot, corridor", "module:Class"]),
+        (["env.name=corrider"], ["env.name=corrider", "did you mean corridor?"]),
+        (["env=my_env:NextLetter"], ["env=my_env:NextLetter", "corridor", "env.name=my_env:NextLetter"]),
+        (["env.name=nowhere:Suite"], ["env.name=nowhere:Suite", "nowhere", "PYTHONPATH"]),
+        (["env.name=broken:Suite"], ["env.name=broken:Suite", "broken: ", "'nothing_of_this_name'", "correct it"]),
+        (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
+        (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),
+        (["env.name=my_env:ALPHABET"], ["env.name=my_env:ALPHABET", "is a str"]),
+        ([*OWN, "env.options.num_leters=3"], ["env.options.num_leters=3", "env.options.num_letters?"]),
+        ([*OWN, "env.options.num_turns=0"], ["env.options.num_turns=0", "at least 1"]),
+        ([*OWN, "env.options.num_turns=some"], ["env.options.num_turns=some", "wrong type", "default is 2"]),
+        (["env.name=parrot", "env.options.size=3"], ["env.options.size=3", "env.name=parrot", "no options"]),
+        (["env.options.goals=human"], ["env.options.goals=human", "did you mean env.webshop.goals?"]),
+        ([*OWN, "env.option.num_turns=3"], ["env.option.num_turns=3", "unknown key"]),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", *words])
+    assert len(str(caught.value).splitlines()) == 1
+    for word in said:
+        assert word in str(caught.value)
+
+
+def test_an_installed_package_gives_it_a_short_name(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = own / "next_letter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: next-letter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[impala_llm.envs]\nnext-letter = my_env:NextLetter\n")
+    monkeypatch.syspath_prepend(own)
+    config = load(["model=scratch", "env.name=next-letter", "env.options.num_turns=5"])
+    assert make_suite(config.env).name == "next-letter" and config.env.options.num_turns == 5
+    with pytest.raises(ConfigError, match="did you mean next-letter"):
+        load(["model=scratch", "env.name=next-leter"])
+
+
+@pytest.mark.system
+def test_it_trains_and_is_evaluated_without_a_line_of_ours(own: Path) -> None:
+    """Learner and actor as processes of their own, started where the user's file is."""
+    words = [
+        *("model=scratch", "env.name=my_env:NextLetter", "env.options.num_turns=3", f"run.name=own-{own.name}"),
+        *(f"run.dir={own}/run", "run.terminal=false", "learner.total_updates=3", "learner.batch_size=16"),
+        *("engine.max_new_tokens=2", "engine.max_length=64"),
+    ]
+    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
+    done = subprocess.run([*impala_llm, "train", *words], cwd=own, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (own / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    again = ["evaluate", "--json", "--config", "run/config.yaml", "evaluation.num_tasks=8"]
+    played = subprocess.run([*impala_llm, *again], cwd=own, capture_output=True, text=True, timeout=200)
+    assert played.returncode == 0, played.stderr
+    assert "next-letter" in played.stdout and json.loads(played.stdout)[0]["turns"] == 3.0
