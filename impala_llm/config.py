@@ -110,6 +110,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "actor.unroll_turns": (1, math.inf),
     "actor.unroll_tokens": (1, math.inf),
     "algorithm.group_size": (1, math.inf),
+    "algorithm.refill": (0, 1000),
     "algorithm.overlong_tokens": (1, math.inf),
     "algorithm.overlong_penalty": (0, 1e6),
     "algorithm.reward_kl_coef": (0, 1000),
@@ -354,6 +355,11 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
                 "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
             )
+    if algorithm.refill > 0 and not algorithm.credit.compares_group:
+        found.append(
+            f"algorithm.refill={algorithm.refill:g} does not go with algorithm.credit={algorithm.credit.name}, which "
+            "compares no group: set algorithm.refill=0 or algorithm.credit=group_relative"
+        )
     if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
         found.append(
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="

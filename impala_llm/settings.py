@@ -221,6 +221,10 @@ class AlgorithmConfig:
     loss: LossSettings = field(default_factory=LossSettings)
     group_size: int = 1
     """Episodes of the same task that are granted, and where returns are compared, compared together."""
+    refill: float = 0.0
+    """Groups whose episodes all have the same return (by the environment's rewards) have nothing to compare: they are
+    dropped as they arrive, and others are played in their place, in an update at most this many times the groups of a
+    batch. 0: none."""
     normalize_reward: bool = False
     """Divide rewards by the standard deviation of all returns so far."""
     overlong_tokens: int | None = None

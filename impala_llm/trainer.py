@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from impala_llm.algorithms.advantages import episode_return
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import Credit, Episodes, Loss, PackedBatch
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
@@ -150,7 +151,8 @@ class Trainer:
         """What is known of a batch before it is packed, and which of its trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
         shaping = self.shaping(trajectories)
-        returns = [self.episode_return(t, extra) for t, extra in zip(trajectories, shaping, strict=True)]
+        discount = algorithm.credit.discount
+        returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
         prepared = self.credit.prepare(self.episodes(trajectories, returns))
         finite = torch.tensor(returns).isfinite().tolist()
@@ -313,20 +315,6 @@ class Trainer:
         group_ids = torch.tensor([t.group_id for t in trajectories])
         return Episodes(trajectories, scaled, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
 
-    def episode_return(self, t: Trajectory, extra: np.ndarray | None = None) -> float:
-        """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts.
-
-        Args:
-            extra: float32[turns], see `shaping`.
-        """
-        discount = self.config.algorithm.credit.discount
-        if discount == 1.0:
-            return float(t.rewards.sum(dtype=np.float64)) + (0.0 if extra is None else float(extra.sum()))
-        of_turns = [float(t.rewards[start:end].sum()) for start, end in t.turns.tolist()]
-        if extra is not None:
-            of_turns = [reward + more for reward, more in zip(of_turns, extra.tolist(), strict=True)]
-        return sum(discount**k * reward for k, reward in enumerate(of_turns))
-
     def shaping(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """float32[turns] for each trajectory: rewards beside the environment's."""
         algorithm, limit = self.config.algorithm, self.config.engine.max_length
@@ -377,8 +365,8 @@ class Trainer:
         self.complaints.log(
             "A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE",
             f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
-            f"{self.episode_return(first):g}){others}, at version {version}: check its rewards, or set "
-            "algorithm.normalize_reward=true or a lower learner.learning_rate",
+            f"{episode_return(first, self.credit.discount):g}){others}, at version {version}: check its rewards, or "
+            "set algorithm.normalize_reward=true or a lower learner.learning_rate",
         )
 
     def steer(self, weight_sums: Sequence[float]) -> None:

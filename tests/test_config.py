@@ -103,6 +103,7 @@ def test_overrides_and_groups_take_effect():
             ["algorithm.overlong_tokens=4096"],
             ["algorithm.overlong_tokens=4096", "engine.max_length=2048", "such as 512"],
         ),
+        (["algorithm.refill=1"], ["algorithm.refill=1", "algorithm.credit=gae", "group_relative"]),
         (["learner.minibatches=65"], ["learner.minibatches=65", "at most 64"]),
         (["learner.ppo_epochs=4"], ["learner.ppo_epochs=4", "did you mean learner.epochs?"]),
         (["learner.num_ranks=3"], ["learner.batch_size=64", "learner.num_ranks=3", "multiple"]),

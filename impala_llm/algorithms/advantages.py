@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from impala_llm.algorithms.checks import require_bootstrap, require_float, requi
 from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepared, Scored, Worth, credit
 from impala_llm.algorithms.vtrace import StepData, TurnVTraceOutput, ValueCredit, token_vtrace, turn_vtrace
 from impala_llm.settings import AlgorithmConfig
+from impala_llm.trajectory import Trajectory
 
 
 class GAEOutput(NamedTuple):
@@ -82,6 +84,21 @@ class GAE(ValueCredit):
         recursion = token_vtrace if self.granularity == "token" else turn_vtrace
         target = recursion(torch.zeros_like(scored.log_ratio), *data, self.discount, 1.0, 1.0, self.lam)
         return target.vs - values, target
+
+
+def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | None = None) -> float:
+    """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts.
+
+    Args:
+        discount: γ, a turn.
+        extra: float[turns], rewards beside the environment's; None: there are none.
+    """
+    if discount == 1.0:
+        return float(t.rewards.sum(dtype=np.float64)) + (0.0 if extra is None else float(extra.sum()))
+    of_turns = [float(t.rewards[start:end].sum()) for start, end in t.turns.tolist()]
+    if extra is not None:
+        of_turns = [reward + more for reward, more in zip(of_turns, extra.tolist(), strict=True)]
+    return sum(discount**k * reward for k, reward in enumerate(of_turns))
 
 
 @dataclass

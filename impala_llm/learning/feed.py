@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from impala_llm.algorithms.advantages import episode_return
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
@@ -101,6 +102,11 @@ class Feed:
         self.received: list[Trajectory] = []
         """Arrived since the caller last cleared it."""
         self.evicted: list[Trajectory] = []
+        self.num_refilled = 0
+        """Groups without variance that were dropped for others, since the start."""
+        self._discount = config.algorithm.credit.discount
+        self._most_refills = math.floor(config.algorithm.refill * self._num_items)
+        self._refills_left = self._most_refills
         self.num_yielded = 0
         """Groups that had to go on without members that were still to come, since the start."""
 
@@ -160,11 +166,21 @@ class Feed:
                 late.extend(dropped)
                 if group is not None:
                     complete.append(group.trajectories)
+        complete = [group for group in complete if not self._refill(group)]
         if complete:
             # A short group counts as a whole one, as in the tickets: a batch of it would be waited for for ever.
             self._rate.record_inserts(len(complete) * self._group_size)
             self._evict(self.buffer.insert_all(complete, version))
         self._drop(late)
+
+    def _refill(self, group: tuple[Trajectory, ...]) -> bool:
+        """Drop a group whose returns are all equal, so that another is played in its place, if the update may yet."""
+        if not self._refills_left or len({episode_return(t, self._discount) for t in group}) > 1:
+            return False
+        self._refills_left -= 1
+        self.num_refilled += 1
+        self._drop(list(group))
+        return True
 
     def _yield_oldest(self, version: int) -> None:
         """Nothing more can come in, as the trajectory store is full, and there is no batch: the group that has waited
@@ -202,6 +218,7 @@ class Feed:
         if not sample.items:
             return None
         self._max_replayed = None
+        self._refills_left = self._most_refills
         members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
         members.sort(key=lambda member: (member[0].ticket_id, member[0].unroll_index))
         self._rate.record_samples(self._num_items * self._group_size)

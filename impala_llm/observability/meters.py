@@ -74,7 +74,7 @@ class Meters:
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
         self._warnings = RateLimitedWarnings()
-        self._num_yielded = 0
+        self._num_yielded = self._num_refilled = 0
         # What was taken over from a killed process belongs to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
@@ -93,6 +93,8 @@ class Meters:
             log.add(f"buffer/evicted_{_length_class(t.num_tokens)}", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
             log.add("buffer/evicted_reward", float(t.rewards.sum()))
+        log.add("buffer/refilled_groups", feed.num_refilled - self._num_refilled)
+        self._num_refilled = feed.num_refilled
         log.add("buffer/yielded_groups", feed.num_yielded - self._num_yielded)
         self._num_yielded = feed.num_yielded
         feed.received.clear()

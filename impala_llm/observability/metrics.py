@@ -198,6 +198,7 @@ _DECLARED = (
         _LAST,
         "effective sample size of the weights that the loss gave a batch, as a fraction of its tokens",
     ),
+    ("buffer/refilled_groups", _SUM, "groups whose returns were all equal, dropped for others, since the last step"),
     ("buffer/yielded_groups", _SUM, "groups used or dropped without members to come, as the trajectory store was full"),
     ("buffer/replayed_share", _LAST, "share of the next batch that may have been used before"),
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),

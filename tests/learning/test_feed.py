@@ -305,3 +305,37 @@ def test_a_wait_says_what_is_missing_and_ends_with_the_time_of_the_run() -> None
     said: list[str] = []
     assert feed.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
     assert said and "0 of 2 groups" in said[0]
+
+
+# --- groups without variance
+
+
+def scored(group_id: int, *returns: float) -> list[Trajectory]:
+    return [
+        dataclasses.replace(t, rewards=np.where(np.arange(t.num_tokens) == t.turns[-1, 1] - 1, value, 0.0).astype("f4"))
+        for t, value in zip(members(group_id), returns, strict=True)
+    ]
+
+
+def test_groups_without_variance_make_room_for_others_and_are_counted() -> None:
+    feed, receiver = make_feed("algorithm.refill=2")
+    receiver.arriving = scored(0, 0, 0, 0, 0) + scored(1, 0, 1, 0, 0) + scored(2, 1, 1, 1, 1) + scored(3, 1, 0.5, 1, 1)
+    assert tickets(feed.next_batch(version=0)) == [*range(4, 8), *range(12, 16)]
+    assert sorted(receiver.evicted_tickets) == [*range(0, 4), *range(8, 12)], "so that others are granted"
+    assert feed.num_refilled == 2
+
+
+def test_no_more_are_replaced_in_an_update_than_the_setting_says() -> None:
+    """A policy that has solved its tasks must not wait for ever."""
+    feed, receiver = make_feed("algorithm.refill=0.5")
+    for version, first in enumerate((0, 3)):
+        receiver.arriving = [t for group in range(first, first + 3) for t in scored(group, 1, 1, 1, 1)]
+        assert tickets(feed.next_batch(version)) == list(range(GROUP * (first + 1), GROUP * (first + 3)))
+        assert feed.num_refilled == version + 1
+
+
+def test_by_default_all_groups_are_trained_on() -> None:
+    feed, receiver = make_feed()
+    receiver.arriving = scored(0, 0, 0, 0, 0) + scored(1, 1, 1, 1, 1)
+    assert tickets(feed.next_batch(version=0)) == list(range(BATCH))
+    assert feed.num_refilled == 0 and receiver.evicted_tickets == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.advantages import GAE, GroupRelative, episode_return
 from impala_llm.algorithms.interface import Credit, LossOutput, Scored
 from impala_llm.algorithms.losses import PPOClip, Reinforce
 from impala_llm.algorithms.registry import LOSSES
@@ -75,7 +75,7 @@ def trainer_with(directory: Path, *overrides: str) -> Trainer:
 
 
 def prepared(trainer: Trainer, group: list[Trajectory]) -> list[float]:
-    returns = [trainer.episode_return(t) for t in group]
+    returns = [episode_return(t, trainer.credit.discount) for t in group]
     trainer.count(group, returns)
     found = trainer.credit.prepare(trainer.episodes(group, returns))
     assert found is not None

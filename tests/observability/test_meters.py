@@ -69,7 +69,9 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
     short, long = make_trajectory(num_tokens=40, version=3), make_trajectory(num_tokens=300)
     batch = Batch((short, old_in(long, 3)), (1.0, 1.0), (0, 1), 1.0)
     evicted = [old_in(long, 0)]  # for want of room
-    feed = SimpleNamespace(received=[], evicted=evicted, num_yielded=0, buffer=ReplayBuffer(OldestFirst(), 1, 1))
+    feed = SimpleNamespace(
+        received=[], evicted=evicted, num_yielded=0, num_refilled=0, buffer=ReplayBuffer(OldestFirst(), 1, 1)
+    )
     meters = Meters(Quiet(), None, max_staleness=2)  # type: ignore[arg-type]
     meters.observe(feed, batch, version=5)  # type: ignore[arg-type]  # the batch was trained on from version 4
     found = meters.log.flush()
@@ -89,7 +91,9 @@ def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog
             return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
 
     meters = Meters(Told(), None)  # type: ignore[arg-type]
-    feed = SimpleNamespace(received=[], evicted=[], num_yielded=0, buffer=ReplayBuffer(OldestFirst(), 1, 1))
+    feed = SimpleNamespace(
+        received=[], evicted=[], num_yielded=0, num_refilled=0, buffer=ReplayBuffer(OldestFirst(), 1, 1)
+    )
     meters.observe(feed, Batch((), (), (), 1.0), 3)  # type: ignore[arg-type]
     found = meters.log.flush()
     assert found["actor/idle_share"] == 0.25
