@@ -109,7 +109,7 @@ class LearnerEndpoint:
         # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
         num_bytes = (config.replay.capacity_mb * 5 // 4 + 64) << 20
         store = TrajectoryStore(run_dir.replay_path(self._rank), num_bytes, 4 * config.replay.capacity)
-        self._receiver = Receiver(
+        receiver = Receiver(
             run_dir.endpoint(self._rank),
             ledger,
             vocab_size,
@@ -122,7 +122,8 @@ class LearnerEndpoint:
             max_tokens=config.learner.token_budget,
             published=WeightReader(run_dir.weights_path).latest(),
         )
-        self._receiver.start()
+        receiver.start()
+        self._receiver = receiver
 
     @property
     def receiver(self) -> Receiver:

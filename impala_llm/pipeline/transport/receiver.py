@@ -190,8 +190,6 @@ class Receiver:
         self._warnings = RateLimitedWarnings()
         self._leadership = LeaderFollower(_POLL_S)
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
-        # Beside the start of the actors: without a cache it takes seconds.
-        self._compiling = threading.Thread(target=record_kernels.compile_ingest, name="compiling", daemon=True)
 
     # --- the learner's thread
 
@@ -214,19 +212,20 @@ class Receiver:
             self._sockets.append(sockets.router(self._context, self.endpoints[0], MAX_MESSAGE_BYTES))
             for remote in self.endpoints[1:]:
                 self._sockets.append(sockets.router(self._context, remote, MAX_RECORD_BYTES, self._authenticator))
+            self._recover()
         except BaseException:
             self._close_sockets()
             self._leadership.close()
             self._context.destroy(linger=0)
             raise
         self.endpoints = [_bound_to(socket) for socket in self._sockets]
-        self._recover()
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._leadership.wakeup, zmq.POLLIN)
         self._thread.start()
-        self._compiling.start()
+        # Beside the start of the actors: without a cache it takes seconds. `close` does not wait for its end.
+        threading.Thread(target=record_kernels.compile_ingest, name="compiling", daemon=True).start()
 
     @property
     def endpoint(self) -> str:
@@ -367,7 +366,6 @@ class Receiver:
         """End the thread and close the sockets; messages that were sent are delivered within a second or dropped."""
         self._leadership.stop()
         self._thread.join()
-        self._compiling.join()
         self._context.term()
         self._leadership.close()
         for endpoint in self.endpoints:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import zmq
 
 from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
@@ -37,6 +39,20 @@ def test_a_silent_actor_loses_its_tickets_and_can_come_back(pair: Pair) -> None:
     assert receiver.drain(0.0) == []
     counters = receiver.counters()
     assert (counters["received"], counters["trajectories_unwanted"]) == (2, 2)
+
+
+def test_a_receiver_closes_while_its_code_is_being_compiled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(record_kernels, "compile_ingest", lambda: (begun.set(), may_end.wait(60)))
+    pair.receiver()
+    assert begun.wait(30)
+    closing = threading.Thread(target=pair.receivers.pop().close)
+    closing.start()
+    closing.join(30)
+    has_closed = not closing.is_alive()
+    may_end.set()
+    closing.join()
+    assert has_closed
 
 
 def test_a_leaving_actor_gives_its_tickets_back_at_once(pair: Pair) -> None:
