@@ -26,6 +26,7 @@ from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.terminal import working
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
+from impala_llm.trajectory import Trajectory
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -96,11 +97,11 @@ def evaluate(
     bar = _progress_bar()
     shown = bar.add_task(f"{label}: {tasks_label}", total=len(tasks))
 
-    async def play_all() -> list:
+    async def play_all() -> list[Trajectory]:
         engine = make_engine(config, policy, version=0)
         streams = asyncio.Semaphore(config.actor.max_episodes)
 
-        async def play(number: int, task: int):
+        async def play(number: int, task: int) -> Trajectory:
             async with streams:
                 spec = EpisodeSpec(
                     f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
@@ -166,7 +167,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             suites.append(
                 (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")
             )
-    results, examples = [], []
+    results: list[Result] = []
+    examples: list[Example] = []
     for number, (suite, which) in enumerate(suites):
         label = f"{suite.name}{which}, split {config.evaluation.split}"
         said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
 
 def _reasons(key: str, path: str, whole: dict[str, Any], max_length: int) -> list[str]:
     text = whole.get("text_config") or whole
-    kind = whole.get("model_type")
+    kind = whole.get("model_type", "")
     if (reason := REFUSED_KINDS.get(kind)) is not None:
         return [f"{key}={path} is a model of kind {kind}, which {reason}: {_TABLE}"]
     found = []

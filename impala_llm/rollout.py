@@ -8,11 +8,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from impala_llm.engines.base import Engine, Generation, ModelRefused, SamplingParams
+from impala_llm.engines.base import Generation, ModelRefused, SamplingParams, TokenGenerator
 from impala_llm.envs import contract
 from impala_llm.envs.base import Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
@@ -90,7 +91,9 @@ class ChatFormat:
 
     def text(self, answer: np.ndarray) -> str:
         """What an answer says, without its stop token. For the environment only; never encoded again."""
-        return self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+        text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+        assert isinstance(text, str)  # of one row
+        return text
 
     def _encode_template(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -151,7 +154,7 @@ class Turn:
 async def play_episode(
     spec: EpisodeSpec,
     session: Session,
-    engine: Engine,
+    engine: TokenGenerator,
     chat: ChatFormat,
     limits: EpisodeLimits,
     transcript: list[Turn] | None = None,
@@ -179,7 +182,7 @@ async def play_episode(
         EnvironmentFault: the environment raised, or returned what it must not.
     """
     observation = contract.reset(session, spec.task_id, spec.env)
-    info: dict = {}
+    info: dict[str, Any] = {}
     tokens: list[int] = chat.first(observation)
     answers: list[Answer] = []  # of this unroll
     num_turns = num_unrolls = 0
@@ -232,7 +235,7 @@ def _assemble(
     spec: EpisodeSpec,
     tokens: list[int],
     answers: list[Answer],
-    info: dict,
+    info: dict[str, Any],
     *,
     bootstrap: bool,
     unroll_index: int,

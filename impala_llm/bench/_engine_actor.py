@@ -41,7 +41,6 @@ class _Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.version, self.vocab_size = engine.version, engine.vocab_size
         self.requests: Requests = defaultdict(list)
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
@@ -51,15 +50,6 @@ class _Recorder:
 
     def release(self, session_id: str) -> None:
         self._engine.release(session_id)
-
-    def abort(self, session_id: str | None = None) -> None:
-        self._engine.abort(session_id)
-
-    async def load_weights(self, directory: Path, version: int) -> None:
-        await self._engine.load_weights(directory, version)
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 async def measure_actor(python: str, num_rounds: int, streams: int) -> dict[str, list[Round]]:

@@ -138,6 +138,7 @@ class ZmqMultipart(_Peer):
         self._socket.bind(self._endpoint())
         if not self._endpoint().startswith("ipc://"):
             endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(endpoint, bytes)
             Path(self.path).write_bytes(endpoint.rstrip(b"\0"))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -164,7 +165,7 @@ class ZmqMultipart(_Peer):
             send([record.metadata, record.payload], copy=copy)
 
     def receive(self) -> int:
-        if not self._poller.poll(1000 * _WAIT_S):
+        if not self._poller.poll(int(1000 * _WAIT_S)):
             return 0
         for number in range(_MOST_AT_ONCE):
             try:
@@ -174,10 +175,10 @@ class ZmqMultipart(_Peer):
         return _MOST_AT_ONCE
 
     def _receive_one(self) -> None:
-        metadata, payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
         if self._copy:
-            self._batch.put_packed(metadata, payload)
+            self._batch.put_packed(*self._socket.recv_multipart(zmq.NOBLOCK))
         else:
+            metadata, payload = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self._batch.put_packed(metadata.bytes, payload.buffer)
 
     def close(self) -> None:
@@ -208,11 +209,11 @@ class ZmqPickle(ZmqMultipart):
     def send(self, count: int) -> None:
         send, copy, dumps = self._socket.send, self._copy, pickle.dumps
         for record in itertools.islice(self._records, count):
-            send(dumps((record.metadata, record.arrays), 5), copy=copy)
+            send(dumps((record.metadata, record.arrays), 5), 0, copy)
 
     def _receive_one(self) -> None:
-        blob = self._socket.recv(zmq.NOBLOCK, copy=self._copy)
-        self._batch.put_arrays(*pickle.loads(blob if self._copy else blob.buffer))
+        blob = self._socket.recv(zmq.NOBLOCK) if self._copy else self._socket.recv(zmq.NOBLOCK, copy=False).buffer
+        self._batch.put_arrays(*pickle.loads(blob))
 
 
 class FasterFifo(_Peer):

@@ -55,7 +55,7 @@ class Record:
         self.trajectory = trajectory
         self.metadata: bytes = msgpack.packb([getattr(trajectory, name) for name in METADATA_FIELDS])
         self.arrays: list[np.ndarray] = [getattr(trajectory, name) for name in ARRAY_FIELDS]
-        self.buffers = [memoryview(array).cast("B") for array in self.arrays]
+        self.buffers = [array.data.cast("B") for array in self.arrays]
         self.payload = b"".join(self.buffers)
         self.nbytes = trajectory.nbytes
 
@@ -104,7 +104,7 @@ class Batch:
         self.array = np.ones((max(NUM_RECORDS, num_bytes // record.nbytes), record.nbytes), np.uint8)
         ends = np.cumsum([len(buffer) for buffer in record.buffers]).tolist()
         self._parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._rows = [memoryview(row) for row in self.array]
+        self._rows = [row.data for row in self.array]
         self.metadata: list[bytes] = [b""] * len(self._rows)
         self._place = 0
 
@@ -123,7 +123,7 @@ class Batch:
 
     def put_arrays(self, metadata: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Copy one payload of arrays."""
-        self.put_parts(metadata, [memoryview(array).cast("B") for array in arrays])
+        self.put_parts(metadata, [array.data.cast("B") for array in arrays])
 
     def _advance(self, metadata: bytes) -> None:
         self.metadata[self._place] = metadata

@@ -268,13 +268,17 @@ def _gloo(is_writer: bool, memory: np.ndarray, folder: Path) -> Contender:
 
 def _zmq(is_writer: bool, memory: np.ndarray, folder: Path) -> Contender:
     """One frame of the same memory, which pyzmq does not copy on either side but into the reader's tensors."""
-    socket = zmq.Context.instance().socket(zmq.PUSH if is_writer else zmq.PULL)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH if is_writer else zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, 1000 * _TIMEOUT_S)
     endpoint = f"ipc://{folder / 'zmq.sock'}"
     if is_writer:
         socket.bind(endpoint)
-        return Contender(lambda: socket.send(memory, copy=False), together=True)
+
+        def send() -> None:
+            socket.send(memory.data, copy=False)
+
+        return Contender(send, together=True)
     socket.connect(endpoint)
     received: list[zmq.Frame] = []
 

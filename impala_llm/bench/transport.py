@@ -28,7 +28,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,12 +219,20 @@ def _compete(contenders: Sequence[type[Contender]], load: Load, rounds: int, wit
         crews: dict[str, Crew] = {}
         for contender in contenders:
             result = results[contender.name]
-            _guarded(result, lambda c=contender, r=result: crews.__setitem__(r.contender, _start(c, load, stack)))
+
+            def start(result: Result = result, contender: type[Contender] = contender) -> None:
+                crews[result.contender] = _start(contender, load, stack)
+
+            _guarded(result, start)
         # First of all when it ends: the producers of all crews then end at the same time.
-        stack.callback(lambda: [crew.dismiss() for crew in crews.values()])
+        stack.callback(_dismiss, crews)
         for name, crew in crews.items():
             result = results[name]
-            _guarded(result, lambda c=crew, r=result: turns.__setitem__(r.contender, _prepare(c, r, record_bytes)))
+
+            def prepare(result: Result = result, crew: Crew = crew) -> None:
+                turns[result.contender] = _prepare(crew, result, record_bytes)
+
+            _guarded(result, prepare)
         if with_memcpy:
             memcpy = results["memcpy"] = Result("memcpy", load.num_tokens, load.num_actors)
             turns["memcpy"] = _Memcpy(record_bytes, memcpy).measure
@@ -252,6 +260,11 @@ def _start(contender: type[Contender], load: Load, stack: ExitStack) -> Crew:
     crew = Crew(contender(load))
     stack.callback(crew.close)
     return crew
+
+
+def _dismiss(crews: Mapping[str, Crew]) -> None:
+    for crew in crews.values():
+        crew.dismiss()
 
 
 def _prepare(crew: Crew, result: Result, record_bytes: int) -> Callable[[], None]:

@@ -132,20 +132,21 @@ def _contenders(steps: int, rows: int) -> dict[str, Callable[[], object]]:
     log_rhos, rewards, values = (torch.randn(rows, steps, generator=generator) for _ in range(3))
     log_rhos *= 0.1
     bootstrap = torch.randn(rows, generator=generator)
-    padded = [x.T.contiguous() for x in (log_rhos, torch.full_like(values, _DISCOUNT), rewards, values)]
+    padded_log_rhos, padded_rewards, padded_values = (x.T.contiguous() for x in (log_rhos, rewards, values))
+    padded = (padded_log_rhos, torch.full_like(padded_values, _DISCOUNT), padded_rewards, padded_values, bootstrap)
 
     weights = 0.05 + torch.rand(rows, generator=generator)
     lengths = (weights / weights.sum() * steps * rows).long()
     lengths[-1] += steps * rows - lengths.sum()
     num_packed = int(lengths.sum())
     segment_ids = torch.repeat_interleave(torch.arange(rows), lengths)
-    packed = [torch.randn(num_packed, generator=generator) for _ in range(4)]
-    packed[0] *= 0.1
-    packed[1].fill_(_DISCOUNT)
+    packed_log_rhos, packed_rewards, packed_values = (torch.randn(num_packed, generator=generator) for _ in range(3))
+    packed_discounts = torch.full_like(packed_values, _DISCOUNT)
+    packed = (0.1 * packed_log_rhos, packed_discounts, packed_rewards, packed_values, bootstrap, segment_ids)
 
     contenders: dict[str, Callable[[], object]] = {
-        "ours": lambda: vtrace(*padded, bootstrap),
-        "ours_packed": lambda: vtrace_packed(*packed, bootstrap, segment_ids),
+        "ours": lambda: vtrace(*padded),
+        "ours_packed": lambda: vtrace_packed(*packed),
     }
     makers = {"torchrl": _torchrl, "rlax": _rlax}
     results = {}
@@ -154,7 +155,7 @@ def _contenders(steps: int, rows: int) -> dict[str, Callable[[], object]]:
             contenders[peer], results[peer] = makers[peer](log_rhos, rewards, values, bootstrap)
     for contender in contenders.values():
         contender()
-    ours = [x.T for x in vtrace(*padded, bootstrap)]
+    ours = [x.T for x in vtrace(*padded)]
     for peer, result in results.items():
         for name, mine, theirs in zip(("vs", "pg_advantages"), ours, result(), strict=True):
             if not torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3):

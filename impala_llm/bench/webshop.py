@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def measure_steps(episodes: list[Episode], num_products: int, mode: str) -> tupl
     from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
 
     env = WebShopEnv(synthetic_catalogue(num_products, seed=0), observation_mode=mode)  # type: ignore[arg-type]
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     clock = time.perf_counter
     begin = clock()
@@ -93,7 +93,8 @@ def measure_load(folder: Path) -> tuple[float, float]:
     before = time.perf_counter()
     from impala_llm.envs.webshop import load_catalogue
 
-    load_catalogue(*(folder / f"{name}.json" for name in FILES), seed=0)
+    items, attributes, human, nouns = (folder / f"{name}.json" for name in FILES)
+    load_catalogue(items, attributes, human, nouns, seed=0)
     seconds = time.perf_counter() - before
     # Not getrusage: its peak counts what the parent had resident when it started this process.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -97,21 +97,8 @@ class WeightSource(Protocol):
         """Copy to uint8[bytes] each. Raises where a byte was changed; the targets must then be filled again."""
 
 
-class Engine(Protocol):
-    """Generator that many episodes share. All methods are called from one asyncio loop."""
-
-    version: int
-    """Policy version of the weights in use."""
-    vocab_size: int
-
-    @property
-    def failure(self) -> EngineError | None:
-        """Reason why the engine cannot answer any more; None while it can, or may recover."""
-        ...
-
-    async def start(self) -> None:
-        """Start the engine, before any other call. Raises EngineError where it does not come up."""
-        ...
+class TokenGenerator(Protocol):
+    """The part of an engine that an episode uses."""
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a token history.
@@ -127,6 +114,23 @@ class Engine(Protocol):
 
     def release(self, session_id: str) -> None:
         """Free the cache of an episode that has ended. Unknown ids are ignored."""
+        ...
+
+
+class Engine(TokenGenerator, Protocol):
+    """Generator that many episodes share. All methods are called from one asyncio loop."""
+
+    version: int
+    """Policy version of the weights in use."""
+    vocab_size: int
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Reason why the engine cannot answer any more; None while it can, or may recover."""
+        ...
+
+    async def start(self) -> None:
+        """Start the engine, before any other call. Raises EngineError where it does not come up."""
         ...
 
     def abort(self, session_id: str | None = None) -> None:

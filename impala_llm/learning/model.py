@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.engines.embedded.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
@@ -124,7 +124,9 @@ class PolicyModel(nn.Module):
         value_trunk_gradient: whether the value loss reaches the LM.
     """
 
-    def __init__(self, lm: nn.Module, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.lm = lm
         self._config = config = lm.config.get_text_config()

@@ -3,6 +3,8 @@
 Invariant: what is chosen for a CPU changes nothing on a GPU, and the other way round.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -19,7 +21,8 @@ def prepare_cpu(num_threads: int) -> None:
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = a.double() @ b.double()
     # Not torch.set_float32_matmul_precision, which also allows TF32 on every GPU.
-    products = torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn  # sets its attributes when it is imported
+    products = mkldnn.matmul
     before = products.fp32_precision
     products.fp32_precision = "bf16"
     if (a @ b - exact).abs().max() > 1e-4:  # float32 over 256 terms: 2e-5; bfloat16: 0.1

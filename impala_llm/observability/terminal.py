@@ -75,7 +75,8 @@ class TerminalView:
         self._clock = clock
         self._started = self._last_update = clock()
         self._first: tuple[float, float] | None = None
-        self._position, self._ends_at = "", None
+        self._position = ""
+        self._ends_at: float | None = None
         self._last_line: float | None = None
         self._seen: dict[str, float] = {}
         self._status = ""
@@ -146,7 +147,8 @@ class TerminalView:
 
     def _draw(self) -> RenderableType:
         """The lines as of now. Another thread asks for them, a few times a second."""
-        now, parts = self._clock(), []
+        now = self._clock()
+        parts: list[RenderableType] = []
         if self._seen:
             lines = render(self._seen, self._progress(now))
             parts.append(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))

@@ -92,7 +92,7 @@ class TorchEngine:
         self._prefill_budget = prefill_budget
         self._device = torch.device(device)
         self._model = model
-        model = model.to(self._device).eval()
+        model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers wraps `to` without its self
         with refusing(f"{describe(model)} cannot be computed by {_PATH}"):
             self._decoder = make_decoder(model, max_length)
             heads = config.num_attention_heads
