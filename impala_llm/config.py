@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,8 +25,6 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from impala_llm.algorithms.interface import Credit, Loss
-from impala_llm.algorithms.registry import PARTS, compose_part
 from impala_llm.hosts import (
     AUTHORISED,
     LEARNER_PUBLIC,
@@ -38,7 +37,7 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
-from impala_llm.plugs import ENVIRONMENTS, Kind, choose, import_path, make_options, option_fields
+from impala_llm.plugs import ENVIRONMENTS, Kind, choose, import_path, make_options, make_part, option_fields
 from impala_llm.plugs import load as load_part
 from impala_llm.settings import (
     ASSETS,
@@ -184,8 +183,8 @@ def problems(config: Config) -> list[str]:
         value = values[key]
         if isinstance(value, int | float) and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
-    for name in PARTS:
-        found += field_problems(f"algorithm.{name}", getattr(config.algorithm, name))
+    found += field_problems("algorithm.credit", config.algorithm.credit)
+    found += field_problems("algorithm.loss", config.algorithm.loss)
     if config.env.options is not None:
         found += field_problems("env.options", config.env.options)
     if found:
@@ -365,10 +364,7 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
-    for part in (algorithm.credit, algorithm.loss):
-        if isinstance(part, Credit | Loss):
-            found += part.problems(algorithm)
-    return found
+    return [*found, *algorithm.credit.problems(algorithm), *algorithm.loss.problems(algorithm)]
 
 
 _OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--config")
@@ -526,8 +522,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
     assert isinstance(composed, _RawConfig)
     try:
         algorithm = {
-            name: compose_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
-            for name, kind in PARTS.items()
+            name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
+            for name, kind in algorithm_parts().items()
         }
         env = _environment(composed.env, _words_of(ENVIRONMENTS, overrides))
     except (HydraException, OmegaConfBaseException) as error:
@@ -541,6 +537,15 @@ def load(overrides: Sequence[str] = ()) -> Config:
     if reasons:
         raise ConfigError.of(reasons)
     return config
+
+
+@cache
+def algorithm_parts() -> dict[str, Kind]:
+    """Kinds of parts by the setting of `AlgorithmConfig` that names one. They bring torch, which takes seconds to load:
+    what needs no settings, such as `impala-llm --help`, does without."""
+    from impala_llm.algorithms.registry import PARTS
+
+    return PARTS
 
 
 def _environment(in_files: EnvConfig, words: Sequence[str]) -> EnvConfig:
@@ -570,7 +575,7 @@ def _words_of(kind: Kind, overrides: Sequence[str]) -> list[str]:
 def _kind_of(word: str) -> Kind | None:
     """The kind of part that a word names or sets an option of."""
     key = word.lstrip("+").partition("=")[0]
-    for kind in (*PARTS.values(), ENVIRONMENTS):
+    for kind in (*algorithm_parts().values(), ENVIRONMENTS):
         if key in (kind.key, kind.options_key) or key.startswith(f"{kind.options_key}."):
             return kind
     return None
@@ -610,8 +615,8 @@ def _settings_file(path: Path) -> DictConfig:
 
 def known_keys() -> dict[str, object]:
     """All settings with their defaults, those of every built-in credit and loss included."""
-    keys = {key: default for key, default in leaves(Config()) if _kind_of(key) not in PARTS.values()}
-    for kind in PARTS.values():
+    keys = {key: default for key, default in leaves(Config()) if _kind_of(key) not in algorithm_parts().values()}
+    for kind in algorithm_parts().values():
         keys[kind.key] = None
         for part in kind.packaged.values():
             keys |= {f"{kind.options_key}.{f.name}": f.default for f in option_fields(part)}

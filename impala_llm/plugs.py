@@ -184,6 +184,13 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
         ) from None
 
 
+def make_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:
+    """Make the part that settings name, of a kind whose parts are dataclasses. For what is given and raised see
+    `choose` and `make_options`."""
+    name, values = choose(kind, in_files, words)
+    return make_options(kind, name, load(kind, name), values)
+
+
 def _meant_option(kind: Kind, option: str, own: Sequence[str]) -> str:
     """The option that may be meant, or the parts that have it."""
     parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}

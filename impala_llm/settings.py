@@ -206,6 +206,10 @@ class CreditSettings:
     compares_group: ClassVar[bool] = False
     """Whether it compares an episode with the others of its group."""
 
+    def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
+        """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
+        return []
+
 
 @dataclass
 class LossSettings:
@@ -213,6 +217,10 @@ class LossSettings:
 
     name: str = ""
     """Short name, or import path of your own as module:Class; written `algorithm.loss=NAME`."""
+
+    def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
+        """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
+        return []
 
 
 @dataclass

@@ -231,3 +231,9 @@ def test_entries_stop_before_any_work(entry):
     assert done.returncode == 2
     assert "algorithm.max_staleness=-1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_needs_no_settings_loads_no_torch() -> None:
+    """Which takes seconds, and 250 MB."""
+    code = "import sys; from impala_llm import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -32,7 +32,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
+from impala_llm.settings import CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 Figure = tuple[str, float, float]
@@ -206,10 +206,6 @@ class Credit(CreditSettings, ABC):
             prepared: float32[S], the prepared advantage of each row; None where `prepare` gave None.
         """
 
-    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
-        """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
-        return []
-
 
 @dataclass
 class Loss(LossSettings, ABC):
@@ -226,10 +222,6 @@ class Loss(LossSettings, ABC):
             scored: the tokens that teach.
             advantages: float32[N], constant.
         """
-
-    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
-        """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
-        return []
 
 
 CREDITS: dict[str, type[Credit]] = {}
