@@ -1,4 +1,5 @@
-"""Every setting of the system and its meaning: one dataclass a part. What values they may take: config.py.
+"""Every setting of the system: one dataclass a part. The range, the choices and the meaning of a setting stand on its
+field; `impala-llm train --help` and docs/settings.md are made from them (settings_reference.py).
 
 Invariant: nothing here looks at another setting, or at more of the machine than whether a file is there.
 """
@@ -23,22 +24,24 @@ def one_of(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-def field_problems(key: str, part: object) -> list[str]:
-    """Values of a part that are out of the range, or not among the choices, that stand on their fields.
+def field_problems(part: object, prefix: str = "") -> list[str]:
+    """Return the settings that are out of the range, or not among the choices, that stand on their fields.
 
     Args:
-        key: the setting below which the fields lie, for messages.
-        part: a dataclass.
+        part: a dataclass; those that its fields hold are checked as well.
+        prefix: of the keys, for messages.
     """
     found = []
     assert is_dataclass(part)
     for f in fields(part):
-        value = getattr(part, f.name)
+        key, value = prefix + f.name, getattr(part, f.name)
         choices, (low, high) = f.metadata.get("choices"), f.metadata.get("range", (-math.inf, math.inf))
-        if choices and value not in choices:
-            found.append(f"{key}.{f.name}={value} is not known: choose one of {', '.join(choices)}")
-        if isinstance(value, int | float) and not low <= value <= high:
-            found.append(f"{key}.{f.name}={value} is out of range: set it to {limits(low, high)}")
+        if is_dataclass(value):
+            found += field_problems(value, f"{key}.")
+        elif choices and value not in choices:
+            found.append(f"{key}={value} is not known: choose one of {', '.join(choices)}")
+        elif isinstance(value, int | float) and not low <= value <= high:
+            found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
     return found
 
 
@@ -53,8 +56,8 @@ class RunConfig:
     """Names the run's folder in /dev/shm, where actors find their learner."""
     dir: str = "outputs/${run.name}"
     """Folder of logs, metrics and checkpoints; made if it is missing."""
-    seed: int = 0
-    """Of everything random: task order, sampling, weights of new heads."""
+    seed: int = bounded(0, least=0, most=2**31 - 1)
+    """Seed of everything random: task order, sampling, weights of new heads."""
     resume: bool = False
     """A learner started by hand goes on from what a killed one left in shared memory: weights, tickets, trajectories.
     Under `impala-llm train` a killed learner is started again by itself, and always does."""
@@ -72,24 +75,24 @@ class WebShopConfig:
     """The original's items_human_ins.json."""
     nouns: str | None = None
     """A file asin -> nouns of its title; None: spaCy where it is installed, else the built-in heuristic."""
-    num_products: int = 1000
+    num_products: int = bounded(1000, least=1)
     """Size of the synthetic catalogue; of files, the first so many records."""
-    catalogue_seed: int = 0
-    """Of the synthetic catalogue."""
-    goals: str = "synthetic"
-    """synthetic | human."""
-    observation_mode: str = "text_rich"
-    """text | text_rich, as in the original | compact: a third of the tokens, for small models."""
+    catalogue_seed: int = bounded(0, least=0, most=2**31 - 1)
+    """Seed of the synthetic catalogue."""
+    goals: str = one_of("synthetic", "human")
+    """Goals made from the attributes and options of products, or those that people wrote (`human`, a file)."""
+    observation_mode: str = one_of("text_rich", "text", "compact")
+    """text and text_rich: the pages of the original; compact: a third of the tokens, for small models."""
     strict_compat: bool = True
     """Keep the quirks of the original, such as its rounding and its mistakes: see envs/webshop/env.py."""
     solvable_only: bool = False
     """Leave out goals for which no sequence of actions scores 1.0."""
-    max_steps: int = 15
+    max_steps: int = bounded(15, least=1)
     """Actions of an episode at most."""
-    max_invalid_actions: int | None = None
+    max_invalid_actions: int | None = bounded(None, least=1)
     """In training an episode ends after so many actions that do nothing; None: never."""
-    results_per_page: int = 10
-    """The original shows 10."""
+    results_per_page: int = bounded(10, least=1, most=50)
+    """Products on a page of results; the original shows 10."""
     instruction_once: bool = False
     """Show the instruction on the first page only, since the conversation holds it."""
     delta_pages: bool = False
@@ -105,47 +108,48 @@ class EnvConfig:
     see docs/environments.md."""
     webshop: WebShopConfig = field(default_factory=WebShopConfig)
     options: Any = None
-    """Of an environment of your own: env.options.NAME=value sets a field of its class `Options`."""
+    """Options of an environment of your own: env.options.NAME=value sets a field of its class `Options`."""
 
 
 @dataclass
 class EngineConfig:
-    name: str = "torch"
+    name: str = one_of("torch", "sglang")
     """torch: the embedded engine | sglang: SGLang servers, one an actor."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, least=0.001, most=100)
     """Sampling temperature; the learner divides its logits by the same."""
     top_p: float = 1.0
-    """Only 1.0 in training: see `problems`."""
+    """Only 1.0 in training: with another the engine would sample from another distribution than the one whose
+    log-probabilities it reports."""
     top_k: int = -1
     """Only -1 (off) in training."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = bounded(64, least=1)
     """Longest answer of one turn, in tokens."""
-    max_length: int = 2048
+    max_length: int = bounded(2048, least=2)
     """Longest episode, in tokens. One that does not fit ends there, as it does in evaluation: nothing is to come."""
-    dtype: str = "float32"
-    """float32 | bfloat16."""
+    dtype: str = one_of("float32", "bfloat16")
+    """Weights and arithmetic of the engine."""
     python: str | None = None
     """sglang: the Python that has SGLang; None: ours, or the one that tools/install_sglang_cpu.sh has made."""
     urls: list[str] | None = None
     """sglang: running servers, or a router in front of them, instead of a server started by each actor; dealt out among
     the actors of this host."""
-    in_flight: str = "recompute_kv"
-    """sglang, new weights while answers are under way: recompute_kv (go on with new keys and values) | keep_kv (go on
-    over the old ones) | drain (let the answers end first). What each means for the ratios: docs/engines.md."""
-    transfer: str = "disk"
-    """sglang, how weights come: disk (the weight board's directory) | distributed (a process group with the learner:
+    in_flight: str = one_of("recompute_kv", "keep_kv", "drain")
+    """sglang, new weights while answers are under way: recompute_kv (go on with new keys and values), keep_kv (go on
+    over the old ones) or drain (let the answers end first). What each means for the ratios: docs/engines.md."""
+    transfer: str = one_of("disk", "distributed")
+    """sglang, how weights come: disk (the weight board's directory) or distributed (a process group with the learner:
     NCCL on GPUs, gloo elsewhere)."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = bounded(1, least=1)
     """sglang: GPUs of a server."""
     prefix_cache: bool = False
     """sglang: keep keys and values of ended requests. Flushed at each new version; not with in_flight=keep_kv."""
-    memory_fraction: float | None = None
+    memory_fraction: float | None = bounded(None, least=0.01, most=0.99)
     """sglang: share of a GPU's memory for weights and KV cache; None: SGLang's own choice."""
     server_args: list[str] = field(default_factory=list)
     """sglang: further arguments of sglang.launch_server, word by word; everybody on the host can read them."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = bounded(600.0, least=0.001)
     """sglang: how long a server may take to come up."""
-    request_timeout_s: float = 300.0
+    request_timeout_s: float = bounded(300.0, least=0.001)
     """sglang: how long an answer may take."""
 
 
@@ -153,9 +157,9 @@ class EngineConfig:
 class ScratchConfig:
     """A randomly initialised model with a tokenizer of characters, for the toy environments."""
 
-    hidden_size: int = 64
+    hidden_size: int = bounded(64, least=16)
     """Width of the model."""
-    num_layers: int = 2
+    num_layers: int = bounded(2, least=1)
     """Transformer layers."""
 
 
@@ -164,12 +168,12 @@ class ModelConfig:
     path: str = "tiny_shopper"
     """A Hugging Face directory, the name of a policy in impala_llm/assets, or `scratch`."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
-    device: str = "auto"
-    """auto | cpu | cuda."""
-    cuda_products: str = "float32"
-    """How a GPU multiplies float32 matrices, in learner and embedded engine: float32 (exact) | tf32 (10 bits of the
+    device: str = one_of("auto", "cpu", "cuda")
+    """Device of learner and engine; auto: a GPU where there is one."""
+    cuda_products: str = one_of("float32", "tf32")
+    """How a GPU multiplies float32 matrices, in learner and embedded engine: float32 (exact) or tf32 (10 bits of the
     mantissa, several times as fast)."""
-    value_hidden_size: int | None = None
+    value_hidden_size: int | None = bounded(None, least=0)
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
     bears old data less well (docs/results/off_policy.md)."""
     value_trunk_gradient: bool = True
@@ -178,17 +182,17 @@ class ModelConfig:
 
 @dataclass
 class ActorConfig:
-    num_actors: int = 1
+    num_actors: int = bounded(1, least=0, most=4096)
     """Actor processes on this host, each with an engine of its own; 0: none beside the learner."""
-    max_episodes: int = 64
+    max_episodes: int = bounded(64, least=1)
     """Episodes that one actor plays at once."""
-    episode_timeout_s: float = 300.0
+    episode_timeout_s: float = bounded(300.0, least=0.001)
     """Wall-clock budget of an episode, reset included; past it the turns so far are learned from where a value head can
     stand for the rest, else the ticket is given back."""
-    unroll_turns: int | None = None
+    unroll_turns: int | None = bounded(None, least=1)
     """Learn from an episode before it has ended: after every so many turns, with the value of the state reached in
     place of what is to come (IMPALA's unrolls). Each unroll is a trajectory of the batch. None: whole episodes."""
-    unroll_tokens: int | None = None
+    unroll_tokens: int | None = bounded(None, least=1)
     """The same after the turn in which an unroll has so many action tokens; with both, whichever comes first."""
 
 
@@ -198,7 +202,7 @@ class CreditSettings:
 
     name: str = ""
     """Short name, or import path of your own as module:Class; written `algorithm.credit=NAME`."""
-    discount: float = bounded(1.0, 0, 1)
+    discount: float = bounded(1.0, least=0, most=1)
     """γ a turn, of returns and values."""
 
     uses_values: ClassVar[bool] = False
@@ -227,151 +231,153 @@ class LossSettings:
 class AlgorithmConfig:
     credit: CreditSettings = field(default_factory=CreditSettings)
     loss: LossSettings = field(default_factory=LossSettings)
-    group_size: int = 1
+    group_size: int = bounded(1, least=1)
     """Episodes of the same task that are granted, and where returns are compared, compared together."""
-    refill: float = 0.0
+    refill: float = bounded(0.0, least=0, most=1000)
     """Groups whose episodes all have the same return (by the environment's rewards) have nothing to compare: they are
     dropped as they arrive, and others are played in their place, in an update at most this many times the groups of a
     batch. 0: none."""
     normalize_reward: bool = False
     """Divide rewards by the standard deviation of all returns so far."""
-    overlong_tokens: int | None = None
+    overlong_tokens: int | None = bounded(None, least=1)
     """An episode that ends within so many tokens of engine.max_length, or at it, loses reward: `overlong_penalty` at
     the limit, linearly less before. None: none does."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = bounded(1.0, least=0, most=1000000.0)
     """Reward that an episode at the limit loses."""
-    reward_kl_coef: float = 0.0
+    reward_kl_coef: float = bounded(0.0, least=0, most=1000)
     """Weight of log μ - log π_reference, summed over the tokens of a turn, that is taken from the turn's reward;
     kl_coef has the divergence in the loss instead."""
     whiten_advantages: bool = False
     """Shift and scale advantages to mean 0 and deviation 1 over the action tokens of the batch, of all ranks. Where
     they come from values, or a teacher, that takes one more forward pass."""
-    reject: str = "none"
-    """Leave data out instead of weighing it down, by the ratio of a token | sequence | geometric (mean over the
-    sequence); what lies outside of reject_low and reject_high does not teach."""
-    reject_low: float = 0.5
+    reject: str = one_of("none", "token", "sequence", "geometric")
+    """Leave data out instead of weighing it down, by the ratio of a token, of a sequence, or its geometric mean
+    over the sequence; what lies outside of reject_low and reject_high does not teach."""
+    reject_low: float = bounded(0.5, least=0, most=1)
     """Smallest ratio that is kept."""
-    reject_high: float = 2.0
+    reject_high: float = bounded(2.0, least=1)
     """Largest ratio that is kept."""
-    probability_limit: float | None = None
+    probability_limit: float | None = bounded(None, least=0, most=1)
     """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
-    aggregate: str = "token_mean"
-    """token_mean | sequence_mean_token_sum | sequence_mean_token_mean."""
-    entropy_coef: float = 0.0
+    aggregate: str = one_of("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean")
+    """How the losses of tokens are averaged: over all tokens of the batch, or first summed or averaged in each
+    sequence and then averaged over sequences."""
+    entropy_coef: float = bounded(0.0, least=0, most=1000)
     """Bonus for entropy; with a target, its start."""
-    entropy_target: float | None = None
+    entropy_target: float | None = bounded(None, least=0, most=100)
     """Nats a token: `entropy_coef` rises while the entropy is below and falls while it is above."""
-    entropy_rate: float = 0.01
+    entropy_rate: float = bounded(0.01, least=0, most=1000)
     """Change of `entropy_coef` in an update, per nat between entropy and target."""
-    entropy_alarm: float = 0.05
+    entropy_alarm: float = bounded(0.05, least=0, most=1)
     """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: it is
     said. 0: never."""
-    length_alarm: float = 0.2
+    length_alarm: float = bounded(0.2, least=0, most=1)
     """The same for the mean number of tokens an episode's answers have."""
-    kl_coef: float = 0.0
+    kl_coef: float = bounded(0.0, least=0, most=1000)
     """Weight of KL(π‖reference), per token."""
     reference: str | None = None
     """Reference policy of kl_coef, reward_kl_coef and algorithm.credit=preference, as model.path; None: the one that
     training started from."""
-    max_staleness: int | None = 2
+    max_staleness: int | None = bounded(2, least=0)
     """η, in policy versions: the policy loss has no term for an older action token, and a trajectory, or group, is
     dropped when all of its are older. 0 is synchronous, None free running. What episodes that last longer than η
     versions lose, and what helps: docs/pipeline.md, "Long episodes"."""
-    mismatch_alarm: float = 0.05
+    mismatch_alarm: float = bounded(0.05, least=1e-09)
     """Mean |log π - log μ| in nats, of tokens that the learner's own version sampled, above which engine and learner
     count as disagreeing. A float32 engine stays below 1e-5 and can be held to 1e-3; bfloat16 gives 0.002 to 0.01."""
-    recompute_behaviour: str = "never"
-    """never | on_mismatch: while that alarm is on | always: the learner's own log-probabilities, of when a trajectory
-    reaches it, in place of the engine's. They are right where the engine's are wrong; where the engine merely computes
+    recompute_behaviour: str = one_of("never", "on_mismatch", "always")
+    """When the learner takes its own log-probabilities, of when a trajectory reaches it, in place of the engine's;
+    on_mismatch: while that alarm is on. They are right where the engine's are wrong; where the engine merely computes
     otherwise, its own are those it sampled from, and the ratios correct for it. See learning/mismatch.py."""
 
 
 @dataclass
 class LearnerConfig:
-    num_ranks: int = 1
+    num_ranks: int = bounded(1, least=1)
     """Processes of the learner, all on one host; each has its own receiver and replay shard."""
-    batch_size: int = 64
+    batch_size: int = bounded(64, least=1)
     """Trajectories of an update, over all ranks."""
-    epochs: int = 1
+    epochs: int = bounded(1, least=1, most=1000)
     """Passes over the batch in an update."""
-    minibatches: int = 1
+    minibatches: int = bounded(1, least=1)
     """Optimizer steps of each pass, on as many parts of the batch. With several steps an update, the log-probabilities
     that it begins with are scored first: they are the proximal policy of algorithm.loss=decoupled_ppo."""
-    total_updates: int = 400
+    total_updates: int = bounded(400, least=1)
     """Updates of the run: versions of the weights."""
-    sync_interval: int | None = 1
+    sync_interval: int | None = bounded(1, least=1)
     """Weights are published every so many updates; None: never, so that actors keep the first ones (offline)."""
-    max_minutes: float | None = None
+    max_minutes: float | None = bounded(None, least=0.001)
     """End after this much wall-clock time since the run first began to train, restarts included; the learning rate
     decays towards whichever end comes first."""
-    token_budget: int = 8192
+    token_budget: int = bounded(8192, least=2)
     """Tokens of a micro-batch."""
-    learning_rate: float = 3e-4
-    """Of the policy: the largest, after the warm-up."""
-    value_learning_rate: float = 1e-3
-    """Of the value head. A matrix with n > 64 inputs has 64 / n of it: a step then moves values as far at any width."""
-    weight_decay: float = 0.0
+    learning_rate: float = bounded(3e-4, least=0, most=1)
+    """Learning rate of the policy: the largest, after the warm-up."""
+    value_learning_rate: float = bounded(1e-3, least=0, most=1)
+    """Learning rate of the value head. A matrix with n > 64 inputs has 64 / n of it: a step then moves values as
+    far at any width."""
+    weight_decay: float = bounded(0.0, least=0, most=1)
     """AdamW's."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = bounded(0.9, least=0, most=0.9999)
     """AdamW's, of the gradient's mean."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = bounded(0.95, least=0, most=0.99999)
     """AdamW's, of the gradient's square."""
-    warmup_updates: int = 5
+    warmup_updates: int = bounded(5, least=0)
     """Updates in which the learning rate rises from 0."""
-    value_warmup_updates: int = 0
+    value_warmup_updates: int = bounded(0, least=0)
     """First updates in which only the value head learns."""
-    decay: str = "linear"
-    """constant | linear | cosine: of the learning rate after the warm-up, to `final_learning_rate_fraction`."""
-    final_learning_rate_fraction: float = 0.1
+    decay: str = one_of("linear", "constant", "cosine")
+    """Course of the learning rate after the warm-up, down to `final_learning_rate_fraction`; constant: none."""
+    final_learning_rate_fraction: float = bounded(0.1, least=0, most=1)
     """Learning rate at the end, as a fraction of the largest."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, least=1e-06)
     """The gradient is scaled down to this norm."""
-    save_every: int = 0
+    save_every: int = bounded(0, least=0)
     """Updates between two saved models; 0: only the last one."""
-    stall_timeout_s: float = 600.0
+    stall_timeout_s: float = bounded(600.0, least=1)
     """The learner ends with an error when no batch came together for so long."""
 
 
 @dataclass
 class ReplayConfig:
-    capacity: int = 4096
+    capacity: int = bounded(4096, least=1)
     """Trajectories a rank keeps."""
-    capacity_mb: int = 512
+    capacity_mb: int = bounded(512, least=1)
     """Megabytes a rank keeps at most."""
-    recency_tau: float | None = None
+    recency_tau: float | None = bounded(None, least=1e-06)
     """τ of e^(-age/τ), in versions; None: recency off."""
-    advantage_exponent: float = 0.0
+    advantage_exponent: float = bounded(0.0, least=0, most=100)
     """α of (|A| + ε)^α; 0: off."""
-    rarity_exponent: float = 0.0
+    rarity_exponent: float = bounded(0.0, least=0, most=100)
     """β of n^-β, n: how often a task's signature was seen lately; 0: off."""
-    uniform_floor: float = 0.0
+    uniform_floor: float = bounded(0.0, least=0, most=1)
     """Share of draws that ignore priority."""
-    correction_exponent: float = 1.0
+    correction_exponent: float = bounded(1.0, least=0, most=1)
     """b of the weights (N·P)^-b that undo the bias of the draw."""
-    max_replays: int = 1
+    max_replays: int = bounded(1, least=1)
     """Updates that may use a trajectory; 1: each is used once."""
-    samples_per_insert: float = 1.0
+    samples_per_insert: float = bounded(1.0, least=0.001)
     """Reuse: samples drawn per trajectory inserted, on average at most."""
-    max_replayed_share: float | None = None
+    max_replayed_share: float | None = bounded(None, least=0, most=1)
     """Share of a batch that may have been used before; None: as the priorities draw it."""
-    target_ess: float = 0.0
+    target_ess: float = bounded(0.0, least=0, most=1)
     """With max_replayed_share: where the effective sample size of a batch's weights, as a fraction, falls below this,
     the share falls as well, and rises again slowly."""
 
 
 @dataclass
 class PipelineConfig:
-    arena_mb: int = 64
+    arena_mb: int = bounded(64, least=1, most=1 << 20)
     """Shared memory of an actor for trajectories under way, in equal parts for the learner's ranks."""
-    weight_slots: int = 3
+    weight_slots: int = bounded(3, least=2, most=64)
     """Versions of the weights that lie on the board at once."""
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = bounded(1.0, least=0.01, most=3600)
     """Time between two signs of life of an actor; longer where a learner rank has more than 100 actors."""
-    actor_timeout_s: float = 20.0
+    actor_timeout_s: float = bounded(20.0, least=0.1)
     """Silence after which an actor counts as dead and its tickets are granted again; at least three heartbeats."""
-    ticket_timeout_s: float = 600.0
+    ticket_timeout_s: float = bounded(600.0, least=0.1)
     """An episode that has brought nothing for so long is taken from its actor and played again."""
-    learner_timeout_s: float | None = None
+    learner_timeout_s: float | None = bounded(None, least=0.1)
     """Silence of the learner after which an actor ends itself; None: it waits for as long as its run is there, on
     another host for ever."""
     bind: str | None = None
@@ -387,13 +393,13 @@ class PipelineConfig:
 class EvaluationConfig:
     before_and_after: bool = False
     """`impala-llm train` ends with a table: the policy before and after, greedy, on held-out tasks."""
-    split: str = "test"
+    split: str = one_of("test", "train", "validation")
     """Tasks to play."""
-    num_tasks: int = 500
+    num_tasks: int = bounded(500, least=1)
     """Tasks of the split, the first ones in canonical order."""
-    unseen_seed: int | None = None
+    unseen_seed: int | None = bounded(None, least=0, most=2**31 - 1)
     """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
-    num_examples: int = 3
+    num_examples: int = bounded(3, least=0)
     """Episodes printed to read."""
 
 

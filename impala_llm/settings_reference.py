@@ -1,7 +1,9 @@
-"""The settings as a text for people: each key with its default, what values it may take, and what it means.
+"""The settings as a text for people: each key with its default, the values that it may take, and its meaning.
 
-The meanings are the docstrings that stand under the fields, read from the source; the ranges are those that config.py
-checks. Credits and losses, which have options of their own, are listed one by one.
+All of it stands on the fields: the range and the choices in their metadata, the meaning in the docstring under each,
+read from the source. Credits and losses, which have options of their own, are listed one by one.
+
+    python -m impala_llm.settings_reference > docs/settings.md
 """
 
 import ast
@@ -11,13 +13,33 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from impala_llm import settings
 from impala_llm.algorithms.registry import PARTS
-from impala_llm.config import BOUNDS, CHOICES
 from impala_llm.plugs import option_fields
 from impala_llm.settings import CreditSettings, LossSettings
+
+INTRODUCTION = """\
+# Settings
+
+Written by `python -m impala_llm.settings_reference > docs/settings.md` from the fields in `impala_llm/settings.py`;
+`impala-llm train --help` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. None is
+written `null`.
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A setting, or a name that it may have."""
+
+    key: str
+    default: str
+    """As on the command line."""
+    allowed: str
+    """Values that it may take; empty: all of its type."""
+    meaning: str
 
 
 def reference(word: str = "", width: int = 100) -> str:
@@ -26,18 +48,32 @@ def reference(word: str = "", width: int = 100) -> str:
     Empty where there is none.
     """
     lines: list[str] = []
-    for key, default, meaning in _entries(settings.Config(), ""):
-        if word in key:
-            lines.append("  ".join(filter(None, (f"{key}={_written(default)}", _allowed(key, default)))))
+    for entry in _entries(settings.Config(), ""):
+        if word in entry.key:
+            allowed = f"({entry.allowed})" if entry.allowed else ""
+            lines.append("  ".join(filter(None, (f"{entry.key}={entry.default}", allowed))))
             lines += textwrap.wrap(
-                meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+                entry.meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
             )
     return "\n".join(lines)
 
 
-def _entries(part: object, prefix: str) -> Iterator[tuple[str, object, str]]:
-    """(key, default, meaning) of each setting below a part."""
-    assert is_dataclass(part)
+def markdown(width: int = 120) -> str:
+    """Return the page docs/settings.md."""
+    lines = [INTRODUCTION]
+    for part, entries in groupby(_entries(settings.Config(), ""), key=lambda entry: entry.key.partition(".")[0]):
+        lines.append(f"## `{part}.*`\n")
+        for entry in entries:
+            allowed = f", {entry.allowed}" if entry.allowed else ""
+            text = f"- `{entry.key}={entry.default}`{allowed}: {entry.meaning}"
+            lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _entries(part: object, prefix: str) -> Iterator[Entry]:
+    """Each setting below a part."""
+    assert is_dataclass(part) and not isinstance(part, type)
     meanings = _meanings(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
@@ -46,55 +82,37 @@ def _entries(part: object, prefix: str) -> Iterator[tuple[str, object, str]]:
         elif is_dataclass(value):
             yield from _entries(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, value, meanings.get(field.name, "")
+            yield Entry(prefix + field.name, _written(value), _allowed(field), meanings.get(field.name, ""))
 
 
-def _of_parts(key: str, built_in: Mapping[str, type]) -> Iterator[tuple[str, object, str]]:
-    """The same for each credit or loss that `key` may name, and for its options: those of several come once."""
-    seen: dict[tuple[object, str], list[str]] = {}
-    for name, part in built_in.items():
-        yield key, name, (part.__doc__ or "").partition("; see")[0].partition("\n\n")[0].strip().rstrip(".") + "."
+def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
+    """Each credit or loss that `key` may name, and their options: those of several come once."""
+    owners: dict[Entry, list[str]] = {}
+    for name, part in packaged.items():
+        meaning = (part.__doc__ or "").partition("; see")[0].partition("\n\n")[0].strip().rstrip(".") + "."
+        yield Entry(key, name, "", " ".join(meaning.split()))
+        meanings = _meanings(part)
         for field in option_fields(part):
-            meaning = (field.name, field.default, _range(field), _meanings(part).get(field.name, ""))
-            seen.setdefault(meaning, []).append(name)
-    yield key, "my_module:MyClass", "Your own, by its import path: see impala_llm/algorithms/interface.py."
-    for (name, default, allowed, meaning), owners in seen.items():
-        text = f"{', '.join(owners) if len(owners) < len(built_in) else 'all'}: {meaning}"
-        yield f"{key}.{name}", _Default(default, allowed), text
+            entry = Entry(f"{key}.{field.name}", _written(field.default), _allowed(field), meanings.get(field.name, ""))
+            owners.setdefault(entry, []).append(name)
+    yield Entry(key, "my_module:MyClass", "", "Your own, by its import path: see impala_llm/algorithms/interface.py.")
+    for entry, names in owners.items():
+        having = ", ".join(names) if len(names) < len(packaged) else "all"
+        yield Entry(entry.key, entry.default, entry.allowed, f"{having}: {entry.meaning}")
 
 
-@dataclass(frozen=True)
-class _Default:
-    """A default whose range stands on its field."""
-
-    value: object
-    allowed: str
-
-
-def _range(field: Field[Any]) -> str:
+def _allowed(field: Field[Any]) -> str:
+    """The values that the metadata of a field allow."""
     if choices := field.metadata.get("choices"):
-        return f"({' | '.join(choices)})"
+        return " | ".join(choices)
     least, most = field.metadata.get("range", (-math.inf, math.inf))
     if least == -math.inf:
         return ""
-    return f"(at least {least:g})" if most == math.inf else f"({least:g} to {most:g})"
-
-
-def _allowed(key: str, default: object) -> str:
-    if isinstance(default, _Default):
-        return default.allowed
-    if key in CHOICES:
-        return f"({' | '.join(CHOICES[key])})"
-    if key not in BOUNDS:
-        return ""
-    least, most = BOUNDS[key]
-    return f"(at least {least:g})" if most == math.inf else f"({least:g} to {most:g})"
+    return f"at least {least:.12g}" if most == math.inf else f"{least:.12g} to {most:.12g}"
 
 
 def _written(default: object) -> str:
-    """As on the command line."""
-    if isinstance(default, _Default):
-        return _written(default.value)
+    """A default as on the command line."""
     if default is None:
         return "null"
     return str(default).lower() if isinstance(default, bool) else str(default)
@@ -115,3 +133,7 @@ def _meanings(part: type) -> dict[str, str]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[before.target.id] = " ".join(str(after.value.value).split())
     return found
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

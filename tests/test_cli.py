@@ -10,7 +10,7 @@ import pytest
 from impala_llm import cli, launch
 from impala_llm.config import known_keys
 from impala_llm.settings import ASSETS
-from impala_llm.settings_reference import reference
+from impala_llm.settings_reference import markdown, reference
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,11 @@ def test_every_setting_has_a_meaning() -> None:
     lines = reference().splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         assert line.startswith(" ") or following.startswith("    "), line
+
+
+def test_the_page_of_settings_is_what_the_fields_say() -> None:
+    page = Path(__file__).parents[1] / "docs" / "settings.md"
+    assert page.read_text() == markdown(), "python -m impala_llm.settings_reference > docs/settings.md"
 
 
 def test_a_misspelt_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

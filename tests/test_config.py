@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from impala_llm.config import BOUNDS, CHOICES, ConfigError, config_folder, load, threads_per_process
-from impala_llm.settings import Config, leaves
+from impala_llm.config import ConfigError, config_folder, load, threads_per_process
+from impala_llm.settings import Config
 
 GROUPS = ("experiment", "algorithm")
 
@@ -48,11 +48,6 @@ def test_every_algorithm_goes_with_every_experiment():
     for experiment in names["experiment"]:
         for algorithm in names["algorithm"]:
             assert load([f"experiment={experiment}", f"algorithm={algorithm}"])
-
-
-def test_checks_name_existing_keys():
-    known = dict(leaves(Config()))
-    assert set(CHOICES) | set(BOUNDS) <= set(known)
 
 
 def test_overrides_and_groups_take_effect():

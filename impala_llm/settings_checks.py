@@ -1,0 +1,377 @@
+"""Reasons why settings cannot work, as sentences with key, value and fix.
+
+The range and the choices of a single setting stand on its field, in settings.py; here are the rules between settings,
+and what must exist on this host. Invariant: no process is looked at, and none is started.
+"""
+
+import math
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from impala_llm.hosts import (
+    AUTHORISED,
+    LEARNER_PUBLIC,
+    LEARNER_SECRET,
+    SECRET_SUFFIX,
+    actor_secrets,
+    check_bind,
+    check_connect,
+    is_loopback_url,
+    rank_endpoint,
+)
+from impala_llm.known_models import reasons_against
+from impala_llm.settings import ASSETS, Config, EngineConfig, field_problems, model_directory, other_models
+from impala_llm.trajectory import block_words
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+"""It is part of the path of a socket, which must be short."""
+BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
+"""Of a trajectory (record.py), roughly: few turns, short texts."""
+
+
+def problems(config: Config) -> list[str]:
+    """Return all reasons why a configuration cannot work; none when it can."""
+    found = field_problems(config)
+    if found:
+        return found  # what follows compares values that must be sane first
+    return [
+        *_sampling_problems(config),
+        *_batch_problems(config),
+        *_memory_problems(config),
+        *_algorithm_problems(config),
+        *_replay_problems(config),
+        *_pipeline_problems(config),
+        *_engine_problems(config),
+        *_host_problems(config),
+        *_webshop_problems(config),
+        *_model_problems(config),
+        *_run_problems(config),
+    ]
+
+
+def _sampling_problems(config: Config) -> list[str]:
+    """Ways of sampling that cannot be trained on."""
+    engine, found = config.engine, []
+    if engine.top_p != 1.0 or engine.top_k != -1:
+        key, value = ("engine.top_p", engine.top_p) if engine.top_p != 1.0 else ("engine.top_k", engine.top_k)
+        found.append(
+            f"{key}={value} cannot be trained on: the engine would sample from another distribution than the one whose "
+            f"log-probabilities it reports; leave {key}={1.0 if key.endswith('p') else -1} and use engine.temperature"
+        )
+    if engine.max_new_tokens >= engine.max_length:
+        found.append(
+            f"engine.max_new_tokens={engine.max_new_tokens} leaves no room for a prompt in "
+            f"engine.max_length={engine.max_length}: set it lower"
+        )
+    return found
+
+
+def _batch_problems(config: Config) -> list[str]:
+    """Batches that cannot be divided among ranks, groups, minibatches and micro-batches."""
+    algorithm, learner, engine, found = config.algorithm, config.learner, config.engine, []
+    share = learner.batch_size // learner.num_ranks
+    if learner.batch_size % learner.num_ranks:
+        found.append(
+            f"learner.batch_size={learner.batch_size} does not divide among learner.num_ranks={learner.num_ranks}: "
+            f"set it to a multiple, such as {share * learner.num_ranks or learner.num_ranks}"
+        )
+    elif share % algorithm.group_size:
+        found.append(
+            f"algorithm.group_size={algorithm.group_size} does not divide a rank's share of the batch, {share} "
+            f"trajectories: set learner.batch_size to a multiple of {algorithm.group_size * learner.num_ranks}"
+        )
+    if learner.minibatches > share:
+        found.append(
+            f"learner.minibatches={learner.minibatches} is more than the {share} trajectories of a rank's share of the "
+            f"batch: set it to at most {share}"
+        )
+    if engine.max_length > learner.token_budget:
+        found.append(
+            f"learner.token_budget={learner.token_budget} cannot hold an episode of "
+            f"engine.max_length={engine.max_length} "
+            f"tokens: raise it to at least {engine.max_length}"
+        )
+    return found
+
+
+def _memory_problems(config: Config) -> list[str]:
+    """Batches that do not fit into the replay buffer."""
+    algorithm, learner, replay, engine, found = config.algorithm, config.learner, config.replay, config.engine, []
+    share = learner.batch_size // learner.num_ranks
+    if share > replay.capacity:
+        found.append(
+            f"learner.batch_size={learner.batch_size} ({share} a rank) is larger than the buffer, "
+            f"replay.capacity={replay.capacity}: raise replay.capacity to at least {share}"
+        )
+    # All groups that may be under way, each without its last member, or else a batch.
+    most = share * (1 + (algorithm.max_staleness or 0) * (algorithm.group_size > 1))
+    needed = most * (BYTES_PER_TOKEN * engine.max_length + METADATA_BYTES)
+    if needed > replay.capacity_mb << 20:
+        what = "in groups whose other members are still to come" if algorithm.group_size > 1 else "in a batch"
+        found.append(
+            f"replay.capacity_mb={replay.capacity_mb} cannot hold the {most} episodes of a rank {what}: they take "
+            f"{needed / (1 << 20):.0f} MiB at engine.max_length={engine.max_length}: raise it to at least "
+            f"{-(-needed // (1 << 20))}, or lower learner.batch_size"
+            + (", algorithm.max_staleness" if algorithm.group_size > 1 and algorithm.max_staleness else "")
+            + " or engine.max_length"
+        )
+    return found
+
+
+def _replay_problems(config: Config) -> list[str]:
+    """Reuse of data that other settings forbid."""
+    algorithm, replay, found = config.algorithm, config.replay, []
+    if replay.samples_per_insert > replay.max_replays:
+        found.append(
+            f"replay.samples_per_insert={replay.samples_per_insert} cannot be reached with replay.max_replays="
+            f"{replay.max_replays}: set replay.max_replays to at least {math.ceil(replay.samples_per_insert)}"
+        )
+    if replay.max_replayed_share is not None and replay.max_replays == 1:
+        found.append(
+            f"replay.max_replayed_share={replay.max_replayed_share} bounds what replay.max_replays=1 forbids: raise "
+            "replay.max_replays or leave the share out"
+        )
+    if replay.target_ess > 0 and replay.max_replayed_share is None:
+        found.append(
+            f"replay.target_ess={replay.target_ess} steers a share that is not set: set replay.max_replayed_share, "
+            "such as 0.5"
+        )
+    if algorithm.max_staleness == 0 and replay.max_replays > 1:
+        found.append(
+            f"replay.max_replays={replay.max_replays} cannot go with algorithm.max_staleness=0: "
+            "data used twice is stale; "
+            "set replay.max_replays=1 or raise algorithm.max_staleness"
+        )
+    return found
+
+
+def _pipeline_problems(config: Config) -> list[str]:
+    """Timeouts and shared memory that are too small."""
+    learner, engine, found = config.learner, config.engine, []
+    if config.pipeline.actor_timeout_s <= config.pipeline.heartbeat_s:
+        found.append(
+            f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
+            f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
+        )
+    part = (config.pipeline.arena_mb << 20) // learner.num_ranks
+    if (needed := 8 * block_words(engine.max_length, 1)) > part:
+        found.append(
+            f"pipeline.arena_mb={config.pipeline.arena_mb} leaves {part} bytes for each of learner.num_ranks="
+            f"{learner.num_ranks}, and a trajectory of engine.max_length={engine.max_length} tokens takes {needed}: "
+            f"raise pipeline.arena_mb to at least {math.ceil(2 * needed * learner.num_ranks / 2**20)}"
+        )
+    return found
+
+
+def _webshop_problems(config: Config) -> list[str]:
+    """Data files that are missing."""
+    found = []
+    shop = config.env.webshop
+    if (shop.items is None) != (shop.attributes is None):
+        found.append(
+            f"env.webshop.items={shop.items} and env.webshop.attributes={shop.attributes} come together: "
+            "give both files, "
+            "or neither for the synthetic catalogue"
+        )
+    for name in ("items", "attributes", "human", "nouns"):
+        path = getattr(shop, name)
+        if path is not None and not Path(path).is_file():
+            found.append(f"env.webshop.{name}={path} is not a file: give the path of an existing one")
+    return found
+
+
+def _run_problems(config: Config) -> list[str]:
+    """Names of the run and of its folder."""
+    found = []
+    if not config.run.dir:
+        found.append("run.dir= is empty: name a folder, which is made if it is missing")
+    if not _RUN_NAME.fullmatch(config.run.name):
+        found.append(
+            f"run.name={config.run.name!r} must consist of 1 to 40 letters, digits, '-', '_' and '.', and begin with a "
+            "letter or digit: rename the run"
+        )
+    return found
+
+
+def _model_problems(config: Config) -> list[str]:
+    """Models that are not there, and models of kinds that cannot be trained here."""
+    found = []
+    for key, path in {"model.path": config.model.path, **other_models(config)}.items():
+        if key == "model.path" and path == "scratch":
+            continue
+        directory = model_directory(path)
+        if directory is None:
+            found.append(_no_model(key, path))
+        else:
+            found += reasons_against(key, path, directory, config.engine.max_length)
+    return found
+
+
+def _no_model(key: str, path: str) -> str:
+    """Why a value of a model's path means no model."""
+    if Path(path).expanduser().is_dir():
+        return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
+    shipped = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
+        return (
+            f"{key}={path} is no folder here. Of a name on the Hugging Face hub nothing is downloaded by itself: "
+            f"get it with `hf download {path} --local-dir DIR` and set {key}=DIR"
+        )
+    return f"{key}={path} does not exist: give a folder with a Hugging Face model, or one of {shipped}, scratch"
+
+
+def _algorithm_problems(config: Config) -> list[str]:
+    """Settings of the algorithm that contradict each other."""
+    algorithm, found = config.algorithm, []
+    staleness, interval = algorithm.max_staleness, config.learner.sync_interval
+    if staleness is not None and (interval is None or staleness < interval - 1):
+        found.append(
+            f"algorithm.max_staleness={staleness} does not allow learner.sync_interval={interval}: nothing would be "
+            f"young enough; set it to {'null' if interval is None else f'at least {interval - 1}'}"
+        )
+    for key in ("unroll_turns", "unroll_tokens"):
+        value = getattr(config.actor, key)
+        if value is None:
+            continue
+        if not algorithm.credit.uses_values:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, which has no value to "
+                f"stand for the rest of an episode: set actor.{key}=null or algorithm.credit=vtrace"
+            )
+        if algorithm.group_size > 1:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.group_size={algorithm.group_size}: groups are put "
+                f"together of whole episodes; set actor.{key}=null or algorithm.group_size=1"
+            )
+        if staleness == 0:
+            found.append(
+                f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
+                "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
+            )
+    if algorithm.refill > 0 and not algorithm.credit.compares_group:
+        found.append(
+            f"algorithm.refill={algorithm.refill:g} does not go with algorithm.credit={algorithm.credit.name}, which "
+            "compares no group: set algorithm.refill=0 or algorithm.credit=group_relative"
+        )
+    if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
+        found.append(
+            f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
+            f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
+        )
+    return [*found, *algorithm.credit.problems(algorithm), *algorithm.loss.problems(algorithm)]
+
+
+_OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--config")
+"""Arguments of SGLang's servers that would keep the run from its own, and secrets from being such."""
+
+
+def _engine_problems(config: Config) -> list[str]:
+    """What SGLang servers cannot do, or what only they can."""
+    engine, found = config.engine, []
+    defaults = EngineConfig()
+    if engine.name == "torch":
+        for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
+            if getattr(engine, key) != getattr(defaults, key):
+                found.append(
+                    f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers and engine.name=torch has "
+                    "none: set engine=sglang or leave it out"
+                )
+        return found
+    if engine.prefix_cache and engine.in_flight == "keep_kv":
+        found.append(
+            "engine.prefix_cache=True cannot go with engine.in_flight=keep_kv: the cache would serve keys and values "
+            "of an old policy under a new version's label; set engine.in_flight=recompute_kv or drain"
+        )
+    if engine.transfer == "distributed" and engine.in_flight == "drain":
+        found.append(
+            "engine.transfer=distributed cannot go with engine.in_flight=drain: the learner would stand still until "
+            "every answer has ended; set engine.in_flight=recompute_kv or keep_kv, or engine.transfer=disk"
+        )
+    is_apart = engine.transfer == "distributed" and config.pipeline.connect is not None
+    if is_apart and (engine.urls is None or any(is_loopback_url(url) for url in engine.urls)):
+        found.append(
+            "engine.transfer=distributed needs servers that the learner can reach, and with pipeline.connect="
+            f"{config.pipeline.connect} it is on another host: an actor's own server listens on this one alone; "
+            "start servers at an address of this host and set engine.urls=[http://ADDRESS:PORT], or "
+            "engine.transfer=disk"
+        )
+    for word in engine.server_args:
+        flag = word.partition("=")[0]
+        # SGLang takes abbreviations too.
+        if len(flag) > len("--a") and flag != "--ssl-keyfile" and any(each.startswith(flag) for each in _OF_THE_RUN):
+            found.append(
+                f"engine.server_args has {flag}: each run makes a key for the servers that it starts, and hands it on "
+                "in a file; what stands here would be seen by every user of the host. Leave it out"
+            )
+    if engine.urls is not None and len(engine.urls) < config.actor.num_actors:
+        found.append(
+            f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
+            "loads weights into servers of its own; lower actor.num_actors or add servers"
+        )
+    for url in engine.urls or ():
+        if not _is_server(url):
+            found.append(f"engine.urls has {url!r}: write it as http://host:port")
+    if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
+        found.append(
+            f"engine.python={engine.python} is no interpreter: give the path of the python that has SGLang, see "
+            "tools/install_sglang_cpu.sh"
+        )
+    return found
+
+
+def _is_server(url: str) -> bool:
+    """Whether an http URL names a host, and its port is one."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _host_problems(config: Config) -> list[str]:
+    """What keeps the learner and actors on different hosts from talking to each other."""
+    pipeline, found = config.pipeline, []
+    for key, endpoint, check in (("bind", pipeline.bind, check_bind), ("connect", pipeline.connect, check_connect)):
+        if endpoint is not None:
+            try:
+                # The ports of all ranks, and the one of the weight server above them.
+                rank_endpoint(endpoint, config.learner.num_ranks)
+                check(endpoint, has_keys=pipeline.keys is not None)
+                if pipeline.keys is None:
+                    found.append(
+                        f"pipeline.{key}={endpoint} is a port of this host, which every user of it can take or talk "
+                        "to: run `impala-llm keys --dir KEYS` and set pipeline.keys=KEYS on both sides; actors on the "
+                        f"learner's host need no pipeline.{key}"
+                    )
+            except ValueError as error:
+                found.append(f"pipeline.{key}={endpoint}: {error}")
+    if pipeline.bind is not None and pipeline.weight_slots < 3:
+        found.append(
+            f"pipeline.weight_slots={pipeline.weight_slots} is too few with pipeline.bind: set it to 3 or more, as "
+            "other hosts fetch one version while the next is written"
+        )
+    if pipeline.keys is None:
+        return found
+    folder = Path(pipeline.keys).expanduser()
+    if not folder.is_dir():
+        return [*found, f"pipeline.keys={pipeline.keys} is not a folder: make it with `impala-llm keys --dir DIR`"]
+    needed = set()
+    if pipeline.bind is not None:
+        needed |= {LEARNER_SECRET, LEARNER_PUBLIC, AUTHORISED}
+    if pipeline.connect is not None:
+        secrets = [path.name for path in actor_secrets(folder)]
+        needed |= {LEARNER_PUBLIC, secrets[0] if secrets else f"actor{SECRET_SUFFIX}"}
+        if len(secrets) > 1:
+            found.append(
+                f"pipeline.keys={pipeline.keys} has the secret keys of several actors, {', '.join(secrets)}: copy the "
+                f"one of this host and {LEARNER_PUBLIC} into a folder of their own"
+            )
+    missing = sorted(name for name in needed if not (folder / name).exists())
+    if missing:
+        found.append(
+            f"pipeline.keys={pipeline.keys} has no {', '.join(missing)}: make keys with `impala-llm keys`, or copy "
+            "what is missing from the folder where they were made"
+        )
+    return found
