@@ -30,7 +30,7 @@ from impala_llm.pipeline.tickets.ledger import TicketLedger  # noqa: E402
 from impala_llm.pipeline.tickets.task_order import TaskOrder  # noqa: E402
 from impala_llm.pipeline.transport.actor_channel import ActorChannel  # noqa: E402
 from impala_llm.pipeline.transport.messages import WeightsAnnounced  # noqa: E402
-from impala_llm.pipeline.transport.receiver import Receiver  # noqa: E402
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits  # noqa: E402
 
 TURN_S = 0.1
 """Between two polls of an actor."""
@@ -42,8 +42,8 @@ def serve(run_name: str, keys: Path) -> None:
     run = RunDirectory.attach(run_name, timeout_s=START_S)
     ledger = TicketLedger(TaskOrder(range(1000), seed=0), batch_size=64, max_staleness=1)
     arena = TrajectoryStore(run.replay_path(), 1 << 24, max_records=1024)
-    away = {"bind": "tcp://127.0.0.1:*", "keys": load_learner_keys(keys)}
-    receiver = Receiver(run.endpoint(), ledger, 1000, run, arena, **away)
+    endpoints = Endpoints(run.endpoint(), "tcp://127.0.0.1:*", load_learner_keys(keys))
+    receiver = Receiver(endpoints, ledger, RecordLimits(1000), run, arena)
     receiver.start()
     print(json.dumps(receiver.endpoints), flush=True)
     os.set_blocking(sys.stdin.fileno(), False)

@@ -17,7 +17,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 
 MAX_OPEN = 1 << 16
@@ -49,7 +49,9 @@ class OurPipeline(Contender):
         ledger = TicketLedger(TaskOrder(range(1000)), batch_size=1, max_staleness=None, max_open=MAX_OPEN)
         endpoint = self._run.endpoint(0)
         arena = TrajectoryStore(self._run.replay_path(0), _REPLAY_BYTES, 2 * MAX_OPEN)
-        self._receiver = Receiver(endpoint, ledger, VOCAB_SIZE, self._run, arena, heartbeat_timeout_s=_PATIENCE_S)
+        self._receiver = Receiver(
+            Endpoints(endpoint), ledger, RecordLimits(VOCAB_SIZE), self._run, arena, SessionLimits(_PATIENCE_S)
+        )
         self._receiver.start()
 
     def connect_producer(self, index: int, records: list[Record]) -> None:

@@ -14,7 +14,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.remote import serve_weights
 from impala_llm.settings import Config
@@ -110,16 +110,12 @@ class LearnerEndpoint:
         num_bytes = (config.replay.capacity_mb * 5 // 4 + 64) << 20
         store = TrajectoryStore(run_dir.replay_path(self._rank), num_bytes, 4 * config.replay.capacity)
         receiver = Receiver(
-            run_dir.endpoint(self._rank),
+            Endpoints(run_dir.endpoint(self._rank), bind, keys),
             ledger,
-            vocab_size,
+            RecordLimits(vocab_size, config.learner.token_budget),
             run_dir,
             store,
-            heartbeat_timeout_s=pipeline.actor_timeout_s,
-            ticket_timeout_s=pipeline.ticket_timeout_s,
-            bind=bind,
-            keys=keys,
-            max_tokens=config.learner.token_budget,
+            SessionLimits(heartbeat_timeout_s=pipeline.actor_timeout_s, ticket_timeout_s=pipeline.ticket_timeout_s),
             published=WeightReader(run_dir.weights_path).latest(),
         )
         receiver.start()

@@ -18,7 +18,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import words_of
 from tests.pipeline.support import VOCAB_SIZE, turns_until
@@ -274,7 +274,9 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
     ledger = TicketLedger(order, BATCH, max_staleness=2)
     size = -(-8 * len(words_of(make_record())) // 64) * 64
     arena = TrajectoryStore(run_dir.replay_path(), 17 * size, max_records=64)
-    receiver = Receiver(run_dir.endpoint(0), ledger, VOCAB_SIZE, run_dir, arena, heartbeat_timeout_s=600.0)
+    receiver = Receiver(
+        Endpoints(run_dir.endpoint(0)), ledger, RecordLimits(VOCAB_SIZE), run_dir, arena, SessionLimits(600.0)
+    )
     receiver.start()
     actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, heartbeat_s=0.05)
     settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}"]

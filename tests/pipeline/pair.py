@@ -13,7 +13,7 @@ from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import VOCAB_SIZE, turns_until
 
@@ -41,6 +41,8 @@ class Pair:
         max_tokens: int = MAX_TOKENS,
         bind: str | None = None,
         published: int | None = None,
+        heartbeats_per_s: int = 100,
+        max_remembered: int = 1 << 14,
     ) -> Receiver:
         """A later one goes on from what an earlier one left."""
         self.ledger = TicketLedger(
@@ -53,17 +55,13 @@ class Pair:
             journal=Journal(self.run_dir.journal_path()),
         )
         receiver = Receiver(
-            endpoint or self.run_dir.endpoint(0),
+            Endpoints(endpoint or self.run_dir.endpoint(0), bind),
             self.ledger,
-            VOCAB_SIZE,
+            RecordLimits(VOCAB_SIZE, max_tokens),
             self.run_dir,
             TrajectoryStore(self.run_dir.replay_path(), replay_bytes, max_records=64),
-            heartbeat_timeout_s,
-            grant_resend_s,
-            ticket_timeout_s,
-            max_tokens=max_tokens,
-            bind=bind,
-            published=published,
+            SessionLimits(heartbeat_timeout_s, grant_resend_s, ticket_timeout_s, heartbeats_per_s, max_remembered),
+            published,
         )
         receiver.start()
         self.receivers.append(receiver)

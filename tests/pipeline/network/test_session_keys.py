@@ -13,7 +13,7 @@ from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.messages import Shutdown
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, turns_until
 
 ARENA_BYTES = 1 << 16
@@ -26,13 +26,11 @@ class Host:
         make_keys(folder, ["a", "b"])
         self.run_dir, self.folder = run_dir, folder
         self.receiver = Receiver(
-            run_dir.endpoint(0),
+            Endpoints(run_dir.endpoint(0), "tcp://127.0.0.1:*", load_learner_keys(folder)),
             TicketLedger(TaskOrder(range(50), seed=1), 4, 1, max_open=64),
-            VOCAB_SIZE,
+            RecordLimits(VOCAB_SIZE),
             run_dir,
             TrajectoryStore(run_dir.replay_path(), 1 << 20, max_records=64),
-            bind="tcp://127.0.0.1:*",
-            keys=load_learner_keys(folder),
         )
         self.receiver.start()
 

@@ -18,7 +18,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Claim, Ticket, Verdict
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.ingest import ReceiverError
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.pair import Pair, counter, drain
 from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory, turns_until
 
@@ -301,7 +301,7 @@ def test_tcp_on_loopback_when_asked_and_nothing_beyond(pair: Pair) -> None:
     arena = TrajectoryStore(pair.run_dir.path / "other.replay", 1 << 12, 8)
     for endpoint in ("tcp://0.0.0.0:1", "tcp://*:1", "inproc://x", "udp://127.0.0.1:1"):
         with pytest.raises(ValueError, match="without keys|endpoint"):
-            Receiver(endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir, arena).start()
+            Receiver(Endpoints(endpoint), pair.ledger, RecordLimits(VOCAB_SIZE), pair.run_dir, arena).start()
     arena.path.unlink()
 
 
@@ -309,7 +309,7 @@ def test_an_endpoint_in_use_is_an_error_of_start(pair: Pair) -> None:
     taken = pair.receiver(endpoint="tcp://127.0.0.1:*")
     arena = TrajectoryStore(pair.run_dir.path / "other.replay", 1 << 12, 8)
     with pytest.raises(zmq.ZMQError):
-        Receiver(taken.endpoint, pair.ledger, VOCAB_SIZE, pair.run_dir, arena).start()
+        Receiver(Endpoints(taken.endpoint), pair.ledger, RecordLimits(VOCAB_SIZE), pair.run_dir, arena).start()
     arena.path.unlink()
 
 

@@ -117,8 +117,7 @@ def reported(receiver: Receiver, number: int) -> bool:
     return receiver.actor_stats().get("actor-0") == {"sent": number}
 
 
-def test_what_was_answered_before_a_restart_is_no_gap_after_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("impala_llm.pipeline.transport.receiver._MAX_REMEMBERED", 8)
+def test_what_was_answered_before_a_restart_is_no_gap_after_it(pair: Pair) -> None:
     first = pair.receiver(batch_size=16)
     actor = pair.actor(want=3)
     early, *others = pair.tickets(actor, 3)
@@ -129,7 +128,7 @@ def test_what_was_answered_before_a_restart_is_no_gap_after_it(pair: Pair, monke
     turns_until(lambda: actor.num_unacknowledged == 1, actor)
     pair.receivers.remove(first)
     first.close()
-    second = pair.receiver(batch_size=16)
+    second = pair.receiver(batch_size=16, max_remembered=8)
     second.announce(1)
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     for number in range(20):

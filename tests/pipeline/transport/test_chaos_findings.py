@@ -27,7 +27,7 @@ from impala_llm.pipeline.transport.messages import (
     decode,
     encode,
 )
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, turns_until
 
 
@@ -66,14 +66,14 @@ def test_what_was_seen_of_an_actor_takes_no_memory_after_the_learner_was_started
 
 def test_a_refused_record_that_is_offered_again_is_not_acknowledged(run_dir: RunDirectory) -> None:
     receiver = Receiver(
-        run_dir.endpoint(),
+        Endpoints(run_dir.endpoint()),
         make_ledger(run_dir.journal_path(), version=0),
-        VOCAB_SIZE,
+        RecordLimits(VOCAB_SIZE),
         run_dir,
         TrajectoryStore(run_dir.replay_path(), 1 << 20, max_records=8),
     )
     receiver.start()
-    actor = dealer(receiver._context, receiver.endpoint, b"actor#0000000000000001", MAX_MESSAGE_BYTES)
+    actor = dealer(receiver._actors._context, receiver.endpoint, b"actor#0000000000000001", MAX_MESSAGE_BYTES)
 
     def answer(*kinds: type) -> object:
         while actor.poll(5000):
@@ -132,9 +132,9 @@ class Relay:
 def test_an_actor_connects_again_after_its_stream_was_disturbed(run_dir: RunDirectory) -> None:
     # libzmq does not: after an error of protocol, unlike one of the connection, it gives a connection up for good.
     receiver = Receiver(
-        run_dir.endpoint(),
+        Endpoints(run_dir.endpoint()),
         make_ledger(run_dir.journal_path(), version=0),
-        VOCAB_SIZE,
+        RecordLimits(VOCAB_SIZE),
         run_dir,
         TrajectoryStore(run_dir.replay_path(), 1 << 20, max_records=8),
     )

@@ -73,11 +73,8 @@ def test_an_actor_sends_as_many_heartbeats_as_it_is_asked_for(
     actor.close()
 
 
-def test_who_is_asked_for_few_heartbeats_may_be_silent_for_longer(
-    pair: Pair, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receiver = pair.receiver(heartbeat_timeout_s=0.05)
-    monkeypatch.setattr("impala_llm.pipeline.transport.receiver._HEARTBEATS_PER_S", 2)
+def test_who_is_asked_for_few_heartbeats_may_be_silent_for_longer(pair: Pair, crowd: Crowd) -> None:
+    receiver = pair.receiver(heartbeat_timeout_s=0.05, heartbeats_per_s=2)
     answers = crowd.come(receiver.endpoint, 3)
     assert answers == [messages.WeightsAnnounced(0, seconds) for seconds in (0, 1, 1)]
     turns_until(counter(receiver, "actors_lost"))
@@ -87,10 +84,13 @@ def test_who_is_asked_for_few_heartbeats_may_be_silent_for_longer(
 
 def test_a_message_of_one_actor_is_no_work_for_the_others(pair: Pair, crowd: Crowd) -> None:
     calls = 0
+    files = tuple(
+        f"/pipeline/transport/{name}.py" for name in ("receiver", "message_loop", "sessions", "actor_sockets")
+    )
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.endswith("/pipeline/transport/receiver.py")
+        calls += event == "call" and frame.f_code.co_filename.endswith(files)
 
     threading.setprofile(count)
     receiver = pair.receiver()

@@ -16,7 +16,7 @@ from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context
 from impala_llm.pipeline.transport.messages import WeightsAnnounced
 from impala_llm.pipeline.transport.rank_channels import ActorChannels
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
 NUM_RANKS = 2
@@ -34,7 +34,9 @@ class World:
             order = TaskOrder(range(50), seed=1, rank=rank, world_size=NUM_RANKS)
             ledger = TicketLedger(order, batch_size=1, max_staleness=None, max_open=limit)
             arena = TrajectoryStore(self.run_dir.replay_path(rank), 1 << 18, 64)
-            receiver = Receiver(self.run_dir.endpoint(rank), ledger, VOCAB_SIZE, self.run_dir, arena)
+            receiver = Receiver(
+                Endpoints(self.run_dir.endpoint(rank)), ledger, RecordLimits(VOCAB_SIZE), self.run_dir, arena
+            )
             receiver.start()
             self.receivers.append(receiver)
         self.actor = ActorChannels(self.connect, NUM_RANKS, share_every_s=0.1)

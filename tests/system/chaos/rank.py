@@ -25,7 +25,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import VOCAB_SIZE
@@ -160,14 +160,12 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     )
     arena = TrajectoryStore(run_dir.replay_path(rank), REPLAY_BYTES, 4 * config.replay.capacity)
     receiver = LoggedReceiver(
-        run_dir.endpoint(rank),
+        Endpoints(run_dir.endpoint(rank)),
         ledger,
-        VOCAB_SIZE,
+        RecordLimits(VOCAB_SIZE),
         run_dir,
         arena,
-        heartbeat_timeout_s=3.0,
-        grant_resend_s=2.0,
-        ticket_timeout_s=20.0,
+        SessionLimits(heartbeat_timeout_s=3.0, grant_resend_s=2.0, ticket_timeout_s=20.0),
     )
     receiver.log, receiver.sabotage, receiver.digests = log, settings.sabotage, {}
     receiver.start()

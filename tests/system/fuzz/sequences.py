@@ -28,7 +28,7 @@ from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
-from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of
 from tests.system.fuzz.inputs import VOCAB_SIZE, Decoder, Source, changed_record, sample_trajectory
@@ -145,13 +145,12 @@ class World:
         )
         arena = TrajectoryStore(self.run_dir.replay_path(), 1 << 18, 64)
         self.receiver = Receiver(
-            self.run_dir.endpoint(0),
+            Endpoints(self.run_dir.endpoint(0)),
             self.ledger,
-            VOCAB_SIZE,
+            RecordLimits(VOCAB_SIZE, MAX_TOKENS),
             self.run_dir,
             arena,
-            grant_resend_s=0.01,
-            max_tokens=MAX_TOKENS,
+            SessionLimits(grant_resend_s=0.01),
         )
         self.receiver.start()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
