@@ -251,15 +251,21 @@ def check_ranks(config: Config) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """ConfigError where a learner that was started by hand would mix two runs; of what it removes it says so."""
-    if SUPERVISED in os.environ or config.run.resume:
+    """ConfigError where a learner that was started by hand would mix two runs; of what it removes it says so.
+
+    Raises RunDirectoryError where another learner of this run is alive: before anything in its folder changes.
+    """
+    if SUPERVISED in os.environ:
+        return
+    left = find_run(config.run.name) if os.environ.get("RANK", "0") == "0" else None
+    if config.run.resume:
         return
     if holds_run(Path(config.run.dir)):
         raise ConfigError(
             f"run.dir={config.run.dir} holds a run already, and two would be mixed: set another run.name, or "
             "run.resume=true to go on with what a killed learner left"
         )
-    if os.environ.get("RANK", "0") == "0" and find_run(config.run.name) is not None:
+    if left is not None:
         print(
             f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
             "actors are told to end: run.resume=true would have gone on with it",

@@ -81,3 +81,11 @@ def test_what_a_killed_learner_left_is_not_removed_in_silence(
         assert "run.resume=true would have gone on with it" in capsys.readouterr().out
     finally:
         remove_run_dir(name)
+
+
+def test_a_learner_that_is_refused_leaves_the_settings_of_the_living_one(tmp_path: Path) -> None:
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    (tmp_path / "config.yaml").write_text("of the living one")
+    with RunDirectory.create(name):
+        assert main([f"run.name={name}", f"run.dir={tmp_path}", "run.resume=true"]) == 2
+    assert (tmp_path / "config.yaml").read_text() == "of the living one"
