@@ -50,8 +50,8 @@ class _Update:
     """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
     weights: torch.Tensor
     """float32[M]: of the draw."""
-    teaching: list[int]
-    """Places of the trajectories that have a gradient."""
+    teaching: tuple[int, ...]
+    """Places of the trajectories that have a gradient, in ascending order."""
     culprits: list[Trajectory]
     """Those with a number that is not finite."""
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -132,8 +132,9 @@ class Trainer:
                 self.survey(update, keeps_log_probs=len(steps) > 1)
             if whitens:
                 update.whitening = self.whitening(update)
-        for number, members in enumerate(steps):
-            self.accumulate(update, members, self.rules(update, members if len(steps) > 1 else None))
+        for number, part in enumerate(steps):
+            counts = update.counts if len(steps) == 1 else self.part_counts(update, part)
+            self.accumulate(update, part, self.rules(update, counts))
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
                 self.compare_arrivals(version, arrivals)
@@ -169,30 +170,27 @@ class Trainer:
         self.log.add_all(() if prepared is None else prepared.figures)
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
-        return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, teaching, culprits)
+        return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
 
     def steps(self, update: _Update) -> list[list[int]]:
-        """Places in the batch that each optimizer step learns from: in passes over the batch, each in an order of its
-        own, cut into minibatches. The same number of steps on every rank."""
+        """Places in the batch of each optimizer step: passes over the batch, each in an order of its own, cut into
+        minibatches. The same number of steps on every rank."""
         learner = self.config.learner
-        if learner.epochs == learner.minibatches == 1:
-            return [update.teaching]
-        chosen = set(update.teaching)
         found = []
         for epoch in range(learner.epochs):
             order = np.random.default_rng((self.config.run.seed, self.ranks.rank, update.version, epoch))
             places = order.permutation(len(update.batch.trajectories))
-            for part in np.array_split(places, learner.minibatches):
-                found.append([i for i in sorted(part.tolist()) if i in chosen])
+            found += [sorted(part.tolist()) for part in np.array_split(places, learner.minibatches)]
         return found
 
-    def rules(self, update: _Update, members: Sequence[int] | None) -> Rules:
-        """Of an optimizer step. members: places of its trajectories; None: those of the whole batch."""
-        counts = update.counts
-        if members is not None:
-            part = [update.batch.trajectories[i] for i in members]
-            found = self.ranks.sum([sum(t.num_action_tokens for t in part), sum(len(t.turns) for t in part), len(part)])
-            counts = Denominators(*(max(1.0, number) for number in found))
+    def part_counts(self, update: _Update, part: Sequence[int]) -> Denominators:
+        """Of one of several optimizer steps, over all ranks. part: places of its trajectories in the batch."""
+        chosen = [update.batch.trajectories[i] for i in part]
+        counts = [sum(t.num_action_tokens for t in chosen), sum(len(t.turns) for t in chosen), len(chosen)]
+        return Denominators(*(max(1.0, number) for number in self.ranks.sum(counts)))
+
+    def rules(self, update: _Update, counts: Denominators) -> Rules:
+        """Of an optimizer step."""
         train_policy = self.num_updates >= self.config.learner.value_warmup_updates
         return Rules(counts, update.version, update.oldest_version, self.entropy.coef, update.whitening, train_policy)
 
@@ -201,9 +199,8 @@ class Trainer:
         """Before the first optimizer step: advantages, for their moments, and log π of the weights that the update
         begins with. With several steps those are the proximal policy, and all that the monitor may compare with the
         engine's."""
-        for cpu_micro in pack(
-            [update.batch.trajectories[i] for i in update.teaching], self.config.learner.token_budget
-        ):
+        taught = [update.batch.trajectories[i] for i in update.teaching]
+        for cpu_micro in pack(taught, self.config.learner.token_budget):
             places = [update.teaching[i] for i in cpu_micro.members]
             trajectories = [update.batch.trajectories[i] for i in places]
             micro, rows = self.rows(update, cpu_micro, places)
@@ -243,8 +240,10 @@ class Trainer:
             torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
         )
 
-    def accumulate(self, update: _Update, members: Sequence[int], rules: Rules) -> None:
-        """The gradient of an optimizer step on this rank. members: places of its trajectories in the batch."""
+    def accumulate(self, update: _Update, part: Sequence[int], rules: Rules) -> None:
+        """The gradient of an optimizer step on this rank. part: places of its trajectories in the batch."""
+        taught = set(update.teaching)
+        members = [i for i in part if i in taught]
         for cpu_micro in pack([update.batch.trajectories[i] for i in members], self.config.learner.token_budget):
             places = [members[i] for i in cpu_micro.members]
             trajectories = [update.batch.trajectories[i] for i in places]

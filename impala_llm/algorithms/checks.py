@@ -78,6 +78,12 @@ def require_at_least(name: str, value: float, smallest: float) -> None:
         raise ValueError(f"{name} is {value}: it must be at least {smallest:g}")
 
 
+def require_positive(name: str, value: float) -> None:
+    """`value` is a number > 0; NaN is refused."""
+    if not value > 0:
+        raise ValueError(f"{name} is {value}: it must be positive, such as 1")
+
+
 def _require_index_shape(name: str, indices: Tensor, length: int) -> None:
     if indices.dtype != torch.int64:
         raise TypeError(f"{name} has dtype {indices.dtype}: int64 expected")

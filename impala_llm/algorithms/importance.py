@@ -16,6 +16,7 @@ from torch import Tensor
 from impala_llm.algorithms.checks import (
     require_at_least,
     require_float,
+    require_positive,
     require_same_floats,
     require_segment_ids,
 )
@@ -74,8 +75,7 @@ def truncated_weights(
         TypeError, ValueError: wrong dtype, shape, level or cap.
     """
     _require_ratio_arguments(log_ratio, segment_ids)
-    if not cap > 0:
-        raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
+    require_positive("cap", cap)
     log_ratio = log_ratio.detach()
     if level == "sequence":
         log_ratio = segment_sum(log_ratio, segment_ids)[segment_ids]

@@ -1,7 +1,6 @@
 """Policy losses under importance correction, per action token, and how they become one number.
 
 Each is a pure function, and below it the part of an algorithm that `algorithm.loss` names: its fields are options.
-
 All inputs are flat float[N] over action tokens: `log_probs` is log π with gradient, `behaviour_log_probs` is log μ as
 the engine reported it, `advantages` is the advantage of each token. Only `log_probs` is differentiated.
 ρ = e^(log π - log μ), with the log-ratio clamped to ±20.
@@ -20,6 +19,7 @@ from torch import Tensor
 from impala_llm.algorithms.checks import (
     require_at_least,
     require_float,
+    require_positive,
     require_same_floats,
     require_segment_ids,
 )
@@ -139,7 +139,7 @@ def decoupled_ppo(
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     require_same_floats(("log_probs", log_probs), ("proximal_log_probs", proximal_log_probs), ndim=1)
-    _require_cap(cap)
+    require_positive("cap", cap)
     proximal_log_probs = proximal_log_probs.detach()
     ratio = ratios(log_probs - proximal_log_probs)
     weight = ratios(proximal_log_probs - behaviour_log_probs.detach())
@@ -309,7 +309,7 @@ def truncated_is(
         TypeError, ValueError: wrong dtype, shape or cap.
     """
     _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
-    _require_cap(cap)
+    require_positive("cap", cap)
     return _truncated(log_probs, ratios((log_probs - behaviour_log_probs).detach()), advantages, cap)
 
 
@@ -394,11 +394,6 @@ def _require_loss_arguments(log_probs: Tensor, behaviour_log_probs: Tensor, adva
     require_same_floats(
         ("log_probs", log_probs), ("behaviour_log_probs", behaviour_log_probs), ("advantages", advantages), ndim=1
     )
-
-
-def _require_cap(cap: float) -> None:
-    if not cap > 0:
-        raise ValueError(f"cap is {cap}: it must be positive, such as 1 or 2")
 
 
 def _truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> LossOutput:

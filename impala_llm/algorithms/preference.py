@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from impala_llm.algorithms.advantages import EpisodeCredit
-from impala_llm.algorithms.checks import require_float, require_same_floats
+from impala_llm.algorithms.checks import require_float, require_positive, require_same_floats
 from impala_llm.algorithms.interface import Episodes, Prepared, credit
 from impala_llm.settings import AlgorithmConfig, bounded
 
@@ -57,8 +57,7 @@ def dpo(
         ("chosen", chosen), ("rejected", rejected),
         ("reference_chosen", reference_chosen), ("reference_rejected", reference_rejected), ndim=1,
     )  # fmt: skip
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}: it must be positive, such as 0.1")
+    require_positive("beta", beta)
     chosen_reward = beta * (chosen - reference_chosen.detach())
     rejected_reward = beta * (rejected - reference_rejected.detach())
     margin = chosen_reward - rejected_reward

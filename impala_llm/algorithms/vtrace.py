@@ -31,6 +31,7 @@ from impala_llm.algorithms.checks import (
     require_dtype_of,
     require_float,
     require_indices,
+    require_positive,
     require_same_floats,
     require_segment_ids,
 )
@@ -284,8 +285,7 @@ def _packed_targets(
 
 def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -> None:
     for name, cap in (("rho_bar", rho_bar), ("pg_rho_bar", pg_rho_bar)):
-        if not cap > 0:
-            raise ValueError(f"{name} is {cap}: a cap on ratios must be positive, such as 1")
+        require_positive(name, cap)
     require_at_least("c_bar", c_bar, 0.0)
     if not 0.0 <= lam <= 1.0:
         raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")

@@ -20,6 +20,7 @@ from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import load
 from impala_llm.learning.feed import Batch
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
@@ -275,6 +276,22 @@ def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
     twice.update(varied(), version=3, progress=0.0)
     for p, q in zip(once.model.parameters(), twice.model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_an_episode_without_a_gradient_counts_in_the_mean_of_each_step(tmp_path: Path) -> None:
+    """Four of the six are as good as their groups of two."""
+    norms = []
+    for epochs in (1, 2):
+        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
+        trainer.config.algorithm.entropy_coef = trainer.entropy.coef = 0.0
+        trainer.optimizer = Optimizer(trainer.model, LearnerConfig(learning_rate=0.0, value_learning_rate=0.0))
+        rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(6)]
+        rows[0] = dataclasses.replace(rows[0], rewards=2 * rows[0].rewards)
+        trainer.update(dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows)), version=3, progress=0.0)
+        summary = trainer.log.flush()
+        assert summary["advantage/zero_share"] == pytest.approx(4 / 6)
+        norms.append(summary["optimizer/gradient_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_each_pass_sees_every_episode_once_in_parts_of_another_order(tmp_path: Path) -> None:
