@@ -119,13 +119,12 @@ class ReplayBuffer:
             signatures: what rarity counts, one for each item; by default that of its first trajectory.
 
         Returns:
-            The evicted items: stale ones, new ones among them if they are stale already, and then those of the lowest
-            priority, the oldest first among equals, until the new ones fit. New ones only make room for each other
-            where all of them together are more than the buffer holds.
+            The evicted items: stale ones, new ones among them if they are stale already, new ones that are larger than
+            the whole buffer, and then those of the lowest priority, the oldest first among equals, until the new ones
+            fit. New ones only make room for each other where all of them together are more than the buffer holds.
 
         Raises:
-            ValueError: an empty item, one larger than the whole buffer, tokens newer than `version`, a version that
-                decreases. Then nothing was inserted.
+            ValueError: an empty item, tokens newer than `version`, a version that decreases. Then nothing was inserted.
         """
         if signatures is not None and len(signatures) != len(items):
             raise ValueError(f"signatures has {len(signatures)} elements, items has {len(items)}: one each")
@@ -140,9 +139,11 @@ class ReplayBuffer:
         )
         self._next_id += len(items)
         is_stale = new.newest_version < version - self._max_staleness
-        if is_stale.any():
+        is_too_large = (new.num_trajectories > self._capacity_trajectories) | (new.num_bytes > self._capacity_bytes)
+        if (is_lost := is_stale | is_too_large).any():
             evicted += _evicted(new, np.flatnonzero(is_stale), "stale")
-            new = new.take(~is_stale)
+            evicted += _evicted(new, np.flatnonzero(is_too_large & ~is_stale), "capacity")
+            new = new.take(~is_lost)
         while len(new.item_id):
             fitting = min(
                 np.searchsorted(np.cumsum(new.num_trajectories), self._capacity_trajectories, side="right"),
@@ -301,13 +302,6 @@ class ReplayBuffer:
         if not all(items):
             raise ValueError("trajectories is empty: an item holds at least one")
         new = _columns(items)
-        too_large = (new.num_trajectories > self._capacity_trajectories) | (new.num_bytes > self._capacity_bytes)
-        if too_large.any():
-            row = int(np.argmax(too_large))
-            raise ValueError(
-                f"trajectories holds {new.num_trajectories[row]} of {new.num_bytes[row]} bytes: the whole buffer has "
-                f"room for {self._capacity_trajectories} of {self._capacity_bytes} bytes; raise its capacity"
-            )
         newest = new.newest_version.max()
         if newest > version:
             raise ValueError(
