@@ -9,21 +9,15 @@ what is in there. A learner that dies again and again without publishing a versi
 """
 
 import contextlib
-import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import psutil
-
+from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
@@ -32,142 +26,15 @@ from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISED, SUPERVISOR, WORKED, signal_name
+from impala_llm.supervised import SUPERVISED
 
-GRACE_S = 5.0
-"""Time between the polite signal and the kill."""
-GUARD_S = 3.0
-"""What orphans get to end by themselves."""
 POLL_S = 0.1
-MAX_RESTARTS = 20
-"""Of an actor, without a trajectory acknowledged in between."""
-LAST_WORDS = 4096
-"""Bytes of a log in which last words are looked for."""
-PROGRESS_BAR = re.compile(r"\d%\|")
-FAMILY = "IMPALA_LLM_FAMILY"
-"""Environment variable by which a supervisor knows the descendants of a child again: a server has a session of its own,
-and may live on without its actor."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The interface over which the ranks of a learner talk."""
 MAX_LEARNER_RESTARTS = 3
 """Without a version published in between; time alone proves nothing."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
 """Exit codes: the run is over; the settings are wrong; of an actor: the learner is gone."""
-
-
-@dataclass
-class Child:
-    """A supervised process and its log; or the learner's ranks, which are started together, and together again when one
-    of them has died."""
-
-    name: str
-    command: list[str]
-    log: Path | None
-    environment: dict[str, str]
-    num_ranks: int | None = None
-    """None: one process that is no rank."""
-    meeting_place: Path | None = None
-    """Folder in which several ranks find each other."""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    restarts: int = 0
-    """Since it last made progress."""
-    restart_at: float = 0.0
-    """Monotonic time of the next start, while it is down."""
-    pipe: int | None = None
-    """Descriptor from which its progress and its messages are read: see supervised.py."""
-    worked: bool = False
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    unread: bytes = b""
-    """The beginning of a line."""
-    log_begin: int = 0
-    """Size of the log at this start."""
-
-    def start(self) -> None:
-        if self.pipe is not None:
-            os.close(self.pipe)
-        self.pipe, told = os.pipe()
-        self.worked, self.unread = False, b""
-        self.log_begin = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
-        token = uuid.uuid4().hex
-        try:
-            for descriptor in (self.pipe, told):
-                os.set_blocking(descriptor, False)
-            self.processes = []
-            for rank in range(self.num_ranks or 1):
-                environment = {**self.environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())}
-                if self.num_ranks is not None:
-                    environment |= self.rank_environment(rank, token)
-                self.processes.append(self.start_process(environment, told))
-        finally:
-            os.close(told)
-
-    def rank_environment(self, rank: int, token: str) -> dict[str, str]:
-        """What torchrun would set, but for where the ranks meet: in a file, so that nobody listens."""
-        number, total = str(rank), str(self.num_ranks)
-        ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
-        return ranks | (
-            {} if self.meeting_place is None else {RENDEZVOUS: f"file://{self.meeting_place}/ranks-{token}"}
-        )
-
-    def start_process(self, environment: dict[str, str], told: int) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
-        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
-            return subprocess.Popen(
-                self.command,
-                env=environment,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                pass_fds=(told,),
-            )
-
-    def poll(self) -> int | None:
-        """Its exit code: of several ranks one that is not 0. None while it runs."""
-        codes = [process.poll() for process in self.processes]
-        failed = [code for code in codes if code]
-        return failed[0] if failed else None if None in codes or not codes else 0
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Messages that it has sent since the last call."""
-        self._read_pipe()
-        messages, self.messages = self.messages, []
-        return messages
-
-    def has_worked(self) -> bool:
-        """Whether it has made progress since this was last asked."""
-        self._read_pipe()
-        worked, self.worked = self.worked, False
-        return worked
-
-    def _read_pipe(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
-                *lines, self.unread = (self.unread + data).split(b"\n")
-                self.worked = self.worked or WORKED in lines
-                self.messages += [json.loads(line) for line in lines if line != WORKED]
-
-    def signal(self, number: int) -> None:
-        """To the whole process groups."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-
-    def last_words(self) -> str:
-        """The last line that it has logged since its start, progress bars aside, and where the rest is; else empty."""
-        if self.log is None or not self.log.exists():
-            return ""
-        with self.log.open("rb") as log:
-            log.seek(max(self.log_begin, self.log.stat().st_size - LAST_WORDS))
-            lines = log.read().decode(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
-        return f": {said[-1]} (more in {self.log})" if said else ""
-
-
-def exit_reason(code: int) -> str:
-    """What a return code of subprocess means, for people."""
-    if code < 0:
-        return f"killed by {signal_name(-code)}"
-    return f"exit code {code}"
 
 
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
@@ -236,9 +103,9 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
     children = plan(config, overrides)
     learner, actors = children[0], children[1:]
-    _say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
+    say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
-        _say(f"start actors with {how_to_join(config)}")
+        say(f"start actors with {how_to_join(config)}")
     final = (STOPPED, BAD_SETTINGS)
     with (
         _stop_signal() as stop_signal,
@@ -250,11 +117,11 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
             view.status("the learner and its actors are starting")
             for child in children:
                 child.start()
-            while not stop_signal() and _keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
+            while not stop_signal() and keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
                 _show(learner, view)
                 for actor in actors:
                     actor.receive()  # the learner says what they do
-                if not all([_keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
+                if not all([keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
                     break
                 time.sleep(POLL_S)
         finally:
@@ -266,12 +133,12 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     # Of an actor that has found what will fail again: all have the same settings.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]
     if unfit:
-        _say(f"the run has ended{unfit[0].last_words()}")
+        say(f"the run has ended{unfit[0].last_words()}")
         return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
     if code:
-        _say(f"the learner has ended ({exit_reason(code)}){learner.last_words()}")
+        say(f"the learner has ended ({exit_reason(code)}){learner.last_words()}")
     return code if code >= 0 else 128 - code
 
 
@@ -300,7 +167,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     if not actors:
         raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
     where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
-    _say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
+    say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
     with _stop_signal() as stop_signal, _away_from_learner(config), _terminal_view(config) as view:
         at_play: dict[str, list[float]] = {}
         try:
@@ -308,7 +175,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
                 actor.start()
             while not stop_signal():
                 final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
-                if not any([_keep_alive(actor, final) for actor in actors]):
+                if not any([keep_alive(actor, final) for actor in actors]):
                     break
                 view.status(_actors_status(actors, at_play))
                 time.sleep(POLL_S)
@@ -318,7 +185,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
             return 128 + stop_signal()
     failed = [actor for actor in actors if actor.poll() != STOPPED]
     for actor in failed:
-        _say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}){actor.last_words()}")
+        say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}){actor.last_words()}")
     if any(actor.poll() == BAD_SETTINGS for actor in failed):
         return BAD_SETTINGS
     return 1 if failed else 0
@@ -351,51 +218,6 @@ def _away_from_learner(config: Config) -> Iterator[None]:
         yield
 
 
-def end(children: Sequence[Child], polite: bool) -> None:
-    """End all processes: after a finished run actors go by themselves, else they are told to; then they are killed."""
-    if not polite:
-        for child in children:
-            if child.poll() is None:
-                child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    for child in children:
-        try:
-            for process in child.processes:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _say(f"{child.name} does not end: killing it")
-        child.signal(signal.SIGKILL)  # also what is left of its group
-    for child in children:
-        for process in child.processes:
-            process.wait()
-    _kill_relatives(children)
-
-
-def _kill_relatives(children: Sequence[Child]) -> None:
-    """What dead children have left of their descendants: an actor's SGLang server has a session of its own."""
-    relatives = _relatives({child.environment[FAMILY] for child in children})
-    # The guard of a server ends by itself when its owner is gone, and removes the server's files then.
-    _, relatives = psutil.wait_procs(relatives, timeout=GUARD_S)
-    for relative in relatives:
-        try:
-            relative.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(relatives, timeout=GRACE_S)
-
-
-def _relatives(families: set[str]) -> list[psutil.Process]:
-    """All living processes of these families, whoever is their parent by now."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(FAMILY) in families:
-                found.append(process)
-        except psutil.Error:
-            continue  # gone, or another user's
-    return found
-
-
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[], int]]:
     """While entered, SIGINT and SIGTERM are only remembered: what is yielded tells which one came, 0 for none."""
@@ -411,34 +233,6 @@ def _stop_signal() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> bool:
-    """Start a dead child again when its time has come. False where it has ended: with a final code, or once too often.
-
-    A moment passes before each new start, and longer ones when it keeps dying.
-    """
-    code = child.poll()
-    if code is None:
-        return True
-    now = time.monotonic()
-    if child.restart_at == 0.0:
-        if code in final:
-            return False
-        child.signal(signal.SIGKILL)  # the other ranks
-        if child.has_worked():
-            child.restarts = 0  # not a crash loop
-        if child.restarts >= most:
-            return False
-        delay = min(30.0, 2.0**child.restarts)
-        child.restart_at = now + delay
-        child.restarts += 1
-        _say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_words()}")
-    elif now >= child.restart_at:
-        child.restart_at = 0.0
-        _kill_relatives([child])
-        child.start()
-    return True
 
 
 @contextlib.contextmanager
@@ -464,10 +258,6 @@ def _show(learner: Child, view: TerminalView) -> None:
         view.status("the learner is started again")
 
 
-def _say(text: str) -> None:
-    print(f"impala-llm: {text}", file=sys.stderr, flush=True)
-
-
 def one_actor_per_server(words: Sequence[str], gpus: Sequence[str]) -> list[str]:
     """The overrides with `actor.num_actors` for all GPUs of an actors' host, where servers use them and nobody said."""
     config = load(words)
@@ -482,7 +272,7 @@ def main(argv: Sequence[str]) -> int:
         words = one_actor_per_server(argv, visible_gpus())
         return supervise_actors(load(words), words)
     except ConfigError as error:
-        _say(str(error))
+        say(str(error))
         return BAD_SETTINGS
 
 

@@ -6,7 +6,7 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,102 +183,110 @@ async def play_episode(
     """
     observation = contract.reset(session, spec.task_id, spec.env)
     info: dict[str, Any] = {}
-    tokens: list[int] = chat.first(observation)
-    answers: list[Answer] = []  # of this unroll
-    num_turns = num_unrolls = 0
+    played = _Played(spec, chat.first(observation))
     terminated = truncated = False
     try:
-        while not (terminated or truncated):
-            room = limits.max_length - len(tokens)
-            if room < 1:
-                break
+        while not (terminated or truncated) and len(played.tokens) < limits.max_length:
             # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
-            if on_unroll is not None and limits.ends_unroll(answers):
-                on_unroll(
-                    _assemble(spec, tokens, answers, {}, bootstrap=True, unroll_index=num_unrolls, continues=True)
-                )
-                answers = []
-                num_unrolls += 1
-            params = SamplingParams(
-                temperature=limits.temperature,
-                max_new_tokens=min(limits.max_new_tokens, room),
-                stop_token_ids=chat.stop_token_ids,
-                greedy=limits.greedy,
-                seed=spec.seed,
-            )
-            answer = await engine.generate(spec.episode_id, tokens, params)
+            if on_unroll is not None and limits.ends_unroll(played.answers):
+                on_unroll(played.end_unroll({}, bootstrap=True, continues=True))
+            params = _sampling(spec, chat, limits, room=limits.max_length - len(played.tokens))
+            answer = await engine.generate(spec.episode_id, played.tokens, params)
             if answer.finish_reason == "abort":
-                if not keep_aborted or not answers:
+                if not keep_aborted or not played.answers:
                     raise EpisodeAborted(
-                        f"episode {spec.episode_id}: the engine aborted the answer of turn {num_turns}"
+                        f"episode {spec.episode_id}: the engine aborted the answer of turn {played.num_turns}"
                     )
                 truncated = True
                 break
-            start = len(tokens)
-            tokens = [*tokens, *answer.tokens.tolist()]
-            action = chat.text(answer.tokens)
-            before = observation
+            action, before = chat.text(answer.tokens), observation
             observation, reward, terminated, truncated, info = contract.step(session, action, spec.env)
-            answers.append((start, answer, reward))
-            num_turns += 1
+            played.add(answer, reward)
             if transcript is not None:
                 transcript.append(Turn(before, action, reward))
             if not terminated:
-                tokens = [*tokens, *chat.following(observation, tokens[-1])]
+                played.tokens = [*played.tokens, *chat.following(observation, played.tokens[-1])]
     finally:
         engine.release(spec.episode_id)
-    bootstrap = truncated and not terminated and len(tokens) <= limits.max_length
-    return _assemble(spec, tokens, answers, info, bootstrap=bootstrap, unroll_index=num_unrolls)
+    bootstrap = truncated and not terminated and len(played.tokens) <= limits.max_length
+    return played.end_unroll(info, bootstrap=bootstrap)
 
 
-def _assemble(
-    spec: EpisodeSpec,
-    tokens: list[int],
-    answers: list[Answer],
-    info: dict[str, Any],
-    *,
-    bootstrap: bool,
-    unroll_index: int,
-    continues: bool = False,
-) -> Trajectory:
-    """Lay an unroll out as the arrays of a `Trajectory`. What follows the last answer is cut off, unless its value is
-    to be bootstrapped."""
-    if not answers:
-        raise ValueError(
-            f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an answer: "
-            "raise engine.max_length"
-        )
-    num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
-    mask = np.zeros(num_tokens, np.bool_)
-    logprobs = np.zeros(num_tokens, np.float32)
-    versions = np.full(num_tokens, NO_VERSION, np.int32)
-    rewards = np.zeros(num_tokens, np.float32)
-    turns = np.empty((len(answers), 2), np.int32)
-    for k, (start, answer, reward) in enumerate(answers):
-        end = start + len(answer.tokens)
-        mask[start:end] = True
-        logprobs[start:end] = answer.logprobs
-        versions[start:end] = answer.versions
-        rewards[end - 1] = reward
-        turns[k] = start, end
-    return Trajectory(
-        tokens=np.asarray(tokens[:num_tokens], np.int32),
-        action_mask=mask,
-        behaviour_logprobs=logprobs,
-        versions=versions,
-        rewards=rewards,
-        turns=turns,
-        bootstrap=bootstrap,
-        continues=continues,
-        episode_id=spec.episode_id,
-        unroll_index=unroll_index,
-        group_id=spec.group_id,
-        task_id=spec.task_id,
-        env=spec.env,
-        actor_id=spec.actor_id,
-        ticket_id=spec.ticket_id,
-        signature=spec.signature,
-        score=float(info.get("score", 0.0)),
-        success=bool(info.get("success", False)),
-        stats={key: float(value) for key, value in info.get("stats", {}).items()},
+def _sampling(spec: EpisodeSpec, chat: ChatFormat, limits: EpisodeLimits, room: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=limits.temperature,
+        max_new_tokens=min(limits.max_new_tokens, room),
+        stop_token_ids=chat.stop_token_ids,
+        greedy=limits.greedy,
+        seed=spec.seed,
     )
+
+
+@dataclass
+class _Played:
+    """Episode so far."""
+
+    spec: EpisodeSpec
+    tokens: list[int]
+    """Since its start. Replaced and not changed: an engine may hold it."""
+    answers: list[Answer] = field(default_factory=list)
+    """Those of the present unroll."""
+    num_turns: int = 0
+    num_unrolls: int = 0
+
+    def add(self, answer: Generation, reward: float) -> None:
+        """Add an answer and its reward."""
+        self.answers.append((len(self.tokens), answer, reward))
+        self.tokens = [*self.tokens, *answer.tokens.tolist()]
+        self.num_turns += 1
+
+    def end_unroll(self, info: dict[str, Any], *, bootstrap: bool, continues: bool = False) -> Trajectory:
+        """Lay the present unroll out as the arrays of a `Trajectory`, and begin the next one.
+
+        Args:
+            info: of the last step.
+            bootstrap: keep what follows the last answer, whose value is to be bootstrapped; else it is cut off.
+            continues: the episode goes on.
+        """
+        spec, tokens, answers = self.spec, self.tokens, self.answers
+        if not answers:
+            raise ValueError(
+                f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an "
+                "answer: raise engine.max_length"
+            )
+        num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
+        mask = np.zeros(num_tokens, np.bool_)
+        logprobs = np.zeros(num_tokens, np.float32)
+        versions = np.full(num_tokens, NO_VERSION, np.int32)
+        rewards = np.zeros(num_tokens, np.float32)
+        turns = np.empty((len(answers), 2), np.int32)
+        for k, (start, answer, reward) in enumerate(answers):
+            end = start + len(answer.tokens)
+            mask[start:end] = True
+            logprobs[start:end] = answer.logprobs
+            versions[start:end] = answer.versions
+            rewards[end - 1] = reward
+            turns[k] = start, end
+        self.answers = []
+        self.num_unrolls += 1
+        return Trajectory(
+            tokens=np.asarray(tokens[:num_tokens], np.int32),
+            action_mask=mask,
+            behaviour_logprobs=logprobs,
+            versions=versions,
+            rewards=rewards,
+            turns=turns,
+            bootstrap=bootstrap,
+            continues=continues,
+            episode_id=spec.episode_id,
+            unroll_index=self.num_unrolls - 1,
+            group_id=spec.group_id,
+            task_id=spec.task_id,
+            env=spec.env,
+            actor_id=spec.actor_id,
+            ticket_id=spec.ticket_id,
+            signature=spec.signature,
+            score=float(info.get("score", 0.0)),
+            success=bool(info.get("success", False)),
+            stats={key: float(value) for key, value in info.get("stats", {}).items()},
+        )

@@ -1,4 +1,4 @@
-"""What a process is told by its supervisor (launch.py), and tells it: environment variables and a pipe.
+"""Environment variables and pipe between a process and its supervisor (launch.py).
 
 Invariants: a supervised process ends with its supervisor, whatever ends that. Nothing here blocks: what a supervisor
 that does not read leaves no room for is lost.
@@ -42,7 +42,7 @@ def report_progress() -> None:
 
 
 def tell(**message: object) -> bool:
-    """Send a message to the supervisor, which owns the terminal; see `launch.Child.receive`.
+    """Send a message to the supervisor, which owns the terminal; see `child_processes.Child.receive`.
 
     Returns:
         Whether it was sent: not without a supervisor, nor where there is no room, nor if it has PIPE_BUF bytes or more.

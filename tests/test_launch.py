@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm import launch
+from impala_llm import child_processes, launch
+from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
 from impala_llm.config import load, threads_per_process
 from impala_llm.gpus import deal_gpus
-from impala_llm.launch import FAMILY, MAX_RESTARTS, Child
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
 
@@ -46,7 +46,7 @@ class PlayedClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> PlayedClock:
     played = PlayedClock()
-    monkeypatch.setattr(launch, "time", played)
+    monkeypatch.setattr(child_processes, "time", played)
     return played
 
 
@@ -138,7 +138,7 @@ def test_a_dry_run_names_all_processes_and_starts_none(monkeypatch: pytest.Monke
     ],
 )
 def test_exit_reasons_are_for_people(code: int, expected: str) -> None:
-    assert launch.exit_reason(code) == expected
+    assert exit_reason(code) == expected
 
 
 def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
@@ -150,25 +150,25 @@ def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
 
 def test_a_dead_actor_starts_again_after_a_moment(clock: PlayedClock, capfd: pytest.CaptureFixture[str]) -> None:
     actor = PlayedChild(-9)
-    assert launch._keep_alive(actor, final=(0,))
+    assert keep_alive(actor, final=(0,))
     said = capfd.readouterr().err
     assert "actor 7" in said and "SIGKILL" in said
     assert actor.starts == 0
     clock.now += 0.9
-    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 0
+    assert keep_alive(actor, final=(0,)) and actor.starts == 0
     clock.now += 0.2
-    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 1
+    assert keep_alive(actor, final=(0,)) and actor.starts == 1
     actor.code = None
-    assert launch._keep_alive(actor, final=(0,)) and actor.starts == 1
+    assert keep_alive(actor, final=(0,)) and actor.starts == 1
 
 
 def test_one_that_keeps_dying_waits_longer_and_is_given_up(clock: PlayedClock) -> None:
     actor = PlayedChild(1)
     waits = []
-    while launch._keep_alive(actor, final=(0,)):
+    while keep_alive(actor, final=(0,)):
         died = clock.now
         clock.now = actor.restart_at
-        launch._keep_alive(actor, final=(0,))
+        keep_alive(actor, final=(0,))
         waits.append(clock.now - died)
     assert waits == [min(30.0, 2.0**n) for n in range(MAX_RESTARTS)]
     assert actor.starts == MAX_RESTARTS
@@ -179,10 +179,10 @@ def test_a_long_life_without_progress_is_no_excuse(clock: PlayedClock, most: int
     child = PlayedChild(1)
     for _ in range(2 * most):
         clock.now += 61
-        if not launch._keep_alive(child, final=(0,), most=most):
+        if not keep_alive(child, final=(0,), most=most):
             break
         clock.now = max(clock.now, child.restart_at)
-        launch._keep_alive(child, final=(0,), most=most)
+        keep_alive(child, final=(0,), most=most)
     assert child.starts == most
 
 
@@ -190,14 +190,14 @@ def test_one_that_has_made_progress_starts_quickly_again(clock: PlayedClock) -> 
     actor = PlayedChild(1)
     actor.restarts = MAX_RESTARTS
     actor.worked = True
-    assert launch._keep_alive(actor, final=(0,))
+    assert keep_alive(actor, final=(0,))
     assert actor.restart_at == clock.now + 1.0
 
 
 def test_who_was_told_to_end_stays_ended(clock: PlayedClock) -> None:
     for code in (0, 3):
         actor = PlayedChild(code)
-        assert not launch._keep_alive(actor, final=(0, 3))
+        assert not keep_alive(actor, final=(0, 3))
         assert actor.restart_at == 0.0
 
 

@@ -23,6 +23,7 @@ from impala_llm.learning.scoring import action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.settings import WebShopConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import NoPriorities
@@ -72,7 +73,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shop() -> WebShopSuite:
     return WebShopSuite(
-        synthetic_catalogue(20, 0), observation_mode="compact", strict_compat=False, max_steps=5, max_invalid_actions=3
+        synthetic_catalogue(20, 0),
+        WebShopConfig(observation_mode="compact", strict_compat=False, max_steps=5, max_invalid_actions=3),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from impala_llm import cli, launch, preflight
+from impala_llm import child_processes, cli, preflight
 from impala_llm.config import load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
@@ -25,7 +25,7 @@ from impala_llm.settings import ASSETS
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
-    monkeypatch.setattr(launch.Child, "start", None)
+    monkeypatch.setattr(child_processes.Child, "start", None)
 
 
 @pytest.fixture

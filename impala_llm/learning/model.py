@@ -72,7 +72,6 @@ def _segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     segments: SegmentPlan | None = None,
     sliding_window: int | None = None,
     **_unused: object,

@@ -214,7 +214,7 @@ def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path, monkeypa
         with pytest.raises(EngineError, match="older"):
             await rig.engine.load_weights(rig.directory(0), version - 1)
         # A directory that goes away behind our own checks: the server itself refuses it.
-        monkeypatch.setattr(rig.engine, "_check_layout", lambda directory: None)
+        monkeypatch.setattr(rig.engine.weights, "check_layout", lambda directory: None)
         with pytest.raises(EngineError, match="nowhere was refused, the old weights stay in use: http.* answered 400"):
             await rig.engine.load_weights(tmp_path / "nowhere", version + 1)
         assert (rig.engine.version, rig.engine.restarts) == (version, restarts)

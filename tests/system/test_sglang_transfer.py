@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from impala_llm.engines.base import SamplingParams
-from impala_llm.engines.sglang import weight_lock, weight_push
+from impala_llm.engines.sglang import process_group, weight_lock
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.launch_args import ServerSettings
 from impala_llm.engines.sglang.server import SGLangServer
@@ -108,7 +108,7 @@ def mute() -> Iterator[str]:
 def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) -> None:
     async def test() -> None:
         prompts = rig.prompts(EPISODES)
-        rig.engine.in_flight = in_flight
+        rig.engine.weights.in_flight = in_flight
         with WeightSender(in_flight, key=rig.server.key, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             answers = start_answers(rig.engine, prompts, LONG)
@@ -129,7 +129,7 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
     try:
         rig.run(test)
     finally:
-        rig.engine.in_flight = "recompute_kv"
+        rig.engine.weights.in_flight = "recompute_kv"
 
 
 def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig
 
 def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer breaks off in the middle: the server stands still until it has a whole version, from disk."""
-    broadcast, calls = weight_push._broadcast, []
+    broadcast, calls = process_group.begin_broadcast, []
 
     def breaking(*arguments: object) -> object:
         calls.append(1)
@@ -188,7 +188,7 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
             before = rig.engine.fed
             answers = start_answers(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(weight_push, "_broadcast", breaking)
+            monkeypatch.setattr(process_group, "begin_broadcast", breaking)
             sent = await rig.send(sender, first + 1)
             assert (sent.num_received, sent.num_dropped) == (0, 1)
             monkeypatch.undo()
@@ -237,7 +237,7 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
 
 def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner is held up for no longer than its timeout; answers go on when the server is back, and so do sends."""
-    broadcast, calls = weight_push._broadcast, []
+    broadcast, calls = process_group.begin_broadcast, []
 
     def killing(*arguments: object) -> object:
         calls.append(1)
@@ -253,7 +253,7 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
             first = await rig.meet(sender)
             answers = start_answers(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(weight_push, "_broadcast", killing)
+            monkeypatch.setattr(process_group, "begin_broadcast", killing)
             sent = await rig.send(sender, first + 1)
             assert (sent.num_received, sent.num_dropped) == (0, 1)
             monkeypatch.undo()

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm import launch
+from impala_llm import child_processes, launch
+from impala_llm.child_processes import FAMILY, Child
 from impala_llm.config import load
-from impala_llm.launch import FAMILY, Child
 from impala_llm.supervised import SUPERVISOR as SUPERVISOR_PID
 
 SLEEP = "import time; time.sleep(600)"
@@ -51,7 +51,7 @@ def first_line(log: Path, child: Child) -> str:
 def test_a_grandchild_that_ignores_signals_is_ended_too(
     parent_is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    monkeypatch.setattr(child_processes, "GRACE_S", 0.5)
     parent = make_child("parent", PARENT, tmp_path / "log")
     other = make_child("other", SLEEP)
     parent.start()
@@ -60,7 +60,7 @@ def test_a_grandchild_that_ignores_signals_is_ended_too(
     if parent_is_gone:
         parent.processes[0].kill()
         parent.processes[0].wait()
-    launch.end([parent, other], polite=False)
+    child_processes.end([parent, other], polite=False)
     assert parent.poll() is not None and other.poll() is not None
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
@@ -90,7 +90,7 @@ def test_actors_alone_tell_whether_one_failed(
 SUPERVISOR = """
 import os, sys, time
 from pathlib import Path
-from impala_llm.launch import FAMILY, Child
+from impala_llm.child_processes import FAMILY, Child
 here = "from impala_llm.supervised import end_with_supervisor as follow; follow(); print('here', flush=True)"
 code = here + "; import time; time.sleep(600)"
 child = Child("child", [sys.executable, "-c", code], Path(sys.argv[1]), {**os.environ, FAMILY: "test-orphan"})
@@ -166,7 +166,7 @@ def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pyt
     )
     learner.start()
     deadline = time.monotonic() + 60
-    while launch._keep_alive(learner, final=(0,)):
+    while child_processes.keep_alive(learner, final=(0,)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert learner.poll() == 0

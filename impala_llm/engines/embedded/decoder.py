@@ -163,13 +163,11 @@ def _cached_attention(
     cached_batch: tuple[PackedBatch, KVCache],
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend with transformers' signature: query [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     batch, cache = cached_batch
-    if softcap is not None or s_aux is not None:
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise EngineError("this model's attention has a soft cap or sinks")
     window = sliding_window if sliding_window and sliding_window < cache.max_length else None
     cache.write(module.layer_idx, batch.cache_rows, torch.cat([key[0], value[0]]).transpose(0, 1).contiguous())

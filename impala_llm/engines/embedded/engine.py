@@ -44,6 +44,21 @@ class _Request:
     answer: asyncio.Future[Generation]
 
 
+def _make_cache(model: PreTrainedModel, device: torch.device, max_sessions: int, max_length: int) -> KVCache:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return KVCache(
+        layers=config.num_hidden_layers,
+        slots=max_sessions,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        max_length=max_length,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        # On a CPU, half-precision products are slow for the uneven widths of attention, so the cache is float32 there.
+        dtype=torch.float32 if device.type == "cpu" else model.dtype,
+        device=device,
+    )
+
+
 class TorchEngine:
     """Engine in this process, see `impala_llm.engines.base.Engine`. All methods are called from one asyncio loop."""
 
@@ -95,20 +110,9 @@ class TorchEngine:
         model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers wraps `to` without its self
         with refusing(f"{describe(model)} cannot be computed by {_PATH}"):
             self._decoder = make_decoder(model, max_length)
-            heads = config.num_attention_heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            self._cache = _make_cache(model, self._device, max_sessions, max_length)
         # After the decoder, which may move the parameters.
         self._weights = ModelWeights(model)
-        # On a CPU, half-precision products are slow for the uneven widths of attention, so the cache is float32 there.
-        self._cache = KVCache(
-            layers=config.num_hidden_layers,
-            slots=max_sessions,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            max_length=max_length,
-            head_dim=head_dim,
-            dtype=torch.float32 if self._device.type == "cpu" else model.dtype,
-            device=self._device,
-        )
         self._table = SessionTable(self._cache)
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Request] = deque()

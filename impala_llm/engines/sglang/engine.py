@@ -7,11 +7,9 @@ dies is continued from those tokens on another server, or on the same one after 
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,28 +20,18 @@ from impala_llm.engines.base import EngineError, EngineStats, Generation, Sampli
 from impala_llm.engines.sglang.client import ServerLost, SGLangClient, open_http
 from impala_llm.engines.sglang.external_server import Server
 from impala_llm.engines.sglang.replica import Replica, check_fit
+from impala_llm.engines.sglang.replica_weights import ReplicaWeights, WeightsSource
 from impala_llm.engines.sglang.response import Answer
-from impala_llm.engines.sglang.weight_lock import load_in_turn
-from impala_llm.engines.sglang.weight_update import (
-    IN_FLIGHT,
-    InFlight,
-    Layout,
-    UpdateTimes,
-    check_layout,
-    read_layout,
-    update_in_flight,
-)
+from impala_llm.engines.sglang.weight_update import IN_FLIGHT, InFlight, UpdateTimes
 
-_log = logging.getLogger(__name__)
-
+MAX_STARTS = 5
+"""Attempts to restart a server before it is given up; the first start has one attempt."""
 STREAM_INTERVAL = 16
 """Tokens in one piece of a stream: at most so many of each answer are lost with a server."""
 _MAX_LOSSES = 4
 """Number of times in a row that an answer may lose its server without a new token."""
-_ABORT_GRACE_S = 2.0
-
-WeightsSource = Callable[[], AbstractContextManager[tuple[Path, int]]]
-"""Source of the newest weights: (Hugging Face directory, version), which do not change within the context."""
+ABORT_GRACE_S = 2.0
+"""Seconds that a server has for ending an aborted answer itself."""
 
 
 class SGLangEngine:
@@ -59,9 +47,6 @@ class SGLangEngine:
         in_flight: InFlight = "recompute_kv",
         weights: WeightsSource | None = None,
         request_timeout_s: float = 600.0,
-        update_timeout_s: float = 600.0,
-        max_starts: int = 5,
-        stream_interval: int = STREAM_INTERVAL,
         is_fed: bool = False,
     ) -> None:
         """
@@ -75,9 +60,6 @@ class SGLangEngine:
             weights: source of the newest weights for a started or restarted server. Without it, they come from the
                 directory of the last `load_weights`, which must then not change until the next.
             request_timeout_s: deadline of one answer, waiting and restarts of servers included.
-            update_timeout_s: deadline of a server for reading weights, or for ending its answers.
-            max_starts: attempts to restart a server before it is given up; the first start has one attempt.
-            stream_interval: tokens in one piece of a stream.
             is_fed: the learner sends new weights to the servers: see `adopt`. Not with in_flight="drain".
 
         Raises:
@@ -89,9 +71,6 @@ class SGLangEngine:
             ("vocab_size", vocab_size),
             ("max_length", max_length),
             ("request_timeout_s", request_timeout_s),
-            ("update_timeout_s", update_timeout_s),
-            ("max_starts", max_starts),
-            ("stream_interval", stream_interval),
         ):
             if value <= 0:
                 raise EngineError(f"{name} is {value}: it must be > 0")
@@ -100,22 +79,13 @@ class SGLangEngine:
         self.version = version
         self.vocab_size = vocab_size
         self.max_length = max_length
-        self.in_flight = in_flight
-        self.last_update: UpdateTimes | None = None
-        """Times of the latest successful `load_weights`."""
-        self._source = weights
-        self._newest: tuple[Path, int] | None = None
-        self._layout: Layout | None = None
+        self.weights = ReplicaWeights(in_flight, is_fed, weights, lambda: self._changed.wait())
         self._request_timeout_s = request_timeout_s
-        self._update_timeout_s = update_timeout_s
-        self._stream_interval = stream_interval
         self._home: dict[str, Replica] = {}
         self._answers: dict[str, Answer] = {}
         self._changed = asyncio.Event()
-        self._updating = asyncio.Lock()
         self._servers = servers
         self._is_fed = is_fed
-        self._max_starts = max_starts
         self._replicas: list[Replica] = []
         if not callable(servers):
             self._take(servers)
@@ -151,6 +121,11 @@ class SGLangEngine:
         """Reason why no answer is possible any more: every server was given up. None before."""
         failures = [replica.failure for replica in self._replicas]
         return failures[0] if failures and all(failures) else None
+
+    @property
+    def last_update(self) -> UpdateTimes | None:
+        """Times of the latest successful `load_weights`; None before."""
+        return self.weights.last_update
 
     @property
     def restarts(self) -> int:
@@ -204,7 +179,7 @@ class SGLangEngine:
                 client = self._home[name].client
                 assert client is not None
                 self._run_errand(client.abort(answer.rid))
-                grace = _ABORT_GRACE_S
+                grace = ABORT_GRACE_S
             if answer.timer is not None and not answer.timer.expired():
                 answer.timer.reschedule(asyncio.get_running_loop().time() + grace)
 
@@ -224,13 +199,13 @@ class SGLangEngine:
                 " after a restart of the learner, resume it from its checkpoint"
             )
         directory = Path(directory).absolute()
-        self._check_layout(directory)
+        self.weights.check_layout(directory)
         while True:
             changed = self._changed
-            async with self._updating:
+            async with self.weights.lock:
                 serving = [replica for replica in self._replicas if replica.version is not None]
                 if serving:
-                    await self._update_all(serving, directory, version)
+                    await self._load(serving, directory, version)
                     if any(replica.version is not None for replica in serving):
                         return
             if self.failure is not None:
@@ -248,7 +223,7 @@ class SGLangEngine:
     async def adopt(self, version: int) -> bool:
         """Adopt a version that the learner has sent to the servers. False where one lacks it: then `load_weights`."""
         self._check_open()
-        async with self._updating:
+        async with self.weights.lock:
             behind = [
                 replica for replica in self._replicas if replica.version is not None and replica.version < version
             ]
@@ -268,10 +243,10 @@ class SGLangEngine:
         """
         self._check_open()
         directory = Path(source.path).absolute()
-        self._check_layout(directory)
-        async with self._updating:
+        self.weights.check_layout(directory)
+        async with self.weights.lock:
             serving = [replica for replica in self._replicas if replica.version is not None]
-            await self._update_all(serving, directory, source.version, anew=True)
+            await self._load(serving, directory, source.version, anew=True)
 
     async def _label(self, replica: Replica) -> int | None:
         assert replica.client is not None
@@ -295,6 +270,8 @@ class SGLangEngine:
         return replace(
             self._stats,
             busy_seconds=busy,
+            weight_loads=self.weights.num_loads,
+            weight_load_seconds=self.weights.load_seconds,
             running=running,
             waiting=len(self._answers) - running,
             pause_seconds=times.pause_s,
@@ -313,7 +290,7 @@ class SGLangEngine:
         for keeper in self._keepers:
             keeper.cancel()
         if self._errands:
-            await asyncio.wait(self._errands, timeout=_ABORT_GRACE_S)
+            await asyncio.wait(self._errands, timeout=ABORT_GRACE_S)
         for errand in self._errands:
             errand.cancel()
         await asyncio.gather(*self._keepers, *self._errands, return_exceptions=True)
@@ -359,7 +336,7 @@ class SGLangEngine:
 
     async def _stream(self, replica: Replica, answer: Answer) -> None:
         assert replica.client is not None and replica.version is not None
-        request = answer.request(uuid.uuid4().hex, replica.version, self._stream_interval)
+        request = answer.request(uuid.uuid4().hex, replica.version, STREAM_INTERVAL)
         if not any(other.running for other in self._replicas):
             self._busy_since = time.perf_counter()
         replica.running += 1
@@ -386,95 +363,22 @@ class SGLangEngine:
         assert self._http is not None
         client = SGLangClient(self._http, replica.server.url, replica.server.key)
         info = await client.info()
-        check_fit(client.url, info, self.max_length, self.in_flight)
-        if self._layout is None and info.model_path.is_dir():
-            self._layout = read_layout(info.model_path)
+        check_fit(client.url, info, self.max_length, self.weights.in_flight)
+        self.weights.learn_layout(info.model_path)
         if not self._is_fed:
             await client.resume()  # a client that died may have left it paused
-        async with self._updating:
-            with self._source() if self._source is not None else nullcontext(self._newest) as newest:
-                if newest is None:
-                    version = self.version
-                    await client.relabel(version)
-                else:
-                    directory, version = newest
-                    directory = Path(directory).absolute()
-                    self._check_layout(directory)
-                    if self._is_fed:
-                        await load_in_turn(client, directory, version, self.in_flight, self._update_timeout_s)
-                    else:
-                        await client.update_weights(directory, version, True, self._update_timeout_s)
+        async with self.weights.lock:
+            version = await self.weights.give_newest(client, self.version)
             replica.open(client, version)
             self._set_version()
         self._notify()
 
-    # Weights
-
-    async def _update_all(self, serving: Sequence[Replica], directory: Path, version: int, anew: bool = False) -> None:
-        """Load a version into servers. Raises EngineError where one refuses; keepers deal with servers that die."""
-        before, self._newest = self._newest, (directory, version)
-        behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
-        begin = time.perf_counter()
-        outcomes = await asyncio.gather(
-            *(self._update(replica, directory, version, anew) for replica in behind), return_exceptions=True
-        )
-        refusals = []
-        for replica, outcome in zip(behind, outcomes, strict=True):
-            if isinstance(outcome, ServerLost):
-                _log.warning("version %d did not reach %s: %s", version, replica.server.url, outcome)
-                replica.suspect(outcome)
-                replica.version = None
-            elif isinstance(outcome, EngineError):
-                refusals.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        times = [outcome for outcome in outcomes if isinstance(outcome, UpdateTimes)]
-        if refusals and not times:
-            self._newest = before
-        if times:
-            self.last_update = UpdateTimes(max(t.pause_s for t in times), max(t.transfer_s for t in times))
-            self._stats.weight_loads += 1
-            self._stats.weight_load_seconds += time.perf_counter() - begin
-        self._set_version()
-        self._notify()
-        if refusals:
-            raise EngineError(
-                f"version {version} in {directory} was refused, the old weights stay in use: "
-                + "; ".join(str(refusal) for refusal in refusals)
-            )
-
-    async def _update(self, replica: Replica, directory: Path, version: int, anew: bool) -> UpdateTimes:
-        assert replica.client is not None
-        if self._is_fed:
-            wanted = None if anew else version
-            loaded = await load_in_turn(
-                replica.client, directory, version, self.in_flight, self._update_timeout_s, wanted
-            )
-            if loaded is None:
-                replica.version = version
-                return UpdateTimes(0.0, 0.0)
-            replica.given(version)
-            return loaded
-
-        async def drained() -> None:
-            replica.is_draining = True
-            while replica.running:
-                await self._changed.wait()
-
+    async def _load(self, serving: Sequence[Replica], directory: Path, version: int, anew: bool = False) -> None:
         try:
-            times = await update_in_flight(
-                replica.client, directory, version, self.in_flight, drained, self._update_timeout_s
-            )
+            await self.weights.load(serving, directory, version, anew)
         finally:
-            replica.is_draining = False
-        replica.version = version
-        return times
-
-    def _check_layout(self, directory: Path) -> None:
-        layout = read_layout(directory)
-        if self._layout is None:
-            self._layout = layout
-        check_layout(layout, self._layout, directory)
+            self._set_version()
+            self._notify()
 
     def _set_version(self) -> None:
         versions = [replica.version for replica in self._replicas if replica.version is not None]
@@ -487,7 +391,7 @@ class SGLangEngine:
         if not servers:
             raise EngineError("servers is empty: at least one is needed")
         self._replicas = [
-            Replica(server, self._handshake, self._notify, self._updating, self._max_starts, self._is_fed)
+            Replica(server, self._handshake, self._notify, self.weights.lock, MAX_STARTS, self._is_fed)
             for server in servers
         ]
 

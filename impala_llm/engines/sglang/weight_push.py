@@ -4,37 +4,29 @@ Invariant: `send` returns after its timeout (and a few seconds of cleaning up), 
 server reads later than that get no label. A server that is given up gets nothing until its actor offers it under
 another number; until then the actor loads missing versions from disk. See engines/sglang/weight_lock.py for what
 the two leave each other.
-
-A server's group is made as SGLang's `init_custom_process_group` makes its side: the same store, the same prefixes.
-PyTorch's registry of groups is left out: a group that hangs must not affect others.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, open_http
 from impala_llm.engines.sglang.launch_args import HOST
+from impala_llm.engines.sglang.process_group import POLL_S, Link, both
 from impala_llm.engines.sglang.weight_lock import TRANSFER_TIMEOUT_S, pause_mode
 from impala_llm.engines.sglang.weight_update import InFlight
-from impala_llm.pipeline.network.listener import address_towards, listen_at
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +35,7 @@ BUCKET_BYTES = 512 << 20
 MAX_FAILURES = 3
 """Failures in a row at one URL after which no further attempt is made there."""
 _CLEANUP_S = 5.0
-_POLL_S = 0.001
 _OWN_SERVER = re.compile(rf"http://{re.escape(HOST)}:\d+")
-_T = TypeVar("_T")
 
 
 class TransferError(Exception):
@@ -102,10 +92,10 @@ class WeightSender:
         self._known = set(self._configured or ())
         self._strange: set[str] = set()
         self._key = key
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._given_up: set[int] = set()
         self._failures: Counter[str] = Counter()
-        self._hanging: list[_Link] = []
+        self._hanging: list[Link] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sender", daemon=True)
 
@@ -117,7 +107,7 @@ class WeightSender:
         asyncio.run_coroutine_threadsafe(self._forget(list(self._links)), self._loop).result()
         deadline = time.monotonic() + _CLEANUP_S
         while any(link.hangs and not link.is_nccl for link in self._hanging) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -191,8 +181,8 @@ class WeightSender:
             async with asyncio.timeout(self._timeout_s):
                 if opening not in self._links:
                     # The server may still have a group of a learner that was killed.
-                    self._links[opening] = _Link(f"impala-{opening:x}-{secrets.token_hex(4)}", url)
-                    await self._meet(client, self._links[opening], device)
+                    self._links[opening] = Link(f"impala-{opening:x}-{secrets.token_hex(4)}", url)
+                    await self._links[opening].meet(client, device, self._timeout_s)
                 times = await self._transfer(client, self._links[opening], buckets, version, turn)
         except (ServerLost, EngineError, TransferError, OSError, RuntimeError, TimeoutError) as error:
             why = f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
@@ -214,29 +204,8 @@ class WeightSender:
 
     # One server
 
-    async def _meet(self, client: SGLangClient, link: "_Link", device: torch.device) -> None:
-        """Form a group with all GPUs of a server."""
-        size = 1 + (await client.info()).tensor_parallel
-        parts = urlsplit(link.url)
-        address = await _in_thread(address_towards, parts.hostname or "", parts.port or 80)
-        # A store for each: a wait for one server at a shared store would block all others.
-        link.store = store = _open_store(address, self._timeout_s)
-        link.is_nccl = device.type == "cuda"
-        backend = "nccl" if link.is_nccl else "gloo"
-        num_keys = store.num_keys()
-
-        async def make() -> Any:
-            # A thread that waits for a lost server would outlive this call, and abort the process at its end.
-            while store.num_keys() == num_keys:
-                await asyncio.sleep(_POLL_S)
-            return await _in_thread(_make_group, store, link.name, size, backend, self._timeout_s)
-
-        link.group = await _both(
-            make(), client.join_group(link.name, address, store.port, size, backend, self._timeout_s)
-        )
-
     async def _transfer(
-        self, client: SGLangClient, link: "_Link", buckets: Sequence["_Bucket"], version: int, turn: "_Turn"
+        self, client: SGLangClient, link: Link, buckets: Sequence["_Bucket"], version: int, turn: "_Turn"
     ) -> tuple[float, float]:
         mode = pause_mode(self._in_flight)
         begin = time.perf_counter()
@@ -251,7 +220,7 @@ class WeightSender:
         started = time.perf_counter()
         for bucket in buckets:
             turn.is_touched = True
-            await _both(
+            await both(
                 link.broadcast(bucket.tensors, turn.deadline),
                 client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
             )
@@ -286,7 +255,7 @@ class WeightSender:
             return
         async with open_http() as http:
 
-            async def leave(link: _Link) -> None:
+            async def leave(link: Link) -> None:
                 with contextlib.suppress(ServerLost, EngineError, TimeoutError):
                     async with asyncio.timeout(_CLEANUP_S):
                         await SGLangClient(http, link.url, self._key).leave_group(link.name)
@@ -294,7 +263,7 @@ class WeightSender:
 
             await asyncio.gather(*(leave(link) for link in links))
 
-    def _let_go(self, link: "_Link") -> None:
+    def _let_go(self, link: Link) -> None:
         """Close a group: at once, or after the deadline of broadcasts that hang, since closing would block before."""
         self._hanging = [other for other in self._hanging if other.hangs]
         if link.is_nccl and link.group is not None:
@@ -321,34 +290,6 @@ class _Turn:
     is_touched: bool = False
 
 
-@dataclass
-class _Link:
-    """One server's process group, of which this process is rank 0."""
-
-    name: str
-    url: str
-    store: dist.TCPStore | None = None
-    """Store where the two meet; it is needed for as long as the group."""
-    group: Any = None
-    is_nccl: bool = False
-    works: Sequence[Any] = ()
-    """Works of the latest broadcasts."""
-
-    @property
-    def hangs(self) -> bool:
-        """Whether a broadcast may be under way. With NCCL always: its group is aborted, never freed."""
-        return self.group is not None and (self.is_nccl or not all(work.is_completed() for work in self.works))
-
-    async def broadcast(self, tensors: Sequence[Tensor], deadline: float) -> None:
-        """Broadcast tensors from this rank. Raises RuntimeError at the deadline (monotonic), or for a lost peer."""
-        self.works = await _in_thread(_broadcast, self, tensors, max(0.1, deadline - time.monotonic()))
-        while not all(work.is_completed() for work in self.works):
-            await asyncio.sleep(_POLL_S)
-        for work in self.works:
-            work.wait()
-        self.works = ()
-
-
 @dataclass(frozen=True)
 class _Bucket:
     tensors: list[Tensor]
@@ -367,88 +308,3 @@ def _buckets(tensors: Mapping[str, Tensor], num_bytes: int) -> Iterator[_Bucket]
         bucket.described.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         size += tensor.nbytes
     yield bucket
-
-
-def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Open a store that listens at one of this host's addresses and no other."""
-    listener = listen_at(address)
-    return dist.TCPStore(
-        address,
-        listener.port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.descriptor,
-    )
-
-
-def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeout_s: float) -> Any:
-    """Make rank 0's end, once the others have joined. Raises RuntimeError where they do not."""
-    device = "cuda" if backend == "nccl" else "cpu"
-    prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=timeout_s))
-    options = dist.ProcessGroupNCCL.Options()
-    # Long: this process aborts groups that hang after `timeout_s`.
-    options._timeout = timedelta(seconds=10 * timeout_s)
-    with _errors_left_to_us():
-        return dist.ProcessGroupNCCL(prefixed, 0, size, options)
-
-
-@contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """Let a group that is made meanwhile only clean up after an error. PyTorch's default for NCCL ends the process."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "2"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def _broadcast(link: _Link, tensors: Sequence[Tensor], timeout_s: float) -> list[Any]:
-    """Begin a broadcast. Only the link refers to its group: a reference in an error's traceback would keep it open."""
-    device = tensors[0].device
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return [link.group.broadcast([tensor], options) for tensor in tensors]
-
-
-async def _both(first: Any, second: Any) -> Any:
-    """Wait for two awaitables. Returns the result of the first; raises the error of either, at once."""
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function on a thread of its own, which may hang: it is not waited for at the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*arguments))
-        except Exception as error:
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future

@@ -31,48 +31,30 @@ SPARSE_REWARD = 10.0
 class WebShopSuite:
     """The tasks of a catalogue; a task id is the position of a goal in the canonical order.
 
-    catalogue, goals, strict_compat, max_steps, results_per_page: as in `WebShopEnv`. observation_mode: `text` or
-    `text_rich` as in the original, or `compact`, about half the tokens of `text_rich`, for small models.
-    solvable_only: leave out the goals that cannot reach a score of 1.0; the splits keep their bounds.
-    max_invalid_actions: ends an episode after so many actions without meaning, in training sessions only.
-    instruction_once: show the instruction on the first page only. delta_pages: after a click on an option, or an
-    action without meaning, show one line instead of the whole page again. sparse_reward: 10 for a score of 1.0 and 0
-    otherwise, instead of the score; `info["score"]` stays the score.
-
-    system_prompt explains the actions; it is empty in the mode `compact`, as small models learn them by example.
-    Raises ValueError for an unknown observation_mode, a limit below 1, or human goals where the catalogue has none.
+    The splits keep their bounds when goals are left out (`solvable_only`). `info["score"]` stays the score with a
+    sparse reward. `system_prompt` explains the actions; it is empty in the mode `compact`, as small models learn them
+    by example.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        goals: GoalSet = "synthetic",
-        observation_mode: PromptMode = "text_rich",
-        strict_compat: bool = True,
-        solvable_only: bool = False,
-        max_steps: int = 15,
-        max_invalid_actions: int | None = None,
-        results_per_page: int = 10,
-        instruction_once: bool = False,
-        delta_pages: bool = False,
-        sparse_reward: bool = False,
-    ) -> None:
-        if observation_mode not in PROMPT_MODES:
-            raise ValueError(f"observation_mode is {observation_mode!r}; use one of {', '.join(PROMPT_MODES)}")
+    def __init__(self, catalogue: Catalogue, config: WebShopConfig | None = None) -> None:
+        """
+        Args:
+            config: None: the defaults. Its fields that say which catalogue to load are not read.
+
+        Raises:
+            ValueError: an unknown observation_mode, a limit below 1, or human goals where the catalogue has none.
+        """
+        config = WebShopConfig() if config is None else config
+        if config.observation_mode not in PROMPT_MODES:
+            raise ValueError(f"observation_mode is {config.observation_mode!r}; use one of {', '.join(PROMPT_MODES)}")
         self.name = "webshop"
-        self.system_prompt = "" if observation_mode == "compact" else SYSTEM_PROMPT
+        self.observation_mode: PromptMode = config.observation_mode
+        self.system_prompt = "" if self.observation_mode == "compact" else SYSTEM_PROMPT
         self.catalogue = catalogue
-        self.observation_mode = observation_mode
-        self.instruction_once = instruction_once
-        self.delta_pages = delta_pages
-        self.sparse_reward = sparse_reward
-        self.goals = catalogue.goals(goals)
-        self._goal_set: GoalSet = goals
-        self._strict_compat = strict_compat
-        self._max_steps = max_steps
-        self._max_invalid_actions = max_invalid_actions
-        self._results_per_page = results_per_page
-        self._tasks = _tasks_by_split(catalogue, goals, strict_compat, solvable_only)
+        self.config = config
+        self._goal_set: GoalSet = config.goals  # type: ignore[assignment]  # checked by the catalogue
+        self.goals = catalogue.goals(self._goal_set)
+        self._tasks = _tasks_by_split(catalogue, self._goal_set, config.strict_compat, config.solvable_only)
         self.session(training=True)  # a bad limit is refused here, not in the first episode
 
     def tasks(self, split: Split) -> Sequence[int]:
@@ -83,10 +65,10 @@ class WebShopSuite:
             self.catalogue,
             goals=self._goal_set,
             observation_mode=env_mode(self.observation_mode),
-            strict_compat=self._strict_compat,
-            max_steps=self._max_steps,
-            results_per_page=self._results_per_page,
-            max_invalid_actions=self._max_invalid_actions if training else None,
+            strict_compat=self.config.strict_compat,
+            max_steps=self.config.max_steps,
+            results_per_page=self.config.results_per_page,
+            max_invalid_actions=self.config.max_invalid_actions if training else None,
         )
         return WebShopSession(self, env)
 
@@ -124,12 +106,12 @@ class WebShopSession:
         self._options_clicked += change is not None and not info["invalid"]
         if terminated or truncated:
             info["stats"] = self._stats(info)
-            if self._suite.sparse_reward:
+            if self._suite.config.sparse_reward:
                 reward = SPARSE_REWARD if info["success"] else 0.0
-        if change is not None and self._suite.delta_pages:
+        if change is not None and self._suite.config.delta_pages:
             return change, reward, terminated, truncated, info
         observation = (
-            without_instruction(page, self._env.goal.instruction_text) if self._suite.instruction_once else page
+            without_instruction(page, self._env.goal.instruction_text) if self._suite.config.instruction_once else page
         )
         return self._shown(observation), reward, terminated, truncated, info
 
@@ -168,19 +150,7 @@ def suite_from_config(config: WebShopConfig) -> WebShopSuite:
         catalogue = load_catalogue(
             config.items, config.attributes, config.human, config.nouns, config.num_products, config.catalogue_seed
         )
-    return WebShopSuite(
-        catalogue,
-        goals=config.goals,  # type: ignore[arg-type]  # checked by the catalogue
-        observation_mode=config.observation_mode,  # type: ignore[arg-type]  # checked by the suite
-        strict_compat=config.strict_compat,
-        solvable_only=config.solvable_only,
-        max_steps=config.max_steps,
-        max_invalid_actions=config.max_invalid_actions,
-        results_per_page=config.results_per_page,
-        instruction_once=config.instruction_once,
-        delta_pages=config.delta_pages,
-        sparse_reward=config.sparse_reward,
-    )
+    return WebShopSuite(catalogue, config)
 
 
 def _tasks_by_split(

@@ -477,7 +477,7 @@ def test_a_deadline_names_itself_and_frees_the_server():
 
 def test_an_abort_that_the_server_ignores_returns_what_there_is(monkeypatch):
     async def test():
-        monkeypatch.setattr("impala_llm.engines.sglang.engine._ABORT_GRACE_S", 0.1)
+        monkeypatch.setattr("impala_llm.engines.sglang.engine.ABORT_GRACE_S", 0.1)
         fake = FakeServer()
         async with running(fake) as engine:
             fake.gate.clear()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from aiohttp import web
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
-from impala_llm.engines.sglang import weight_push
+from impala_llm.engines.sglang import process_group
 from impala_llm.engines.sglang.weight_push import MAX_FAILURES, Sent, TransferError, WeightSender
 
 PAUSE, BEGIN, RECEIVE, END, GO_ON = "pause", "begin", "receive", "end", "continue"
@@ -216,14 +216,14 @@ def test_a_server_that_hangs_is_given_up(tensors, hang) -> None:
 
 def test_a_server_that_waits_for_more_is_set_free_where_the_learner_breaks_off(tensors, monkeypatch) -> None:
     """Else it would wait for half an hour, and its actor with it."""
-    broadcast = weight_push._broadcast
+    broadcast = process_group.begin_broadcast
 
     def breaking(link: object, sent: list[torch.Tensor], timeout_s: float) -> list[object]:
         if len(sent) > 1:
             raise TransferError("broken off")
         return broadcast(link, sent, timeout_s)
 
-    monkeypatch.setattr(weight_push, "_broadcast", breaking)
+    monkeypatch.setattr(process_group, "begin_broadcast", breaking)
     with running(FakeServer()) as [server], WeightSender("recompute_kv", bucket_bytes=100) as sender:
         assert sender.send({1: server.url}, tensors, 1).num_dropped == 1
         assert server.freed.wait(20)

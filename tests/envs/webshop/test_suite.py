@@ -43,7 +43,7 @@ def test_splits_are_disjoint_and_cover_all_goals(catalogue):
 
 
 def test_signature_is_the_query(catalogue):
-    suite = WebShopSuite(catalogue, goals="human")
+    suite = WebShopSuite(catalogue, WebShopConfig(goals="human"))
     task = suite.tasks("validation")[3]
     assert suite.signature(task) == catalogue.goals("human")[task].query
 
@@ -52,7 +52,8 @@ def test_signature_is_the_query(catalogue):
 @pytest.mark.parametrize("short", [False, True])
 def test_the_format_changes_what_is_shown_and_not_what_is_played(catalogue, observation_mode, short):
     suite = WebShopSuite(
-        catalogue, observation_mode=observation_mode, results_per_page=5, instruction_once=short, delta_pages=short
+        catalogue,
+        WebShopConfig(observation_mode=observation_mode, results_per_page=5, instruction_once=short, delta_pages=short),
     )
     plain = WebShopEnv(catalogue, results_per_page=5, max_steps=15)
     for task in suite.tasks("test")[:20]:
@@ -68,7 +69,7 @@ def test_the_format_changes_what_is_shown_and_not_what_is_played(catalogue, obse
 
 
 def test_delta_pages_show_one_line_after_an_option_and_after_nonsense(catalogue):
-    suite = WebShopSuite(catalogue, observation_mode="text", delta_pages=True)
+    suite = WebShopSuite(catalogue, WebShopConfig(observation_mode="text", delta_pages=True))
     task = goal_with_options(suite, 2)
     observations, _, _ = play(suite, task)
     values = suite.goals[task].goal_options.values()
@@ -90,7 +91,7 @@ def test_default_pages_are_those_of_the_original(catalogue):
 
 
 def test_results_per_page(catalogue):
-    session = WebShopSuite(catalogue, results_per_page=5).session(training=True)
+    session = WebShopSuite(catalogue, WebShopConfig(results_per_page=5)).session(training=True)
     session.reset(0)
     info = session.step("search[face cream]")[4]
     assert len(info["available_actions"]["clickables"]) == len(("back to search", "next >")) + 5
@@ -104,7 +105,7 @@ def test_thinking_before_an_action_is_allowed(catalogue):
 
 
 def test_invalid_actions_end_training_episodes_only(catalogue):
-    suite = WebShopSuite(catalogue, max_invalid_actions=2, max_steps=4)
+    suite = WebShopSuite(catalogue, WebShopConfig(max_invalid_actions=2, max_steps=4))
     training, evaluation = suite.session(training=True), suite.session(training=False)
     for session, length in ((training, 2), (evaluation, 4)):
         session.reset(1)
@@ -165,7 +166,7 @@ def test_stats_start_anew_and_leave_options_out_where_none_are_wanted(catalogue)
 
 
 def test_sparse_reward_is_ten_or_nothing_and_the_score_stays(catalogue):
-    suite = WebShopSuite(catalogue, sparse_reward=True)
+    suite = WebShopSuite(catalogue, WebShopConfig(sparse_reward=True))
     seen = set()
     for task in suite.tasks("test")[:40]:
         _, reward, info = play(suite, task, shopper=ScriptedShopper(1.0, task))
@@ -189,8 +190,8 @@ def test_solvable_only_drops_goals_and_keeps_the_bounds_of_the_splits():
         "B0A": {"attributes": ["soft"], "instruction": "Find me soft hat", "instruction_attributes": ["soft"]}
     }
     catalogue = records_to_catalogue([item], attributes)
-    all_tasks, kept = WebShopSuite(catalogue), WebShopSuite(catalogue, solvable_only=True)
-    repaired = WebShopSuite(catalogue, solvable_only=True, strict_compat=False)
+    all_tasks, kept = WebShopSuite(catalogue), WebShopSuite(catalogue, WebShopConfig(solvable_only=True))
+    repaired = WebShopSuite(catalogue, WebShopConfig(solvable_only=True, strict_compat=False))
     for split in SPLITS:
         small = [task for task in all_tasks.tasks(split) if all_tasks.goals[task].goal_options["size"] == "small"]
         assert list(kept.tasks(split)) == small
@@ -209,7 +210,7 @@ def test_solvable_only_drops_goals_and_keeps_the_bounds_of_the_splits():
 )
 def test_bad_arguments_are_named(catalogue, field, value):
     with pytest.raises(ValueError, match=str(value)):
-        WebShopSuite(catalogue, **{field: value})
+        WebShopSuite(catalogue, WebShopConfig(**{field: value}))
 
 
 def test_suite_from_config():
@@ -217,7 +218,7 @@ def test_suite_from_config():
         num_products=40, catalogue_seed=3, observation_mode="compact", results_per_page=5, delta_pages=True
     )
     suite = suite_from_config(config)
-    assert len(suite.catalogue) == 40 and suite.delta_pages and suite.system_prompt == ""
+    assert len(suite.catalogue) == 40 and suite.config.delta_pages and suite.system_prompt == ""
     assert set(suite.catalogue) == set(synthetic_catalogue(40, 3))
     with pytest.raises(ValueError, match="env.webshop.attributes is not set"):
         suite_from_config(dataclasses.replace(config, items="items.json"))

@@ -1,0 +1,227 @@
+"""Child processes of a supervisor: their start, their pipe and log, their restarts, and their end.
+
+Invariant: `end` leaves no process of a child alive, also of those that have a session of their own.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, signal_name
+
+GRACE_S = 5.0
+"""Time between the polite signal and the kill."""
+GUARD_S = 3.0
+"""What orphans get to end by themselves."""
+MAX_RESTARTS = 20
+"""Of an actor, without a trajectory acknowledged in between."""
+LAST_WORDS = 4096
+"""Bytes of a log in which last words are looked for."""
+PROGRESS_BAR = re.compile(r"\d%\|")
+FAMILY = "IMPALA_LLM_FAMILY"
+"""Environment variable by which a supervisor knows the descendants of a child again: a server has a session of its own,
+and may live on without its actor."""
+
+
+@dataclass
+class Child:
+    """A supervised process and its log; or the learner's ranks, which are started together, and together again when one
+    of them has died."""
+
+    name: str
+    command: list[str]
+    log: Path | None
+    environment: dict[str, str]
+    num_ranks: int | None = None
+    """None: one process that is no rank."""
+    meeting_place: Path | None = None
+    """Folder in which several ranks find each other."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    restarts: int = 0
+    """Since it last made progress."""
+    restart_at: float = 0.0
+    """Monotonic time of the next start, while it is down."""
+    pipe: int | None = None
+    """Descriptor from which its progress and its messages are read: see supervised.py."""
+    worked: bool = False
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    unread: bytes = b""
+    """The beginning of a line."""
+    log_begin: int = 0
+    """Size of the log at this start."""
+
+    def start(self) -> None:
+        if self.pipe is not None:
+            os.close(self.pipe)
+        self.pipe, told = os.pipe()
+        self.worked, self.unread = False, b""
+        self.log_begin = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+        token = uuid.uuid4().hex
+        try:
+            for descriptor in (self.pipe, told):
+                os.set_blocking(descriptor, False)
+            self.processes = []
+            for rank in range(self.num_ranks or 1):
+                environment = {**self.environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())}
+                if self.num_ranks is not None:
+                    environment |= self.rank_environment(rank, token)
+                self.processes.append(self.start_process(environment, told))
+        finally:
+            os.close(told)
+
+    def rank_environment(self, rank: int, token: str) -> dict[str, str]:
+        """What torchrun would set, but for where the ranks meet: in a file, so that nobody listens."""
+        number, total = str(rank), str(self.num_ranks)
+        ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
+        return ranks | (
+            {} if self.meeting_place is None else {RENDEZVOUS: f"file://{self.meeting_place}/ranks-{token}"}
+        )
+
+    def start_process(self, environment: dict[str, str], told: int) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
+        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
+            return subprocess.Popen(
+                self.command,
+                env=environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                pass_fds=(told,),
+            )
+
+    def poll(self) -> int | None:
+        """Its exit code: of several ranks one that is not 0. None while it runs."""
+        codes = [process.poll() for process in self.processes]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else None if None in codes or not codes else 0
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages that it has sent since the last call."""
+        self._read_pipe()
+        messages, self.messages = self.messages, []
+        return messages
+
+    def has_worked(self) -> bool:
+        """Whether it has made progress since this was last asked."""
+        self._read_pipe()
+        worked, self.worked = self.worked, False
+        return worked
+
+    def _read_pipe(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
+                *lines, self.unread = (self.unread + data).split(b"\n")
+                self.worked = self.worked or WORKED in lines
+                self.messages += [json.loads(line) for line in lines if line != WORKED]
+
+    def signal(self, number: int) -> None:
+        """To the whole process groups."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def last_words(self) -> str:
+        """The last line that it has logged since its start, progress bars aside, and where the rest is; else empty."""
+        if self.log is None or not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(max(self.log_begin, self.log.stat().st_size - LAST_WORDS))
+            lines = log.read().decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
+        return f": {said[-1]} (more in {self.log})" if said else ""
+
+
+def exit_reason(code: int) -> str:
+    """What a return code of subprocess means, for people."""
+    if code < 0:
+        return f"killed by {signal_name(-code)}"
+    return f"exit code {code}"
+
+
+def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> bool:
+    """Start a dead child again when its time has come. False where it has ended: with a final code, or once too often.
+
+    A moment passes before each new start, and longer ones when it keeps dying.
+    """
+    code = child.poll()
+    if code is None:
+        return True
+    now = time.monotonic()
+    if child.restart_at == 0.0:
+        if code in final:
+            return False
+        child.signal(signal.SIGKILL)  # the other ranks
+        if child.has_worked():
+            child.restarts = 0  # not a crash loop
+        if child.restarts >= most:
+            return False
+        delay = min(30.0, 2.0**child.restarts)
+        child.restart_at = now + delay
+        child.restarts += 1
+        say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_words()}")
+    elif now >= child.restart_at:
+        child.restart_at = 0.0
+        _kill_relatives([child])
+        child.start()
+    return True
+
+
+def end(children: Sequence[Child], polite: bool) -> None:
+    """End all processes: after a finished run actors go by themselves, else they are told to; then they are killed."""
+    if not polite:
+        for child in children:
+            if child.poll() is None:
+                child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        try:
+            for process in child.processes:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            say(f"{child.name} does not end: killing it")
+        child.signal(signal.SIGKILL)  # also what is left of its group
+    for child in children:
+        for process in child.processes:
+            process.wait()
+    _kill_relatives(children)
+
+
+def _kill_relatives(children: Sequence[Child]) -> None:
+    """What dead children have left of their descendants: an actor's SGLang server has a session of its own."""
+    relatives = _relatives({child.environment[FAMILY] for child in children})
+    # The guard of a server ends by itself when its owner is gone, and removes the server's files then.
+    _, relatives = psutil.wait_procs(relatives, timeout=GUARD_S)
+    for relative in relatives:
+        try:
+            relative.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(relatives, timeout=GRACE_S)
+
+
+def _relatives(families: set[str]) -> list[psutil.Process]:
+    """All living processes of these families, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(FAMILY) in families:
+                found.append(process)
+        except psutil.Error:
+            continue  # gone, or another user's
+    return found
+
+
+def say(text: str) -> None:
+    print(f"impala-llm: {text}", file=sys.stderr, flush=True)
