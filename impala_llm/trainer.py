@@ -14,7 +14,7 @@ import torch
 
 from impala_llm.algorithms.advantages import episode_return
 from impala_llm.algorithms.importance import segment_sum
-from impala_llm.algorithms.interface import Credit, Episodes, Loss, PackedBatch
+from impala_llm.algorithms.interface import Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.feed import Batch
@@ -93,10 +93,8 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
         self.share = share
-        credit, loss = config.algorithm.credit, config.algorithm.loss
-        assert isinstance(credit, Credit) and isinstance(loss, Loss), "config.load makes them"
-        self.credit = credit
-        declare("credit", credit.metrics)
+        self.credit, loss = parts_of(config.algorithm)
+        declare("credit", self.credit.metrics)
         declare("loss", loss.metrics)
         self.timer = StageTimer()
         self.optimizer = Optimizer(model, config.learner)

@@ -32,7 +32,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from impala_llm.settings import CreditSettings, LossSettings
+from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 Figure = tuple[str, float, float]
@@ -251,3 +251,10 @@ def loss(name: str) -> Callable[[_LossType], _LossType]:
         return part
 
     return register
+
+
+def parts_of(algorithm: AlgorithmConfig) -> tuple[Credit, Loss]:
+    """Return the credit and the loss of settings that `config.load` has composed."""
+    credit, loss = algorithm.credit, algorithm.loss
+    assert isinstance(credit, Credit) and isinstance(loss, Loss), "config.load makes them"
+    return credit, loss

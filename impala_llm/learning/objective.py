@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import importance, losses
-from impala_llm.algorithms.interface import Figure, LossOutput, PackedBatch, Scored, Worth
+from impala_llm.algorithms.interface import Figure, LossOutput, PackedBatch, Scored, Worth, parts_of
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
@@ -89,8 +89,7 @@ class Rows:
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
-    credit: Any = algorithm.credit
-    policy_loss: Any = algorithm.loss
+    credit, policy_loss = parts_of(algorithm)
     scored = score(model, batch, config.engine.temperature, rows, rules.version)
     worth = whitened(credit(scored, batch, rows.prepared), rules.whitening)
     keep = teaches(algorithm, scored, worth.advantages, rules.oldest_version)

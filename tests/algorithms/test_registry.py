@@ -1,6 +1,7 @@
 """Credits and losses are chosen by name, with options of their own; your own ones by import path."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +14,10 @@ from impala_llm.algorithms.registry import CREDITS, LOSSES
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import ConfigError, load, to_yaml
 
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 OWN = """
 from dataclasses import dataclass
-from impala_llm.algorithms.importance import ratios
-from impala_llm.algorithms.interface import Credit, Loss, LossOutput, Prepared, Worth
-from impala_llm.settings import bounded
-
-@dataclass
-class Steep(Loss):
-    metrics = {"steep_share": "share of the tokens with a ratio above `limit`", "steep_max": "largest ratio"}
-    limit: float = bounded(2.0, 1)
-
-    def __call__(self, scored, advantages):
-        ratio = ratios(scored.log_ratio)
-        steep = {"steep_share": (ratio > self.limit).float().mean(), "steep_max": ratio.max()}
-        weights = ratio.clamp(max=self.limit)
-        return LossOutput(-weights * advantages * scored.log_probs, steep, weights)
+from impala_llm.algorithms.interface import Credit, Prepared, Worth
 
 @dataclass
 class PlainReturn(Credit):
@@ -49,8 +38,9 @@ class NoLoss:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the user's with parts of their own, as the current directory."""
-    (tmp_path / "my_parts.py").write_text(OWN)
+    """A folder of the user's with parts of their own, the documentation's among them, as the current directory."""
+    [example] = re.findall(r"```python\n(from dataclasses.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "my_parts.py").write_text(example + OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_parts", raising=False)
@@ -118,8 +108,8 @@ def test_what_is_printed_is_in_force_and_loads_again(tmp_path: Path) -> None:
         (["algorithm.loss=json:Loss"], ["algorithm.loss=json:Loss", "json has no Loss"]),
         (["algorithm.loss=my_parts:NoLoss"], ["algorithm.loss=my_parts:NoLoss", "interface.Loss"]),
         (["algorithm.loss=my_parts:PlainReturn"], ["algorithm.loss=my_parts:PlainReturn", "interface.Loss"]),
-        (["algorithm.loss=my_parts:Steep", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),
-        (["algorithm.loss=my_parts:Steep", "algorithm.loss.lmit=3"], ["algorithm.loss.lmit=3", "loss.limit?"]),
+        (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),
+        (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.lmit=3"], ["algorithm.loss.lmit=3", "loss.limit?"]),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_with_what_can(own: Path, words: list[str], said: list[str]) -> None:
@@ -135,7 +125,7 @@ def test_parts_of_the_users_own_train_without_a_line_of_ours(own: Path) -> None:
     """Learner and actor as processes of their own, started where the user's file is."""
     words = [
         *("experiment=toy", f"run.name=own-{own.name}", f"run.dir={own}/run", "run.terminal=false"),
-        *("learner.total_updates=3", "algorithm.loss=my_parts:Steep", "algorithm.loss.limit=3"),
+        *("learner.total_updates=3", "algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=3"),
         *("algorithm.credit=my_parts:PlainReturn", "algorithm.credit.scale=2"),
     ]
     command = [sys.executable, "-m", "impala_llm.cli", "train", *words]
@@ -144,6 +134,6 @@ def test_parts_of_the_users_own_train_without_a_line_of_ours(own: Path) -> None:
     rows = [json.loads(line) for line in (own / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     for row in rows:
-        assert 0.0 <= row["loss/steep_share"] <= 1.0 < 1.0 + row["loss/steep_max"]
+        assert 0.0 <= row["loss/steep_share"] <= 1.0
         assert "credit/return_mean" in row and "loss/clip_share" not in row
-    assert "my_parts:Steep" in (own / "run/config.yaml").read_text()
+    assert "my_parts:MyLoss" in (own / "run/config.yaml").read_text()

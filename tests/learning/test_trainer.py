@@ -420,3 +420,37 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     advantages = torch.cat(loss.seen).double()
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("credit", [GAE(), GroupRelative()], ids=["gae", "group"])
+def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: Credit) -> None:
+    """With whitened advantages and two passes: what is summed over ranks, before the first step and in each."""
+    save_lm(tmp_path)
+    whole = [dataclasses.replace(t, ticket_id=i, group_id=i % 2) for i, t in enumerate(make_batch())]
+
+    def trained(ranks: Ranks, rows: list[Trajectory]) -> list[torch.Tensor]:
+        config = make_config(credit, PPOClip(), whiten_advantages=True, max_staleness=None)
+        config.learner = LearnerConfig(warmup_updates=0, decay="constant", epochs=2)
+        with lock:
+            model = PolicyModel.from_pretrained(tmp_path)
+            trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+        batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(range(len(rows))), 1.0)
+        trainer.update(batch, version=3, progress=0.0)
+        return [p.detach() for p in trainer.model.parameters()]
+
+    lock = threading.Lock()
+    meeting, table = threading.Barrier(2), {}
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def work(rank: int) -> None:
+        results[rank] = trained(ThreadRanks(rank, meeting, table), whole[rank::2])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    alone = trained(Ranks("cpu"), whole)
+    for mine, other, together in zip(alone, results[0], results[1], strict=True):
+        assert torch.equal(other, together)
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
