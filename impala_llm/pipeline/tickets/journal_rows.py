@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from impala_llm.pipeline.tickets.quarantine import count_crashes
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.tickets.ticket import Entry, State
 from impala_llm.trajectory import MAX_TICKETS
@@ -128,11 +129,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
         in_parts = steps.get(step, ())
         if kind == _TRAINED and step > version and all(ticket_id != other for other, _ in in_parts):
             steps.setdefault(step, set()).add((ticket_id, 0))
-    # The latest step, if it was not over when the learner died.
-    latest = max(steps, default=made)
-    for ticket_id, unroll_index in steps[latest] if latest > made else ():
-        crashes = past.crashes.setdefault(ticket_id, {})
-        crashes[unroll_index] = crashes.get(unroll_index, 0) + 1
+    count_crashes(past.crashes, steps, made)
     if past.last:
         group = max(past.last) // order.group_size
         order.skip_to(max(order.num_taken, group // identity["world_size"] + 1))

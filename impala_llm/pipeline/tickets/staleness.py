@@ -38,9 +38,16 @@ class Admission:
         group_size: tickets of a group.
         max_staleness: η; None: no limit.
         version: the learner's.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
     """
 
     def __init__(self, batch_size: int, group_size: int, max_staleness: int | None, version: int) -> None:
+        if batch_size < 1 or batch_size % group_size:
+            raise ValueError(f"batch_size is {batch_size}: it must be a positive multiple of group_size {group_size}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness is {max_staleness}: use 0 or more, or None to run free")
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_staleness = max_staleness

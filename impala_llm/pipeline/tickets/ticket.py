@@ -27,7 +27,7 @@ class Ticket:
 
 
 class State(Enum):
-    """State of a ticket; the transitions are in ledger.py."""
+    """State of a ticket; the transitions are in table.py."""
 
     READY = "ready"
     OPEN = "open"
