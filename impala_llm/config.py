@@ -8,10 +8,10 @@ Nobody else reads raw Hydra dicts.
 import difflib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -21,9 +21,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from impala_llm.plugs import ENVIRONMENTS, Kind, choose, import_path, make_options, make_part, option_fields
-from impala_llm.plugs import load as load_part
-from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EnvConfig, leaves
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, Kind, make_part, name_part, option_fields
+from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 from impala_llm.settings_checks import problems
 
 
@@ -52,6 +51,9 @@ class _RawAlgorithm(AlgorithmConfig):
 @dataclass
 class _RawConfig(Config):
     algorithm: _RawAlgorithm = field(default_factory=_RawAlgorithm)
+
+
+_Section = TypeVar("_Section", EnvConfig, EngineConfig)
 
 
 def load(overrides: Sequence[str] = ()) -> Config:
@@ -85,14 +87,13 @@ def load(overrides: Sequence[str] = ()) -> Config:
             name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
             for name, kind in algorithm_parts().items()
         }
-        env = _environment(composed.env, _words_of(ENVIRONMENTS, overrides))
+        env, engine = _with_part(composed.env, ENVIRONMENTS, overrides), _with_part(composed.engine, ENGINES, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    config = Config(
-        **(vars(composed) | {"algorithm": AlgorithmConfig(**(vars(composed.algorithm) | algorithm)), "env": env})
-    )
+    parts = {"algorithm": AlgorithmConfig(**(vars(composed.algorithm) | algorithm)), "env": env, "engine": engine}
+    config = Config(**(vars(composed) | parts))
     reasons = problems(config)
     if reasons:
         raise ConfigError.of(reasons)
@@ -108,19 +109,11 @@ def algorithm_parts() -> dict[str, Kind]:
     return PARTS
 
 
-def _environment(in_files: EnvConfig, words: Sequence[str]) -> EnvConfig:
-    """The environment that files and words choose, with its options. ValueError where that cannot be."""
-    name, values = choose(ENVIRONMENTS, {"name": in_files.name, **_values(in_files.options)}, words)
-    if name == "webshop" and values:
-        option, value = next(iter(values.items()))
-        raise ValueError(
-            f"env.options.{option}={value} does not go with env.name=webshop, whose options are env.webshop.*: "
-            + _suggestion(f"env.webshop.{option}", list(known_keys()))
-        )
-    options = None
-    if import_path(ENVIRONMENTS, name) not in ENVIRONMENTS.packaged.values():
-        options = getattr(load_part(ENVIRONMENTS, name), "Options", None)
-    return EnvConfig(name, in_files.webshop, make_options(ENVIRONMENTS, name, options, values))
+def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Section:
+    """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
+    in_files = {"name": section.name, **_values(section.options)}
+    name, options = name_part(kind, in_files, _words_of(kind, overrides))
+    return replace(section, name=name, options=options)
 
 
 def _values(in_files: Any) -> dict[str, Any]:
@@ -135,7 +128,7 @@ def _words_of(kind: Kind, overrides: Sequence[str]) -> list[str]:
 def _kind_of(word: str) -> Kind | None:
     """The kind of part that a word names or sets an option of."""
     key = word.lstrip("+").partition("=")[0]
-    for kind in (*algorithm_parts().values(), ENVIRONMENTS):
+    for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES):
         if key in (kind.key, kind.options_key) or key.startswith(f"{kind.options_key}."):
             return kind
     return None

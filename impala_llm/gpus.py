@@ -47,7 +47,7 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
         ConfigError: too few for the learner's ranks, or for the servers.
     """
     engine, num_actors = config.engine, config.actor.num_actors
-    if not gpus or (config.model.device == "cpu" and engine.name == "torch"):
+    if not gpus or (config.model.device == "cpu" and engine.name != "sglang"):
         return GpuShares([], [[] for _ in range(num_actors)])
     num_ranks = _num_ranks_here(config)
     if len(gpus) < num_ranks:
@@ -58,7 +58,7 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
     learner, free = list(gpus[:num_ranks]), list(gpus[num_ranks:])
     if engine.urls is not None:
         return GpuShares(learner, [[] for _ in range(num_actors)])
-    if engine.name == "torch":
+    if engine.name != "sglang":
         shared = free or learner
         return GpuShares(learner, [[shared[index % len(shared)]] for index in range(num_actors)])
     each = engine.tensor_parallel

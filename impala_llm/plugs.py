@@ -12,7 +12,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ class Kind:
     group: str
     """Group of entry points in which installed packages name theirs."""
     packaged: Mapping[str, Any]
-    """Short name -> the part, or its import path; one with an import path has no options."""
+    """Short name -> the part, or its import path; one with an import path has no options of this kind."""
     base: type | None = None
     """Parts are dataclasses derived from it, whose fields are their options. None: parts are called, and their options
     are the fields of the dataclass that they have as attribute `Options`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Short name -> key below which the settings of a packaged part lie, where it has no options of this kind."""
 
 
 ENVIRONMENTS = Kind(
@@ -48,8 +50,17 @@ ENVIRONMENTS = Kind(
         "parrot": "impala_llm.envs.toy:ParrotSuite",
         "corridor": "impala_llm.envs.toy:CorridorSuite",
     },
+    settings={"webshop": "env.webshop"},
 )
 """Suites, as envs/base.py describes them."""
+ENGINES = Kind(
+    "engine.name",
+    "engine.options",
+    "impala_llm.engines",
+    {"torch": "impala_llm.engines:torch_engine", "sglang": "impala_llm.engines:sglang_engine"},
+    settings={"torch": "engine", "sglang": "engine"},
+)
+"""Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
 
 
 def load(kind: Kind, name: str) -> Any:
@@ -168,7 +179,7 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
     own = {f.name: f.default for f in option_fields(options)} if options else {}
     for option, value in values.items():
         if option not in own:
-            meant = _meant_option(kind, option, list(own))
+            meant = _meant_option(kind, name, option, list(own))
             raise ValueError(f"{key}.{option}={value} is no option of {chosen}: {meant}")
     if options is None:
         return None
@@ -191,7 +202,21 @@ def make_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> 
     return make_options(kind, name, load(kind, name), values)
 
 
-def _meant_option(kind: Kind, option: str, own: Sequence[str]) -> str:
+def name_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
+    """Return the name of a part and its options, of a kind whose parts are called later on; see `choose`.
+
+    Raises:
+        ValueError: see `load` and `make_options`.
+    """
+    name, values = choose(kind, in_files, words)
+    is_own = import_path(kind, name) not in kind.packaged.values()
+    options: Any = getattr(load(kind, name), "Options", None) if is_own else None
+    if options is not None and not (isinstance(options, type) and is_dataclass(options)):
+        raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
+    return name, make_options(kind, name, options, values)
+
+
+def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:
     """The option that may be meant, or the parts that have it."""
     parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}
     having = sorted(name for name, part in parts.items() if option in {f.name for f in fields(part)})
@@ -202,4 +227,6 @@ def _meant_option(kind: Kind, option: str, own: Sequence[str]) -> str:
     close = difflib.get_close_matches(option, own, n=1, cutoff=0.5)
     if close:
         return f"did you mean {kind.options_key}.{close[0]}?"
+    if name in kind.settings:
+        return f"its settings are {kind.settings[name]}.*"
     return f"its options are {', '.join(own)}" if own else "it has no options"

@@ -113,8 +113,11 @@ class EnvConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = one_of("torch", "sglang")
-    """torch: the embedded engine | sglang: SGLang servers, one an actor."""
+    name: str = "torch"
+    """torch: the embedded engine | sglang: SGLang servers, one an actor | an installed one | your own, as module:Class,
+    see docs/engines.md."""
+    options: Any = None
+    """Options of an engine of your own: engine.options.NAME=value sets a field of its class `Options`."""
     temperature: float = bounded(1.0, least=0.001, most=100)
     """Sampling temperature; the learner divides its logits by the same."""
     top_p: float = 1.0

@@ -271,12 +271,12 @@ def _engine_problems(config: Config) -> list[str]:
     """What SGLang servers cannot do, or what only they can."""
     engine, found = config.engine, []
     defaults = EngineConfig()
-    if engine.name == "torch":
+    if engine.name != "sglang":
         for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
             if getattr(engine, key) != getattr(defaults, key):
                 found.append(
-                    f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers and engine.name=torch has "
-                    "none: set engine=sglang or leave it out"
+                    f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers, and engine.name="
+                    f"{engine.name} has none: set engine=sglang or leave it out"
                 )
         return found
     if engine.prefix_cache and engine.in_flight == "keep_kv":

@@ -3,12 +3,15 @@
 Invariant: an engine never turns ids into text or text into ids, so what the learner sees is what was sampled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+
+from impala_llm.settings import Config
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_STOP_TOKENS = 16
@@ -115,6 +118,26 @@ class TokenGenerator(Protocol):
     def release(self, session_id: str) -> None:
         """Free the cache of an episode that has ended. Unknown ids are ignored."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """All that an engine of an actor is made from."""
+
+    config: Config
+    """`config.engine.options` are the engine's own."""
+    policy: Path
+    """Hugging Face directory with model and tokenizer."""
+    version: int
+    """Policy version of its weights; -1: they stand for none, and the newest ones are loaded before an episode."""
+    device: str
+    """cpu | cuda."""
+    index: int = 0
+    """Index of the actor on this host; it selects the log and the share of the configured servers."""
+    weights: Callable[[], AbstractContextManager[tuple[Path, int]]] | None = None
+    """Source of the newest weights, as (directory, version), for an engine that restarts a server."""
+    server_key: str | None = None
+    """API key of a server that the engine starts; None: a new random one."""
 
 
 class Engine(TokenGenerator, Protocol):

@@ -1,0 +1,70 @@
+"""An engine of the user's own, named by its import path, with options of its own."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import ConfigError, load, to_yaml
+
+RECIPE = Path(__file__).parents[2] / "docs" / "engines.md"
+OWN = ["experiment=toy", "engine.name=my_engine:Echo"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the engine of the documentation in it."""
+    [code] = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+    (tmp_path / "my_engine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
+    return tmp_path
+
+
+def test_its_options_are_settings(own: Path) -> None:
+    config = load([*OWN, "engine.options.wrong_share=0.5", "run.dir=x"])
+    assert config.engine.options.wrong_share == 0.5 and config.engine.max_new_tokens == 2
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+    assert load(["experiment=saved.yaml", "engine.name=torch"]).engine.options is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["engine.name=torhc"], ["engine.name=torhc is not known", "did you mean torch?", "sglang", "module:Class"]),
+        (["engine.name=vllm"], ["engine.name=vllm is not known", "torch, sglang"]),
+        (["engine=vllm"], ["engine=vllm is not known", "sglang, torch"]),
+        (["engine.name=nowhere:Engine"], ["engine.name=nowhere:Engine", "nowhere", "PYTHONPATH"]),
+        (["engine.name=my_engine:Bell"], ["engine.name=my_engine:Bell", "my_engine has no Bell"]),
+        ([*OWN, "engine.options.wrong=1"], ["engine.options.wrong=1", "engine.options.wrong_share?"]),
+        ([*OWN, "engine.options.wrong_share=2"], ["engine.options.wrong_share=2", "between 0 and 1"]),
+        (["engine.options.dtype=float32"], ["engine.options.dtype=float32", "engine.name=torch", "engine.*"]),
+        ([*OWN, "engine.tensor_parallel=2"], ["engine.tensor_parallel=2", "engine.name=my_engine:Echo has none"]),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["experiment=toy", *words])
+    assert len(str(caught.value).splitlines()) == 1
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.system
+def test_it_plays_without_a_line_of_ours(own: Path) -> None:
+    """The actor's engine is the one that was named: it answers rightly from the start, as no new model does."""
+    words = [*OWN, "engine.options.wrong_share=0.5", f"run.name=own-{own.name}", f"run.dir={own}/run"]
+    few = ["run.terminal=false", "learner.total_updates=3", "learner.batch_size=16"]
+    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
+    done = subprocess.run([*impala_llm, "train", *words, *few], cwd=own, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len((own / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 3
+    again = ["evaluate", "--json", "--config", "run/config.yaml", "evaluation.num_tasks=8"]
+    played = subprocess.run([*impala_llm, *again], cwd=own, capture_output=True, text=True, timeout=200)
+    assert played.returncode == 0, played.stderr
+    assert json.loads(played.stdout)[0]["score"] == 1.0
