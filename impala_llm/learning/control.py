@@ -17,6 +17,8 @@ _ALARM_INTERVAL_S = 60.0
 _ENOUGH_RETURNS = 64
 _FARTHEST_RETURN = 100.0
 _LEAST_VARIANCE = 1e-12
+_ROUNDING = 1e-10
+"""Share of the mean square below which a variance is what rounding has left of the difference of two sums."""
 
 
 class EntropyControl:
@@ -45,9 +47,9 @@ class RewardScale:
 
     def limited(self, episode_return: float) -> float:
         """The return as it is to be summed for `observe`."""
-        if self._count < _ENOUGH_RETURNS or (variance := self._variance) <= _LEAST_VARIANCE:
+        if self._count < _ENOUGH_RETURNS or not (deviation := self._deviation):
             return episode_return
-        mean, farthest = self._sum / self._count, _FARTHEST_RETURN * math.sqrt(variance)
+        mean, farthest = self._sum / self._count, _FARTHEST_RETURN * deviation
         return min(max(episode_return, mean - farthest), mean + farthest)
 
     def observe(self, count: float, total: float, squares: float) -> None:
@@ -62,11 +64,14 @@ class RewardScale:
     def divisor(self) -> float:
         if not self._enabled or self._count < 2:
             return 1.0
-        return math.sqrt(self._variance) if self._variance > _LEAST_VARIANCE else 1.0
+        return self._deviation or 1.0
 
     @property
-    def _variance(self) -> float:
-        return self._squares / self._count - (self._sum / self._count) ** 2
+    def _deviation(self) -> float:
+        """0 where the returns are all equal, but for rounding."""
+        mean, mean_square = self._sum / self._count, self._squares / self._count
+        variance = mean_square - mean * mean
+        return math.sqrt(variance) if variance > max(_LEAST_VARIANCE, _ROUNDING * mean_square) else 0.0
 
 
 class CollapseAlarm:

@@ -54,6 +54,11 @@ def test_equal_rewards_are_left_as_they_are() -> None:
     scale = RewardScale(True)
     scale.observe(3, 3.0, 3.0)
     assert scale.divisor == 1.0
+    large = [1234.56] * 16
+    scale = RewardScale(True)
+    for _ in range(100):
+        scale.observe(len(large), sum(large), sum(value**2 for value in large))
+    assert scale.divisor == 1.0, "what rounding leaves is no spread"
 
 
 def test_a_collapse_is_said_and_a_solved_task_is_not_one(caplog: pytest.LogCaptureFixture) -> None:

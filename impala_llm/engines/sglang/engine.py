@@ -215,7 +215,7 @@ class SGLangEngine:
 
     @property
     def fed(self) -> dict[int, str]:
-        """Servers that the learner may send weights to: opening -> URL; see `pipeline.wire.Engines`."""
+        """Servers that the learner may send weights to: opening -> URL; see `pipeline.transport.messages.Engines`."""
         if not self._is_fed:
             return {}
         return {replica.opening: replica.server.url for replica in self._replicas if replica.version is not None}
