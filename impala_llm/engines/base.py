@@ -87,7 +87,7 @@ class EngineStats:
 
 
 class WeightSource(Protocol):
-    """Weights in shared memory that do not change while they are loaded, such as `pipeline.weights.board.WeightLease`."""
+    """Weights in shared memory that do not change while they are loaded, such as `board.WeightLease`."""
 
     version: int
     path: Path

@@ -116,8 +116,8 @@ class WeightSender:
         """Send a version to all servers at the same time; those that do not take it in time are given up.
 
         Args:
-            servers: opening -> URL, see `pipeline.transport.messages.Engines`. Groups of others are left. Nothing is sent
-                to a URL that was not configured.
+            servers: opening -> URL, see `pipeline.transport.messages.Engines`. Groups of others are left. Nothing is
+                sent to a URL that was not configured.
             tensors: name -> tensor, all on one device; they must not change until this returns.
         """
         return asyncio.run_coroutine_threadsafe(self._send(dict(servers), tensors, version), self._loop).result()
