@@ -117,7 +117,10 @@ def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Sect
 
 
 def _values(in_files: Any) -> dict[str, Any]:
-    """The settings of a part as files compose them; none where there is something else."""
+    """The settings of a part as files compose them, its name alone where that is all; none where there is something
+    else."""
+    if isinstance(in_files, str):
+        return {"name": in_files}
     return in_files if isinstance(in_files, dict) else {}
 
 

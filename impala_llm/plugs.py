@@ -144,10 +144,10 @@ def choose(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> tup
     for word in words:
         parsed = OverridesParser.create().parse_override(word.lstrip("+"))
         key, value = parsed.key_or_group, parsed.value()
-        if key == kind.key:
-            given["name"] = value
-        elif key == kind.options_key and isinstance(value, Mapping):
+        if key == kind.options_key and isinstance(value, Mapping):
             given |= value
+        elif key == kind.key:
+            given["name"] = value
         else:
             given[key.removeprefix(f"{kind.options_key}.")] = value
     name = str(given.pop("name", values.get("name")))

@@ -85,6 +85,15 @@ def test_what_is_printed_is_in_force_and_loads_again(tmp_path: Path) -> None:
     assert again == TruncatedIS(name="truncated_is", cap=2.0, level="sequence")
 
 
+def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.yaml"
+    saved.write_text("algorithm: {credit: rloo, loss: gspo, group_size: 4}")
+    algorithm = load(["model=scratch", f"experiment={saved}"]).algorithm
+    assert (algorithm.credit.name, algorithm.loss) == ("rloo", GSPO(name="gspo"))
+    word = "algorithm.loss={name: truncated_is, cap: 3}"
+    assert load(["model=scratch", word]).algorithm.loss == TruncatedIS(name="truncated_is", cap=3.0)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
