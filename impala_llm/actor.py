@@ -43,9 +43,9 @@ from impala_llm.supervised import end_with_supervisor, report_progress, tell
 
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
-"""Between two attempts to bring an engine up."""
+"""Longest pause between two attempts to start an engine, in seconds."""
 ABORT_GRACE_S = 5.0
-"""What an episode gets to hand over what it has when its time is up."""
+"""Seconds after the time limit of an episode in which its aborted answer ends and its turns are sent."""
 
 
 class Actor:
@@ -75,7 +75,7 @@ class Actor:
         self.starting: asyncio.Task[None] | None = None
         self.failed_starts = 0
         self.start_at = 0.0
-        """Monotonic time before which it is not started again."""
+        """Monotonic time before which it is not restarted."""
         # Without a value past its end a part of an episode teaches nothing.
         self.keep_aborted = config.algorithm.credit.uses_values
         self.channel = endpoint.connect()
@@ -94,7 +94,7 @@ class Actor:
         self.failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Until the learner says stop, or is silent for too long. Raises ModelRefused, and defects of our own code."""
+        """Play until the learner says stop, or is silent for too long. Raises ModelRefused, and own errors."""
         self.channel.hello()
         reporter = Reporter(self.engine.stats())
         try:
@@ -132,7 +132,7 @@ class Actor:
 
     @contextmanager
     def newest_weights(self) -> Iterator[tuple[Path, int]]:
-        """For an engine's server that was started anew."""
+        """Newest weights, for a server of the engine that was restarted."""
         with self.weights.lease() as lease:
             yield lease.path, lease.version
 
@@ -196,23 +196,23 @@ class Actor:
             self.stopping = True
 
     def start_episodes(self) -> None:
-        """Start what waits, in the order of the tickets, as far as there is room and the weights are new enough."""
+        """Start waiting episodes, in the order of the tickets, while there is room and the weights are new enough."""
         for ticket in list(self.waiting) if self.is_up else ():
             if len(self.running) >= self.config.actor.max_episodes:
                 return
             if ticket.min_version > self.engine.version:
-                continue  # what replaces a ticket that came to nothing may demand less than those before it
+                continue  # not break: the replacement of a ticket that was given back may demand an older version
             self.waiting.remove(ticket)
             self.running[ticket.ticket_id] = task = asyncio.create_task(self.play(ticket))
             task.add_done_callback(partial(self.ended, ticket.ticket_id))
 
     def ended(self, ticket_id: int, task: asyncio.Task[None]) -> None:
-        """Unless another attempt at the ticket has begun."""
+        """Forget an episode, unless another attempt at its ticket has begun."""
         if self.running.get(ticket_id) is task:
             del self.running[ticket_id]
 
     async def play(self, ticket: Ticket) -> None:
-        """One episode: its trajectory is sent or its ticket given back, whatever happens."""
+        """Play one episode: its trajectory is sent or its ticket is given back, whatever happens."""
         self.episodes += 1
         timeout_s = self.config.actor.episode_timeout_s
         abort = None
@@ -260,7 +260,7 @@ class Actor:
                 abort.cancel()
 
     def load_times(self, stats: EngineStats) -> dict[str, float]:
-        """Of the latest change of weights."""
+        """Metrics of the latest change of weights."""
         return {
             "weights/load_s": self.load_seconds,
             "weights/pause_s": stats.pause_seconds,
@@ -301,12 +301,12 @@ class Actor:
         elif error is not None:
             self.failure = error
         else:
-            self.start_loading()  # what was announced meanwhile
-            self.start_episodes()  # what waited for this version
+            self.start_loading()  # a version may have been announced meanwhile
+            self.start_episodes()  # episodes that waited for this version
 
 
 def actor_name(config: Config, index: int) -> str:
-    """Unique among all actors of a run: hosts count theirs from 0."""
+    """Make a name that is unique among all actors of a run: hosts number theirs from 0."""
     if config.pipeline.connect is None:
         return f"actor-{index}"
     node = platform.node()
@@ -322,16 +322,16 @@ class EnvironmentBroken(RuntimeError):
 
 
 class EnvironmentFaults:
-    """Episodes that the environment has spoilt since the last one that it did not.
+    """Faults of the environment since the last episode that it completed.
 
     The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
-    broken environment fills no log and takes no core; after a while they end the actor. What an environment must not
-    return it returns again: of that, so many in a row are enough.
+    broken environment fills no log and takes no core; after a while they end the actor. A wrong
+    return value comes again: of those, the number in a row suffices.
     """
 
     MOST_IN_A_ROW = 32
     PATIENCE_S = 20.0
-    """Shorter than this an outage of something that the environment needs may last."""
+    """Seconds of faults after which the actor ends: shorter outages of what the environment needs are waited for."""
     MAX_DELAY_S = 2.0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -394,7 +394,7 @@ class Reporter:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 when the learner said stop, 2 for what will fail again, 3 when the learner is gone."""
+    """Exit code: 0 when the learner said stop, 2 for an error that will come again, 3 when the learner is gone."""
     end_with_supervisor()
     words = list(argv)
     index = 0

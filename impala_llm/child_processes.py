@@ -24,15 +24,15 @@ from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, sign
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
 GUARD_S = 3.0
-"""What orphans get to end by themselves."""
+"""Seconds that orphans have for ending by themselves."""
 MAX_RESTARTS = 20
-"""Of an actor, without a trajectory acknowledged in between."""
+"""Restarts of an actor without a trajectory acknowledged in between."""
 LAST_WORDS = 4096
-"""Bytes of a log in which last words are looked for."""
+"""Bytes at the end of a log in which the last line is looked for."""
 PROGRESS_BAR = re.compile(r"\d%\|")
 FAMILY = "IMPALA_LLM_FAMILY"
-"""Environment variable by which a supervisor knows the descendants of a child again: a server has a session of its own,
-and may live on without its actor."""
+"""Environment variable by which a supervisor recognises the descendants of a child: a server has a session of its own,
+and may outlive its actor."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Child:
     """Folder in which several ranks find each other."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     restarts: int = 0
-    """Since it last made progress."""
+    """Number of restarts since it last made progress."""
     restart_at: float = 0.0
     """Monotonic time of the next start, while it is down."""
     pipe: int | None = None
@@ -58,7 +58,7 @@ class Child:
     worked: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     unread: bytes = b""
-    """The beginning of a line."""
+    """Beginning of a line whose rest has not been read yet."""
     log_begin: int = 0
     """Size of the log at this start."""
 
@@ -82,7 +82,7 @@ class Child:
             os.close(told)
 
     def rank_environment(self, rank: int, token: str) -> dict[str, str]:
-        """What torchrun would set, but for where the ranks meet: in a file, so that nobody listens."""
+        """Variables that torchrun would set; but the ranks meet in a file, so that no process listens on a port."""
         number, total = str(rank), str(self.num_ranks)
         ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
         return ranks | (
@@ -102,7 +102,7 @@ class Child:
             )
 
     def poll(self) -> int | None:
-        """Its exit code: of several ranks one that is not 0. None while it runs."""
+        """Exit code; of several ranks one that is not 0. None while it runs."""
         codes = [process.poll() for process in self.processes]
         failed = [code for code in codes if code]
         return failed[0] if failed else None if None in codes or not codes else 0
@@ -127,13 +127,13 @@ class Child:
                 self.messages += [json.loads(line) for line in lines if line != WORKED]
 
     def signal(self, number: int) -> None:
-        """To the whole process groups."""
+        """Send a signal to its process groups."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
     def last_words(self) -> str:
-        """The last line that it has logged since its start, progress bars aside, and where the rest is; else empty."""
+        """Last line of its log since its start, without progress bars, and the path of the log; empty without one."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as log:
@@ -144,16 +144,21 @@ class Child:
 
 
 def exit_reason(code: int) -> str:
-    """What a return code of subprocess means, for people."""
+    """Text for a return code of subprocess."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
     return f"exit code {code}"
 
 
 def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> bool:
-    """Start a dead child again when its time has come. False where it has ended: with a final code, or once too often.
+    """Restart a dead child after its back-off.
 
-    A moment passes before each new start, and longer ones when it keeps dying.
+    Args:
+        final: exit codes after which it is not restarted.
+        most: restarts without progress in between.
+
+    Returns:
+        False where it has ended: with a final code, or after `most` restarts.
     """
     code = child.poll()
     if code is None:
@@ -179,7 +184,12 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
 
 
 def end(children: Sequence[Child], polite: bool) -> None:
-    """End all processes: after a finished run actors go by themselves, else they are told to; then they are killed."""
+    """End all processes.
+
+    Args:
+        polite: wait for them to end by themselves, as actors do after a finished run; else SIGTERM is sent first. Those
+            that are left after `GRACE_S` are killed.
+    """
     if not polite:
         for child in children:
             if child.poll() is None:
@@ -199,7 +209,7 @@ def end(children: Sequence[Child], polite: bool) -> None:
 
 
 def _kill_relatives(children: Sequence[Child]) -> None:
-    """What dead children have left of their descendants: an actor's SGLang server has a session of its own."""
+    """Kill the descendants of dead children that are left: an actor's SGLang server has a session of its own."""
     relatives = _relatives({child.environment[FAMILY] for child in children})
     # The guard of a server ends by itself when its owner is gone, and removes the server's files then.
     _, relatives = psutil.wait_procs(relatives, timeout=GUARD_S)
@@ -212,7 +222,7 @@ def _kill_relatives(children: Sequence[Child]) -> None:
 
 
 def _relatives(families: set[str]) -> list[psutil.Process]:
-    """All living processes of these families, whoever is their parent by now."""
+    """Living processes of these families, whatever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:

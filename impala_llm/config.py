@@ -154,7 +154,7 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
 
 
 def _settings_file(path: Path) -> DictConfig:
-    """What a YAML file with settings holds. ConfigError where it is none."""
+    """Contents of a YAML file with settings. Raises ConfigError where it is none."""
     try:
         text = path.expanduser().read_text()
         settings = OmegaConf.create(text) if isinstance(yaml.safe_load(text), dict | list | None) else None

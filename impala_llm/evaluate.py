@@ -140,7 +140,7 @@ def evaluate(
 
 
 def _progress_bar() -> Progress:
-    """On standard error, if that is a terminal; it moves while engines start, too."""
+    """Progress bar on standard error, if that is a terminal; it is redrawn while engines start, too."""
     console = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
@@ -159,7 +159,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     The examples are the last policy's on the configured split.
     """
     disable_progress_bar()
-    set_verbosity_error()  # what speaks against a model is raised
+    set_verbosity_error()  # problems of a model are raised
     with working("making the tasks"):
         suites = [(make_suite(config.env), "")]
         if config.evaluation.unseen_seed is not None and config.env.name == "webshop":

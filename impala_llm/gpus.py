@@ -1,4 +1,4 @@
-"""Deals the GPUs of a host out to the learner's ranks and the actors."""
+"""Assigns the GPUs of a host to the learner's ranks and the actors."""
 
 import os
 import shutil
@@ -72,11 +72,11 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
 
 
 def num_servers(config: Config, gpus: Sequence[str]) -> int:
-    """How many SGLang servers, one an actor, there is room for beside the learner; 1 at least."""
+    """Number of SGLang servers, one for each actor, for which there are GPUs beside the learner; at least 1."""
     free = len(gpus) - _num_ranks_here(config)
     return max(1, len(config.engine.urls or ()) or free // config.engine.tensor_parallel)
 
 
 def _num_ranks_here(config: Config) -> int:
-    """That need a GPU on this host."""
+    """Number of actors that need a GPU on this host."""
     return config.learner.num_ranks if config.pipeline.connect is None and config.model.device != "cpu" else 0

@@ -1,4 +1,4 @@
-"""How hosts find and trust each other: TCP endpoints, and the names of key files. Strings and paths only, no sockets.
+"""Addresses of hosts: TCP endpoints, and the names of key files. Strings and paths only, no sockets.
 
 Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
 """
@@ -36,7 +36,7 @@ class TcpEndpoint:
 
     @classmethod
     def parse(cls, endpoint: str) -> TcpEndpoint:
-        """ValueError, which says what is expected, where it is none."""
+        """Parse an endpoint. Raises ValueError, which says what is expected."""
         match = _TCP.fullmatch(endpoint)
         if match is None:
             raise ValueError(
@@ -97,7 +97,7 @@ def is_loopback_url(url: str) -> bool:
 
 
 def check_bind(endpoint: str, has_keys: bool) -> None:
-    """ValueError where a learner must not listen at an endpoint: other hosts could reach it, and it has no keys."""
+    """Raise ValueError where a learner must not listen at an endpoint: other hosts reach it, and it has no keys."""
     if _is_ipc(endpoint):
         return
     if not TcpEndpoint.parse(endpoint).is_loopback and not has_keys:
@@ -109,7 +109,7 @@ def check_bind(endpoint: str, has_keys: bool) -> None:
 
 
 def check_connect(endpoint: str, has_keys: bool) -> None:
-    """ValueError where an actor must not talk to an endpoint: it is on another host, and there are no keys."""
+    """Raise ValueError where an actor must not talk to an endpoint: it is on another host, and there are no keys."""
     if _is_ipc(endpoint):
         return
     target = TcpEndpoint.parse(endpoint)

@@ -30,7 +30,7 @@ _TABLE = "take a model of the table in docs/engines.md"
 
 
 def reasons_against(key: str, path: str, directory: Path, max_length: int) -> list[str]:
-    """Sentences with key, value and fix; empty where nothing speaks against the model, or its config is unreadable.
+    """Sentences with key, value and fix; empty where there are none, or the config is unreadable.
 
     Args:
         key, path: the setting and its value, for the sentences.

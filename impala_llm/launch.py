@@ -3,9 +3,9 @@
     python -m impala_llm.launch actor.num_actors=2 key=value ...     actors alone; see tools/launch_actors.sh
 
 Invariant: whatever ends the run, its end, an error, Ctrl-C or a signal, ends every process of it within ten seconds and
-leaves no file of it in shared memory. A process that dies is reported with its signal and last words, and started
-again with back-off. The run's folder in shared memory belongs to the supervisor: a learner that was killed goes on from
-what is in there. A learner that dies again and again without publishing a version ends the run.
+leaves no file of it in shared memory. A process that dies is reported with its signal and the last line of its log,
+and restarted with back-off. The run's folder in shared memory belongs to the supervisor: a learner that was killed goes
+on from its content. A learner that dies again and again without publishing a version ends the run.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The interface over which the ranks of a learner talk."""
 MAX_LEARNER_RESTARTS = 3
-"""Without a version published in between; time alone proves nothing."""
+"""Restarts of a learner without a version published in between, however long it ran."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
-"""Exit codes: the run is over; the settings are wrong; of an actor: the learner is gone."""
+"""Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone."""
 
 
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
@@ -65,7 +65,7 @@ def plan_actors(config: Config, overrides: Sequence[str], gpus: GpuShares) -> li
 
 
 def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
-    """Of a process with its share of this host's cores, and these GPUs. It is a family of its own, see `FAMILY`."""
+    """Environment of a process with its share of this host's cores, these GPUs and a `FAMILY` of its own."""
     threads = str(threads_per_process(config))
     return {
         **os.environ,
@@ -85,7 +85,7 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
-    """What `train` would do: the resolved configuration and the command line of every process."""
+    """Plan of `train` as text: the resolved configuration and the command line of every process."""
     lines = [to_yaml(config), f"# threads a process: {threads_per_process(config)}"]
     lines += [
         f"# {child.name}{f', {child.num_ranks} ranks' if (child.num_ranks or 1) > 1 else ''}: {' '.join(child.command)}"
@@ -120,7 +120,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
             while not stop_signal() and keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
                 _show(learner, view)
                 for actor in actors:
-                    actor.receive()  # the learner says what they do
+                    actor.receive()  # discarded: the learner reports what actors do
                 if not all([keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
                     break
                 time.sleep(POLL_S)
@@ -130,7 +130,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
             end(children, polite=not stop_signal() and learner.poll() == 0)
     if stop_signal():
         return 128 + stop_signal()
-    # Of an actor that has found what will fail again: all have the same settings.
+    # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]
     if unfit:
         say(f"the run has ended{unfit[0].last_words()}")
@@ -159,7 +159,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
     On another host than the learner's (`pipeline.connect`) it also brings the weights there, once for all actors.
 
-    Returns 0 then, 1 if one was lost for good or found its learner gone, 2 if what it found will fail again, 130 after
+    Returns 0 then, 1 if one was lost for good or found its learner gone, 2 for settings that will fail again, 130 after
     Ctrl-C, 143 after SIGTERM.
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,11 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
 
 def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> str:
-    """What actors do, by the messages that they have sent. at_play: by name what the latest ones say, of this call too;
-    it is brought up to date."""
+    """Summary of the actors' activity, from the messages that they have sent.
+
+    Args:
+        at_play: name -> numbers of its latest message; it is updated.
+    """
     for actor in actors:
         for message in actor.receive():
             at_play[actor.name] = message["at_play"]
@@ -207,7 +210,7 @@ def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> 
 
 @contextlib.contextmanager
 def _away_from_learner(config: Config) -> Iterator[None]:
-    """On another host: a run directory with a board of its own, filled by a relay, while entered."""
+    """On another host than the learner's, keep a run directory with a board of its own, filled by a relay."""
     pipeline = config.pipeline
     if pipeline.connect is None:
         yield
@@ -220,7 +223,7 @@ def _away_from_learner(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[], int]]:
-    """While entered, SIGINT and SIGTERM are only remembered: what is yielded tells which one came, 0 for none."""
+    """Only note SIGINT and SIGTERM while the context is open. Yields a function: the one that came, 0 for none."""
     received = 0
 
     def remember(number: int, _frame: object) -> None:
@@ -237,7 +240,7 @@ def _stop_signal() -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def _terminal_view(config: Config) -> Iterator[TerminalView]:
-    """The view of a run; it goes nowhere without `run.terminal`."""
+    """View of a run; without `run.terminal` its output is discarded."""
     with open(os.devnull, "w") as nowhere:
         stream = sys.stdout if config.run.terminal else nowhere
         with TerminalView(config.learner.total_updates, stream) as view:
@@ -245,7 +248,7 @@ def _terminal_view(config: Config) -> Iterator[TerminalView]:
 
 
 def _show(learner: Child, view: TerminalView) -> None:
-    """Show what the learner has sent, and whether it is down."""
+    """Show the messages of the learner, and whether it is down."""
     for message in learner.receive():
         match message:
             case {"say": text}:
@@ -259,7 +262,7 @@ def _show(learner: Child, view: TerminalView) -> None:
 
 
 def one_actor_per_server(words: Sequence[str], gpus: Sequence[str]) -> list[str]:
-    """The overrides with `actor.num_actors` for all GPUs of an actors' host, where servers use them and nobody said."""
+    """Overrides with `actor.num_actors` for all GPUs of an actors' host, if servers use them and the user set none."""
     config = load(words)
     if config.engine.name != "sglang" or any(word.startswith("actor.num_actors=") for word in words):
         return list(words)

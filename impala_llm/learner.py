@@ -153,7 +153,7 @@ class Learner:
             self.view.wait(what)
 
     def make_view(self, stack: ExitStack) -> View | None:
-        """What shows the run in the terminal: the supervisor's, where there is one."""
+        """View of the run in the terminal: the supervisor's, where there is one."""
         if not self.ranks.is_main or not self.config.run.terminal:
             return None
         if SUPERVISED in os.environ:

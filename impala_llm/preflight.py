@@ -161,7 +161,7 @@ def _other_models(config: Config) -> list[str]:
 
 
 def _weights(key: str, path: str, directory: Path) -> list[str]:
-    """What is wrong with the configuration and the weights of a model."""
+    """Problems with the configuration and the weights of a model."""
     where = f"{key}={path}"
     try:
         if not isinstance(_json_object(directory / "config.json").get("model_type"), str):
@@ -289,7 +289,7 @@ def _memory(config: Config) -> list[str]:
 
 
 def _disk(config: Config) -> list[str]:
-    """What the last policy takes: a run that cannot save it has learned for nothing."""
+    """Disk space for the last policy: a run that cannot save it has learned for nothing."""
     directory, folder = model_directory(config.model.path), Path(config.run.dir)
     needed = DISK_SPARE + (0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors"))))
     if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:

@@ -26,8 +26,8 @@ class EpisodeAborted(RuntimeError):
 class ChatFormat:
     """Turns observations into tokens around the answers, by the tokenizer's own chat template.
 
-    The template is rendered once with marks in place of the messages; what stands between the marks are the fixed
-    pieces of a conversation. Rendering it again for every turn would re-tokenise earlier answers, and some templates
+    The template is rendered once with marks in place of the messages; the texts between the marks are the fixed pieces
+    of a conversation. Rendering it again for every turn would re-tokenise earlier answers, and some templates
     rewrite them.
 
     Args:
@@ -86,11 +86,11 @@ class ChatFormat:
         """Ids between an answer that ended with `last_token` and the next answer."""
         closing = self._between
         if last_token in self.stop_token_ids and closing and closing[0] in self.stop_token_ids:
-            closing = closing[1:]  # the policy said it itself
+            closing = closing[1:]  # the policy generated it
         return [*closing, *self._observation_ids(observation), *self._after_observation]
 
     def text(self, answer: np.ndarray) -> str:
-        """What an answer says, without its stop token. For the environment only; never encoded again."""
+        """Text of an answer without its stop token. For the environment only; it is never encoded again."""
         text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)  # of one row
         return text
@@ -105,7 +105,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Who plays what: the metadata of a trajectory that is known before the first step."""
+    """Metadata of a trajectory that is known before the first step: actor, ticket, task, seed."""
 
     episode_id: str
     task_id: int
@@ -118,12 +118,12 @@ class EpisodeSpec:
 
 
 Answer = tuple[int, Generation, float]
-"""Place of its first token, what the engine said, reward."""
+"""Index of its first token, the engine's result, reward."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How an answer is sampled and how long it and the episode may become, in tokens.
+    """Sampling of an answer, and the largest length of an answer and of an episode, in tokens.
 
     unroll_turns, unroll_tokens: an unroll ends with the turn in which it has so many turns or action tokens.
     """

@@ -28,7 +28,7 @@ from impala_llm.trajectory import block_words
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 """It is part of the path of a socket, which must be short."""
 BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
-"""Of a trajectory (record.py), roughly: few turns, short texts."""
+"""Approximate size of a trajectory (record.py) with few turns and short texts."""
 
 
 def problems(config: Config) -> list[str]:
@@ -268,7 +268,7 @@ _OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--conf
 
 
 def _engine_problems(config: Config) -> list[str]:
-    """What SGLang servers cannot do, or what only they can."""
+    """Problems with settings that SGLang servers do not support, or that only they do."""
     engine, found = config.engine, []
     defaults = EngineConfig()
     if engine.name != "sglang":
@@ -331,7 +331,7 @@ def _is_server(url: str) -> bool:
 
 
 def _host_problems(config: Config) -> list[str]:
-    """What keeps the learner and actors on different hosts from talking to each other."""
+    """Problems that keep the learner and actors on different hosts from reaching each other."""
     pipeline, found = config.pipeline, []
     for key, endpoint, check in (("bind", pipeline.bind, check_bind), ("connect", pipeline.connect, check_connect)):
         if endpoint is not None:

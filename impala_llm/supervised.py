@@ -1,7 +1,7 @@
 """Environment variables and pipe between a process and its supervisor (launch.py).
 
-Invariants: a supervised process ends with its supervisor, whatever ends that. Nothing here blocks: what a supervisor
-that does not read leaves no room for is lost.
+Invariants: a supervised process ends with its supervisor, whatever ends that. Nothing here blocks: messages are
+lost while the pipe is full because the supervisor does not read.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 
 SUPERVISED = "IMPALA_LLM_SUPERVISED"
-"""Of a learner: set where its run directory belongs to its supervisor, and outlives it."""
+"""Set for a learner whose run directory belongs to its supervisor and outlives the learner."""
 SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
 """Process id of the supervisor."""
 PROGRESS = "IMPALA_LLM_PROGRESS"
@@ -21,7 +21,7 @@ PROGRESS = "IMPALA_LLM_PROGRESS"
 WORKED = b"."
 """The line that reports progress; all others are JSON objects."""
 RENDEZVOUS = "IMPALA_LLM_RENDEZVOUS"
-"""Of a learner's rank: URL of the file through which the ranks of one start find each other."""
+"""URL of the file through which the ranks of a learner find each other."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -60,7 +60,7 @@ def _write(line: bytes) -> bool:
     descriptor = os.environ.get(PROGRESS)
     if descriptor is None or len(line) >= select.PIPE_BUF:  # up to that a pipe takes all of it or nothing
         return False
-    with suppress(OSError):  # the supervisor is gone, or has been told often enough
+    with suppress(OSError):  # the supervisor is gone, or the pipe is full
         os.write(int(descriptor), line + b"\n")
         return True
     return False

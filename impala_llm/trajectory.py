@@ -80,7 +80,7 @@ class Trajectory:
     actor_id: str
     ticket_id: int
     signature: str = ""
-    """What rarity counts: the kind of task, such as a product's query."""
+    """Kind of task, such as a product's query; rarity counts trajectories of a kind."""
     score: float
     """Final score of the episode, in [0, 1]."""
     success: bool

@@ -46,22 +46,22 @@ CURVES = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides a run, to the last bit."""
+    """Settings that determine a run, to the last bit."""
 
     part: str
-    """Of the study: a | c | d | start."""
+    """Part of the study: a | c | d | start."""
     task: str
-    """Label of what is played and how fast is learned."""
+    """Label of the task and the learning rate."""
     method: str
     """Label of the algorithm."""
     lag: int
     """Versions between playing and training."""
     seed: int
     overrides: tuple[str, ...]
-    """Settings of impala_llm/config.py, in Hydra's words."""
+    """Settings of impala_llm/config.py, as Hydra's overrides."""
     num_updates: int = 400
     num_words: int = 4
-    """Of the corridor."""
+    """Number of words of the corridor."""
     num_turns: int = 3
     warm_updates: int = 0
     """On-policy updates that made the policy at the start, the same for all methods; see `_study_grid.start_of`."""

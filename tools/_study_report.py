@@ -28,7 +28,7 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9:
 """Two-sided 95 % quantiles of Student's t, by number of seeds."""
 
 Result = dict[str, Any]
-"""What `_study_lab.run` returns."""
+"""Result of `_study_lab.run`."""
 
 
 def final_score(result: Result, which: str = "sampled") -> float:

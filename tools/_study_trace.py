@@ -22,7 +22,7 @@ from impala_llm.algorithms.vtrace import token_vtrace, turn_vtrace
 
 NUM_EPISODES = 128
 NUM_TOKENS = 4096
-"""Of an episode."""
+"""Tokens of an episode."""
 TURN_TOKENS = 32
 
 

@@ -49,7 +49,7 @@ ROW = "{:<14}{:>9}{:>10}{:>9}{:>12}{:>10}{:>12}{:>18}"
 
 @dataclass
 class Report:
-    """What came of a decoder. slowest_ms: of one input. memory: resident, in MB, after a tenth of the inputs and at the
+    """Outcome of a decoder. slowest_ms: of one input. memory: resident, in MB, after a tenth of the inputs and at the
     end."""
 
     decoder: str

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How much of long episodes a run learns from: tickets as the ledger grants them, in simulated time.
+"""Share of long episodes that a run learns from: tickets as the ledger grants them, in simulated time.
 
     python tools/long_episodes.py --staleness 2                           # keep whatever has a token that teaches
     python tools/long_episodes.py --staleness 2 --keep 0.5                # drop what is more than half too old
@@ -43,7 +43,7 @@ class Part:
     end: float
     unroll_id: int
     length: float
-    """Of the whole episode."""
+    """Tokens of the whole episode."""
 
     def fresh(self, limit: float) -> float:
         """Tokens sampled after `limit`."""
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass
 class Tally:
-    """Of a class of lengths."""
+    """Counts of a class of lengths."""
 
     parts: int = 0
     dropped: int = 0
@@ -80,10 +80,10 @@ class Run:
         self.ledger.request("actor", args.playing)
         self.published = [0.0]
         self.playing: list[Event] = []
-        """Heap: when the next unroll, or the episode, is whole."""
+        """Heap by the time at which the next unroll, or the episode, is complete."""
         self.ready: list[Ticket] = []
         self.starts: dict[int, float] = {}
-        """Of what is still to come, by ticket."""
+        """Start of each episode under way, by ticket."""
         self.groups: dict[int, list[Part]] = defaultdict(list)
         self.buffer: list[list[Part]] = []
         self.tallies = {name: Tally() for _, name in CLASSES}
@@ -113,7 +113,7 @@ class Run:
         heapq.heappush(self.playing, event)
 
     def arrive(self) -> None:
-        """What is whole by now."""
+        """Deliver the unrolls and episodes that are complete by now."""
         while self.playing and self.playing[0].time <= self.now:
             event = heapq.heappop(self.playing)
             continues = event.time < event.start + event.length

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What actors that only live cost a learner rank: the share of a core that its receiver's process takes.
+"""Cost of idle actors for a learner rank: the share of a core that its receiver's process takes.
 
     python tools/silent_actors.py --actors 1000 --seconds 10            # as on the learner's host
     python tools/silent_actors.py --actors 1000 --seconds 10 --away     # as on other hosts: tcp, with keys

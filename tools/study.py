@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What off-policy data costs and which correction gives it back, measured at exact lags in one process a run.
+"""Cost of off-policy data and gain of each correction, measured at exact lags in one process a run.
 
     python tools/study.py --jobs 2                 # everything, into docs/results/off_policy/
     python tools/study.py --part a --seeds 9       # only what is missing runs
@@ -33,11 +33,11 @@ from tools import _study_lab as lab  # noqa: E402
 from tools import _study_trace as trace  # noqa: E402
 
 SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5}
-"""Of each part."""
+"""Number of seeds of each part."""
 
 
 def run_path(folder: Path, settings: lab.RunSettings) -> Path:
-    """Where the result of these settings lies: the name holds their hash, so that other settings never find it."""
+    """Path of the result of these settings; the name holds their hash, so that other settings have another one."""
     content = json.dumps(settings.as_dict(), sort_keys=True)
     words = f"{settings.part}-{settings.task}-{settings.method}-lag{settings.lag}-seed{settings.seed}"
     name = "".join(c if c.isalnum() or c in "-." else "_" for c in words)

@@ -50,13 +50,13 @@ def reverse_kl_signal(teacher_log_probs: Tensor, student_log_probs: Tensor) -> T
 @credit("distillation")
 @dataclass
 class Distillation(Credit):
-    """How much more likely the teacher finds each sampled token; see `reverse_kl_signal`."""
+    """Log-ratio of teacher to student for each sampled token; see `reverse_kl_signal`."""
 
     needs_teacher: ClassVar[bool] = True
     teacher: str | None = None
     """The teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
     teacher_context: str = ""
-    """What the teacher reads before the episode, such as a hint."""
+    """Text that the teacher reads before the episode, such as a hint."""
 
     def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
         assert scored.teacher_log_probs is not None

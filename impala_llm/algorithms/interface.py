@@ -92,7 +92,7 @@ class Scored:
     versions: Tensor
     """int64: policy version that sampled each token."""
     version: int
-    """Of the learner's weights, >= that of every token."""
+    """Version of the learner's weights, >= that of every token."""
     values: Callable[[Tensor], Tensor]
     """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
     proximal_log_probs: Tensor | None = None
@@ -139,7 +139,7 @@ class Episodes:
 
 
 class Prepared(NamedTuple):
-    """What a credit knows of whole episodes before they are packed."""
+    """Result of a credit for whole episodes, before they are packed."""
 
     advantages: Tensor
     """float32[M]; an episode with exactly 0 is not computed where nothing else would teach it."""
@@ -148,7 +148,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Worth:
-    """What the actions of a micro-batch are worth."""
+    """Advantages of a micro-batch's actions, and the fit of the values."""
 
     advantages: Tensor
     """float32[N], without gradient."""
@@ -159,7 +159,7 @@ class Worth:
     value_rows: Tensor | None = None
     """int64[K]: row of each value."""
     num_values: Literal["tokens", "turns"] = "turns"
-    """What the values of a batch are as many as."""
+    """Unit of the values: one for each action token, or one for each turn."""
     value_coef: float = 0.0
     """Weight of ½ (value - target)² in the loss."""
     figures: Sequence[Figure] = ()
@@ -181,7 +181,7 @@ class LossOutput(NamedTuple):
 
 @dataclass
 class Credit(CreditSettings, ABC):
-    """What an action is worth. Subclasses are dataclasses; see the module."""
+    """Credit assignment: an advantage for each action token. Subclasses are dataclasses; see the module."""
 
     of_episodes: ClassVar[bool] = False
     """Whether all tokens of an episode have the same advantage."""
@@ -209,7 +209,7 @@ class Credit(CreditSettings, ABC):
 
 @dataclass
 class Loss(LossSettings, ABC):
-    """What is done about an advantage. Subclasses are dataclasses; see the module."""
+    """Policy loss of log-ratios and advantages. Subclasses are dataclasses; see the module."""
 
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""

@@ -11,7 +11,7 @@ from impala_llm.algorithms.importance import LOG_RATIO_LIMIT, segment_sum
 
 
 def overlong_share(length: int, limit: int, margin: int) -> float:
-    """How far an episode reaches into the last `margin` tokens before its limit (DAPO, arXiv 2503.14476, equation 13).
+    """Fraction of the last `margin` tokens before its limit that an episode uses (DAPO, arXiv 2503.14476, equation 13).
 
     Args:
         length: tokens of the episode.

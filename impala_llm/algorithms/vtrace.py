@@ -41,7 +41,7 @@ from impala_llm.settings import bounded, one_of
 
 
 class VTraceOutput(NamedTuple):
-    """Of the shape of the rewards, without gradient."""
+    """Shape of the rewards, without gradient."""
 
     vs: Tensor
     """v_t: targets of the values."""

@@ -28,7 +28,7 @@ from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_epis
 
 _TURNS = 3
 _EPISODES = 2
-"""Of each stream in a round, one after the other."""
+"""Episodes of each stream in a round, one after the other."""
 _NEW_TOKENS = 96
 _MAX_LENGTH = 512
 

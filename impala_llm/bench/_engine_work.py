@@ -1,4 +1,4 @@
-"""What the contenders of the engine benchmark are given, and the lines to their processes.
+"""Requests for the contenders of the engine benchmark, and the connections to their processes.
 
 Invariant: a contender answers every request with exactly the number of tokens that was asked for, or the run fails.
 """
@@ -26,7 +26,7 @@ NUM_EQUAL = 16
 MEAN_LENGTH = 105
 MODELS = ("5m", "135m")
 _VOCABULARY = 4096
-"""Of the smaller model; the larger one has more, and is asked with these ids too."""
+"""Vocabulary of the smaller model; the larger one has more, and gets prompts of these ids too."""
 _START_S = 300.0
 _ROUND_S = 1800.0
 _END_S = 10.0

@@ -287,8 +287,8 @@ class FasterFifoPacked(FasterFifo):
 
 
 class BareRing(_Peer):
-    """What two processes can do on this machine: one copies payloads into a ring of shared memory, the other out of it,
-    and both turn in circles on a counter meanwhile. No message, no metadata, no check.
+    """Bound of this machine: one process copies payloads into a ring of shared memory, another one copies them out, and
+    both poll a counter meanwhile. No message, no metadata, no check.
 
     Not one of the peers that ratios refer to; it has a figure of its own.
     """

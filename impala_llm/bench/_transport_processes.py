@@ -38,7 +38,7 @@ _THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. folder: for sockets and temporary files. cluster: Ray's address, where one was started."""
+    """Load of the benchmark. folder: for sockets and temporary files. cluster: Ray's address, where one was started."""
 
     num_tokens: int
     num_actors: int
@@ -135,7 +135,7 @@ class Contender(ABC):
 
     A producer calls `connect_producer`, then `prepare` off the clock and `send`, `settle` on it, again and again; the
     consumer `connect_consumer` and then `receive`. No call may take longer than DEADLINE_S, and `receive` gives up far
-    sooner. Nothing may turn in circles between calls. `close` is called by every process, the benchmark's last.
+    sooner. Nothing may poll between calls. `close` is called by every process, the benchmark's last.
     """
 
     name = ""

@@ -165,7 +165,7 @@ class Sink:
             self._changed.notify_all()
 
     def taken(self, more_than: int) -> tuple[int, float]:
-        """How many were taken, and when the last was, as soon as they are more, or after a while."""
+        """Number of trajectories taken and time of the last one, as soon as there are more, or after a while."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_taken > more_than, _WAIT_S)
             return self._num_taken, self._time

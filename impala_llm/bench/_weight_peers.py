@@ -1,6 +1,6 @@
 """The two sides of the weight benchmark, and its contenders: ours and the peers'.
 
-Invariant: both sides walk through the same schedule, and nobody works on a contender while another one is measured.
+Invariant: both sides follow the same schedule, and nobody works on a contender while another one is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Contender:
     copies: bool = True
     """Whether the weights end in the reader's own tensors."""
     tidy: Callable[[], None] = lambda: None
-    """What is done off the clock, when both sides are through: to free what was made."""
+    """Clean-up when both sides have finished; it is not timed."""
 
 
 def tensor_shapes(megabytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -124,7 +124,7 @@ def _take_turn(link: Connection, contender: Contender, is_writer: bool) -> tuple
     link.send("through")
     link.recv()
     contender.tidy()
-    # The other side may go on only when both are tidy.
+    # The other side may go on only when both have cleaned up.
     link.send("tidy")
     link.recv()
     return begin, end

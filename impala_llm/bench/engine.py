@@ -1,4 +1,4 @@
-"""How fast engines generate: the embedded one beside its peers, and the actor's episodes beside a bare client.
+"""Generation speed of engines: the embedded one beside its peers, and the actor's episodes beside a bare client.
 
 The embedded part: random models (5m: a Qwen3 of 4 layers, hidden size 256 and vocabulary 4,096; 135m: the shape of
 SmolLM2-135M) answer requests without stop tokens, so that all contenders give the same number of tokens, sampled at
@@ -22,7 +22,7 @@ streaming. The server is in float32 with one thread on the CPU.
     bare                aiohttp: POST /generate
 
 Figures: `embedded_vs_<peer>`, the embedded engine's tokens a second over a peer's, of the uneven requests and the 5m
-model; `embedded_vs_<peer>_<workload>_<model>` of the others; `embedded_worst`, the smallest of them all: the headline.
+model; `embedded_vs_<peer>_<workload>_<model>` of the others; `embedded_worst`, the smallest of them: the main figure.
 `actor_overhead`, the actor's tokens a second over the bare client's. They are medians of the rounds' ratios. Rows:
 tokens a second of each contender, median, least and most, and per second of processor time of its own process (without
 the server's).
@@ -93,7 +93,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
 
 
 def left_out(options: dict[str, str]) -> list[str]:
-    """Of vllm and sglang those that were asked for and have no Python here."""
+    """List which of vllm and sglang were asked for and have no Python here."""
     wanted = {"vllm": options.get("only") != "sglang", "sglang": options.get("only") != "embedded"}
     return [name for name in wanted if wanted[name] and python_with(name, options.get(f"{name}_python")) is None]
 

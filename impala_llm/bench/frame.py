@@ -84,7 +84,7 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were measured on: system, processor, cores this process may use, memory in 10^9 bytes, GPUs."""
+    """Machine of the measurements: system, processor, cores this process may use, memory in 10^9 bytes, GPUs."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),

@@ -3,14 +3,14 @@ into a buffer that is full, so as many have to go; the policy version is one mor
 without replacement, with their weights; and all of them get new priorities.
 
 Figures: `ratio_best_N`, our rate over that of the fastest peer that is installed, at N items; `ratio_worst`, the
-smallest of these: the headline. `ratio_three_factors_N`, our rate over that of cpprb as it would be given the same
+smallest of these: the main figure. `ratio_three_factors_N`, our rate over that of cpprb as it would be given the same
 priorities as ours. `draw_ms_N`, the time of one of our draws. All are given a batch in one call. Ours is the whole
 `ReplayBuffer` with all three factors and a uniform floor, evicts the lowest priority, takes in and gives back
 trajectories, and says what became of each. The peers have the advantage factor alone, draw with replacement, and
 overwrite the oldest; what their items hold is one number (cpprb) or one reference (torchrl). Rows: cycles a second of
 CPU time of each; medians over rounds in which all take their turn, in an order that rotates.
 
-One thread in this process; time is the thread's own, so that neighbours cost little but caches.
+One thread in this process; its own CPU time is measured, so that other processes cost it little but caches.
 """
 
 import itertools

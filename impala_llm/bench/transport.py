@@ -1,4 +1,4 @@
-"""How fast trajectories get from actors to a learner, beside what others use for it, and how that compares to memcpy.
+"""Throughput of trajectories from actors to a learner, beside other transports and memcpy.
 
 One or more producers send trajectories of a size (17 bytes a token, the turns and the metadata), prebuilt, to one
 consumer on the same host. A peer's consumer copies the arrays to a preallocated batch, and no more; ours is the whole
@@ -9,7 +9,7 @@ ended: Ray's processes are never quite idle.
 Each peer is in the best form that its documentation offers, packed or not, and every figure is against the best of all
 peers in what it measures, whichever that is. Figures, by size in tokens and number of actors:
 - `ratio_<tokens>_<actors>`: our trajectories/s over those of the fastest peer; `ratio_worst`: the smallest of these,
-  the headline;
+  the main figure;
 - `memcpy_fraction_<tokens>`: our payload bytes/s over those of one thread's memcpy in pieces of this size from the same
   16 trajectories, as ours, one actor;
 - `ring_fraction_<tokens>`: our trajectories/s over those of a bare ring, one actor: two processes that copy in and out
@@ -95,7 +95,7 @@ _READY_S = 60.0
 
 @dataclass
 class Result:
-    """What was measured of one contender. rates: trajectories/s; cpu_s_per_gb: of all processes; latencies: seconds."""
+    """Measurements of one contender. rates: trajectories/s; cpu_s_per_gb: of all processes; latencies: seconds."""
 
     contender: str
     num_tokens: int
@@ -247,7 +247,7 @@ def _compete(contenders: Sequence[type[Contender]], load: Load, rounds: int, wit
 
 
 def _guarded(result: Result, act: Callable[[], None]) -> None:
-    """What goes wrong with a peer is its result; what goes wrong with ours is an error."""
+    """Call `act`. An error of a peer becomes its result; an error of ours is raised."""
     try:
         act()
     except Exception as error:

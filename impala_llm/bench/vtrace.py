@@ -1,4 +1,4 @@
-"""How fast V-trace is, beside torchrl's estimator and rlax under jit: one thread, all contenders in one run.
+"""Speed of V-trace, beside torchrl's estimator and rlax under jit: one thread, all contenders in one run.
 
 A process of its own, held to one core, so that whatever thread pools the contenders have, they share that core. They
 take turns in every round, in an order that rotates, and each gets float32, tensors that are already its own, and the
@@ -14,8 +14,8 @@ compared is the processor time of the process: other work on the machine lengthe
     ours_packed     `vtrace_packed` on 64 rows of uneven length, T on average, laid end to end
 
 Figures, for each T: `ratio_<peer>_<T>`, a peer's time over ours; `packed_ms_<T>`, of ours_packed; `ratio_worst`, the
-smallest of the ratios: the headline. Medians over the rounds; ratios are of times in the same round. Rows: milliseconds
-a call of each contender, of the processor and on the clock.
+smallest of the ratios: the main figure. Medians over the rounds; ratios are of times in the same round. Rows:
+milliseconds a call of each contender, of the processor and on the clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the shop steps, and what a large catalogue costs to load.
+"""Speed of the shop's steps, and time and memory for loading a large catalogue.
 
 Figures: `steps_per_s`, environment steps a second of one thread on a mix of searches, product, option and sub pages and
 purchases, resets included; `load_100k_s` and `load_100k_gb`, seconds to load and index 100,000 products from files and

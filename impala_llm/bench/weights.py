@@ -1,4 +1,4 @@
-"""How fast weights get from the learner's tensors into a reader's own, beside what others use, and the memory's limit.
+"""Speed of weights from the learner's tensors to a reader's own, beside other transports and the memory's limit.
 
 Two processes, one thread each; all contenders in turn in every round of one run, in an order that rotates. The time of
 a contender is the writer's part plus the reader's; where both sides work at once, from the first start to the
@@ -18,7 +18,7 @@ What a peer makes anew and removes, its file or its mapping, it removes off the 
 bringing the tensors together: they lie so.
 
 Figures, for each size in MB (10^6 bytes): `ratio_<MB>`, the time of the fastest peer over ours, and `ratio_worst`, the
-smallest of these: the headline; `ratio_<peer>_<MB>`, of each; `bound_fraction_<MB>`, the bound's time over ours;
+smallest of these: the main figure; `ratio_<peer>_<MB>`, of each; `bound_fraction_<MB>`, the bound's time over ours;
 `publish_ms_<MB>`, `read_ms_<MB>` and `mapped_read_ms_<MB>`. All are medians over the rounds; ratios are of times in the
 same round. Rows: milliseconds of each contender, median, least and most.
 """

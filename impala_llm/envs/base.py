@@ -1,4 +1,4 @@
-"""What a text environment is to the rest of the system: a `Suite` of tasks that hands out `Session`s.
+"""Interface of a text environment: a `Suite` of tasks that makes `Session`s.
 
 A suite is the immutable part that all episodes of a process share (a catalogue, an index); a session is one episode
 at a time and is small. Neither knows tokens or models. Identical states give identical text.

@@ -166,7 +166,7 @@ class CorridorSession:
 
 
 def spoken(action: str) -> str:
-    """What an action says: its first character after leading blanks, or "" if there is none."""
+    """Letter of an action: its first character after leading blanks, or "" if there is none."""
     return action.lstrip()[:1]
 
 

@@ -1,4 +1,4 @@
-"""What a run may do, but is likely to regret: said once, when the learner has its model."""
+"""Warnings about settings that are allowed and likely to fail; logged once, when the learner has its model."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Numbers that follow the training: the entropy bonus, the scale of rewards, and the alarm of a collapse.
+"""Controllers of the training: the coefficient of the entropy bonus, the scale of rewards, the alarm of a collapse.
 
-Invariant: all are fed with sums over all ranks and hold the same on every rank.
+Invariant: all observe sums over all ranks and have the same state on every rank.
 """
 
 import math
@@ -10,7 +10,7 @@ from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import AlgorithmConfig
 
 _FIRST_UPDATES = 5
-"""Updates whose mean is what later ones are compared with."""
+"""Number of first updates whose mean later ones are compared with."""
 _GOOD_SCORE = 0.9
 _WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
@@ -37,8 +37,8 @@ class EntropyControl:
 class RewardScale:
     """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread.
 
-    A single return cannot make all others vanish: once there are enough, what lies farther from their mean than 100
-    deviations counts as if it lay there.
+    A single return cannot dominate the scale: once there are enough, returns farther than 100 deviations from the mean
+    are clipped to that distance.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -46,14 +46,14 @@ class RewardScale:
         self._count = self._sum = self._squares = 0.0
 
     def limited(self, episode_return: float) -> float:
-        """The return as it is to be summed for `observe`."""
+        """Clip a return for `observe`."""
         if self._count < _ENOUGH_RETURNS or not (deviation := self._deviation):
             return episode_return
         mean, farthest = self._sum / self._count, _FARTHEST_RETURN * deviation
         return min(max(episode_return, mean - farthest), mean + farthest)
 
     def observe(self, count: float, total: float, squares: float) -> None:
-        """Of the returns of the episodes of a batch: number, sum, sum of squares. Passed over if not finite."""
+        """Add the returns of a batch's episodes: number, sum, sum of squares. They are ignored if one is not finite."""
         if not math.isfinite(total + squares):
             return
         self._count += count

@@ -1,4 +1,4 @@
-"""Log-probabilities of the taken tokens and the entropy, from hidden states, without the full logits ever existing.
+"""Log-probabilities of the taken tokens and the entropy, from hidden states, without ever holding the full logits.
 
 Only positions that predict an action token enter, in chunks; the backward pass computes each chunk's logits again, so
 memory is one chunk of logits whatever the batch.
@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_LOGITS = 1 << 23
-"""Logits that exist at once, 32 MB in float32, whatever the vocabulary: what a CPU's caches bear."""
+"""Logits held at once on a CPU, 32 MB in float32 with any vocabulary: they stay in its caches."""
 GPU_CHUNK = 1024
-"""Tokens that a GPU takes at once at least: fewer do not keep it busy. At a vocabulary of 150,000: 0.6 GB."""
+"""Least number of tokens in a chunk on a GPU: fewer do not keep it busy. At a vocabulary of 150,000: 0.6 GB."""
 
 
 def token_log_probs(

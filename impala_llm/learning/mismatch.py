@@ -1,5 +1,5 @@
-"""Do engine and learner agree? Their log-probabilities of the same tokens are compared in every update, and the
-engine's can be replaced by the learner's own.
+"""Mismatch monitor: compares the log-probabilities of engine and learner for the same tokens in every update, and can
+replace the engine's by the learner's.
 
 l = log π - log μ of a token, π by the learner at its version v, μ as the engine reported it at version u <= v. Only
 where u = v is l a mismatch: of kernels, precision, temperature or weights. Where u < v it is mixed with what the policy
@@ -23,7 +23,7 @@ policy: `never` with truncated ratios corrects for it, as truncated importance s
 Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). Recompute where what it reports is wrong.
 
 Invariant: nothing here changes a number of the update unless a log-probability is replaced, and only action tokens are
-ever compared. Ranks decide by themselves: each judges the engines that play for it.
+ever compared. Each rank decides by itself about the engines that play for it.
 """
 
 import math
@@ -54,13 +54,13 @@ AGES: dict[str, tuple[float, float]] = {
 """Ages in versions whose tokens share the figures `mismatch/age_<name>_*`: name -> youngest and oldest."""
 
 ENOUGH_TOKENS = 64
-"""The alarm is judged on at least so many compared tokens: single ones of bfloat16 differ by more than 0.1."""
+"""Least number of compared tokens for the alarm: single ones of bfloat16 differ by more than 0.1."""
 _ALARM_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one forward."""
+    """Comparison of one forward."""
 
     figures: list[Figure]
     num_tokens: int
@@ -71,7 +71,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What stands for the engine's log-probabilities in the ratios of a micro-batch."""
+    """Substitute for the engine's log-probabilities in the ratios of a micro-batch."""
 
     log_probs: Tensor
     """float32[N]: the learner's where it has scored the row before, elsewhere the engine's."""
@@ -133,9 +133,9 @@ class MismatchMonitor:
         self._device = device
         self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
         self.alarm = False
-        """Whether the comparison judged last had a mean |l| above the threshold."""
+        """Whether the latest comparison of enough tokens had a mean |l| above the threshold."""
         self._is_first = True
-        # Not yet judged.
+        # Not yet compared with the threshold.
         self._total = 0.0
         self._num_tokens = 0
         # Of this update.
@@ -146,7 +146,7 @@ class MismatchMonitor:
 
     @property
     def recomputes(self) -> bool:
-        """Whether what the engine reports is being replaced."""
+        """Whether the engine's log-probabilities are being replaced."""
         return self._mode == "always" or (self._mode == "on_mismatch" and self.alarm)
 
     @property
@@ -155,15 +155,15 @@ class MismatchMonitor:
         return self.recomputes or self._num_compared < ENOUGH_TOKENS
 
     def begin(self, trajectories: Sequence[Trajectory], version: int) -> None:
-        """Before anything is trained on at all, some of the first batch is compared: an engine that is wrong from the
-        start is known before the first step."""
+        """Begin an update. Some of the first batch is compared before the first step, so that an engine that is wrong
+        from the start is detected in time."""
         if self._is_first:
             self._is_first = False
             self._probe(trajectories, version)
             self._judge()
 
     def recomputed(self, micro: PackedBatch, members: Sequence[Trajectory]) -> Recomputed | None:
-        """What to put in place of the engine's log-probabilities; None: nothing.
+        """Substitute for the engine's log-probabilities; None: they stay.
 
         Args:
             members: the trajectory of each row.
@@ -186,7 +186,7 @@ class MismatchMonitor:
         self._total += comparison.total
 
     def keep(self, members: Sequence[Trajectory], log_probs: Tensor) -> None:
-        """Remember what the learner said of a micro-batch's trajectories, if that is to replace what the engine said.
+        """Keep the learner's log-probabilities of a micro-batch, if they are to replace the engine's.
 
         Args:
             log_probs: float32[N]. A trajectory that has values already keeps those.
@@ -212,7 +212,7 @@ class MismatchMonitor:
             self._probe(arrived, version)
 
     def end(self) -> list[Figure]:
-        """Judges the alarm; returns the update's figures."""
+        """Update the alarm; return the update's metrics."""
         self._judge()
         figures = self._figures
         figures.append(("mismatch/tokens", float(self._num_compared), 1.0))

@@ -280,7 +280,7 @@ def _write(tensor: Tensor, target: np.ndarray) -> None:
 
 
 def policy_files(directory: Path) -> dict[str, bytes]:
-    """What a policy's directory holds beside weights: configuration and tokenizer files, by name."""
+    """Files of a policy's directory beside the weights: configuration and tokenizer, by name."""
     suffixes = {".json", ".jinja", ".txt", ".model"}
     skipped = {"model.safetensors.index.json", "training.json"}
     return {

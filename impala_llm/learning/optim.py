@@ -23,9 +23,9 @@ class StepResult:
     """L2, before clipping, of the policy's gradient (the value head's has its own clip)."""
     clipped: bool
     skipped: bool
-    """Something was not finite."""
+    """Whether the step was skipped because a value was not finite."""
     learning_rate: float
-    """Of the policy; 0 while only the value head learns."""
+    """Learning rate of the policy; 0 while only the value head learns."""
 
 
 def schedule(config: LearnerConfig, update: int, progress: float) -> float:

@@ -1,4 +1,4 @@
-"""From trajectories to packed micro-batches: rows end to end, no padding, and where their decisions lie.
+"""Packing of trajectories into micro-batches: rows end to end without padding, and the places of their actions.
 
 Invariant: a trajectory is never cut, and every token of every trajectory is in exactly one micro-batch. The same
 trajectories in the same order give the same micro-batches.

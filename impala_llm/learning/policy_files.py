@@ -1,4 +1,4 @@
-"""Where the starting policy lies: a Hugging Face directory for every value that `model.path` may take."""
+"""Starting policy: a Hugging Face directory for every value that `model.path` may take."""
 
 import os
 import shutil

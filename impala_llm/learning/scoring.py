@@ -1,4 +1,4 @@
-"""What other models say of the tokens that the policy sampled: a reference to stay near, a teacher to learn from.
+"""Log-probabilities of the sampled tokens under other models: a reference to stay near, a teacher to learn from.
 
 Invariant: nothing here has a gradient, and a score belongs to the action token of the same place in the micro-batch.
 """
@@ -95,7 +95,7 @@ class Scorers:
 
 def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch.device) -> PolicyModel:
     directory = resolve_policy(config) if path is None else model_directory(path)
-    assert directory is not None  # config.problems has looked
+    assert directory is not None  # checked by config.problems
     model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
     model.check(config.engine.max_length)
     if model.vocab_size != policy.vocab_size:

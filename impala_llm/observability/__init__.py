@@ -1,1 +1,1 @@
-"""What a run tells about itself: metric names and their aggregation, TensorBoard and JSONL files, the terminal view."""
+"""Metrics of a run: their names and aggregation, TensorBoard and JSONL files, the terminal view."""

@@ -1,4 +1,4 @@
-"""What a rank measures in each step, beyond the update itself: episodes, buffer, tickets, actors."""
+"""Metrics of a rank's step beyond those of the update: episodes, buffer, tickets, actors."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ WINDOW = 500
 
 
 def _length_class(num_tokens: int) -> str:
-    """As the metrics of what was dropped, or lost, call it."""
+    """Class of a length in tokens, as the metrics of drops and losses name it."""
     for limit, name in ((256, "below_256"), (1024, "below_1k"), (4096, "below_4k"), (16384, "below_16k")):
         if num_tokens < limit:
             return name
@@ -33,7 +33,7 @@ class EpisodeWindow:
         self._steps: deque[tuple[float, float, float]] = deque()  # episodes, and sums of score and success
 
     def add(self, step: Mapping[str, float]) -> dict[str, float]:
-        """Take the metrics of a step in. Returns the windowed ones; none before the first episode."""
+        """Add the metrics of a step. Returns the windowed ones; none before the first episode."""
         count = step.get("rollout/episodes", 0.0)
         if count:
             self._steps.append((count, count * step["rollout/score"], count * step["rollout/success_rate"]))
@@ -50,7 +50,7 @@ class EpisodeWindow:
 
 
 class Meters:
-    """Numbers of one rank's step, and their sum over ranks."""
+    """Metrics of one rank's step, and their sum over ranks."""
 
     TOTALS = {
         "received": "pipeline/received",
@@ -75,7 +75,7 @@ class Meters:
         self._window = EpisodeWindow()
         self._warnings = RateLimitedWarnings()
         self._num_yielded = self._num_refilled = 0
-        # What was taken over from a killed process belongs to the first step.
+        # Counts that a killed process left behind belong to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
     def observe(self, feed: Feed, batch: Batch, version: int) -> None:
@@ -125,12 +125,15 @@ class Meters:
                     self._warnings.log("an actor reports a figure that this release does not know", repr(name[:80]))
 
     def _observe_lost(self, t: Trajectory, share: float) -> None:
-        """share: of its action tokens, what does not teach for its age, or since all of it is dropped."""
+        """Note a dropped trajectory.
+
+        share: fraction of its action tokens that are not trained on, for their age or since all of it is dropped.
+        """
         for name in ("share", _length_class(t.num_tokens)):
             self.log.add(f"buffer/lost_tokens_{name}", share, t.num_action_tokens)
 
     def _observe_arrival(self, t: Trajectory) -> None:
-        """An episode counts when its last unroll is here, with all of them."""
+        """Note an unroll. An episode counts, with all of its unrolls, when the last one has arrived."""
         so_far = (float(t.rewards.sum()), t.num_action_tokens, len(t.turns))
         if t.unroll_index:
             before = self._begun.pop(t.ticket_id, (0.0, 0, 0))
@@ -160,7 +163,7 @@ class Meters:
         self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
 
     def gather(self) -> dict[str, float]:
-        """All ranks' numbers as one; the same on every rank."""
+        """Sum of the metrics of all ranks; the same on every rank."""
         merged = MetricLog()
         for state in self._ranks.gather(self.log.state()):
             merged.merge(state)

@@ -23,7 +23,7 @@ ENV_PREFIX = "env/"
 
 
 class Kind(Enum):
-    """How the values that arrive between two flushes become one number."""
+    """Way in which the values between two flushes are combined to one number."""
 
     MEAN = "weighted mean"
     MAX = "maximum"
@@ -345,7 +345,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Charges the time of the block to `name`. Raises MetricError for an unknown stage, or inside another stage."""
+        """Counts the time of the block for stage `name`. Raises MetricError for an unknown stage, or inside another."""
         if name not in self._seconds:
             raise MetricError(f"unknown stage {name!r}: one of {', '.join(STAGES)}")
         if self._running is not None:

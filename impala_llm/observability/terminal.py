@@ -1,8 +1,8 @@
 """Shows a run's metrics in the terminal: five live lines, or one plain line now and then where no terminal is attached.
 
-Invariants: it only shows, so that whatever it is given, including steps without most of the metrics, training goes on.
-One process draws: the supervisor where there is one, to which the learner sends what is shown (`SupervisorView`), so
-that the clock goes on and messages stand above the lines whatever becomes of the learner.
+Invariants: the view never raises for the metrics that it is given, and a step may lack most of them. One process draws:
+the supervisor where there is one, to which the learner sends the metrics (`SupervisorView`), so that the clock runs and
+messages stand above the lines even after the learner has died.
 """
 
 import sys
@@ -21,7 +21,7 @@ from impala_llm.supervised import tell
 
 PLAIN_INTERVAL_S = 10.0
 PATIENCE_S = 2.0
-"""A step may wait for its batch so long before the view says so."""
+"""Seconds that a step waits for its batch before the view says so."""
 REFRESHES_PER_S = 4
 SHOWN = (
     "actor/connected",
@@ -49,7 +49,7 @@ SHOWN = (
 
 
 class View(Protocol):
-    """What a learner shows."""
+    """Interface by which a learner shows its progress."""
 
     def wait(self, what: str) -> None: ...
 
@@ -129,7 +129,7 @@ class TerminalView:
         self._status = ""
         share = step / max(1, self._num_steps) if progress is None else progress
         self._position = f"{step} ({share:.0%})"
-        # What passed before the first step was start-up: it says nothing about the rest.
+        # The time before the first step was start-up: it does not tell the duration of the other steps.
         if self._first is None:
             self._first = (share, now)
         done, since = share - self._first[0], now - self._first[1]
@@ -194,7 +194,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """While entered, a terminal shows that this is under way; a log is not told."""
+    """Show that something is under way while the context is open, on a terminal only."""
     with Console(stderr=True).status(text):
         yield
 

@@ -1,4 +1,4 @@
-"""What the learner trains on next: grouping, buffering, priorities, reuse. numpy only; nothing here knows a tensor."""
+"""Selection of the data to train on next: grouping, buffering, priorities, reuse. numpy only, without torch."""
 
 from impala_llm.replay.buffer import ReplayBuffer
 from impala_llm.replay.groups import Group, GroupAssembler

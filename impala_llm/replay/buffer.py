@@ -35,7 +35,7 @@ class BufferStats:
     num_trajectories: int
     num_items: int
     num_bytes: int
-    """Of the arrays."""
+    """Size of the arrays of all trajectories."""
     num_signatures: int
     fill: float
     """The larger share of the two capacities, in [0, 1]."""

@@ -76,7 +76,7 @@ class EvictedItem(NamedTuple):
     item_id: int
     reason: Literal["stale", "capacity"]
     num_replays: int
-    """How often it had been sampled; 0: its episodes were played for nothing."""
+    """Number of times that it had been sampled; 0: it was never trained on."""
     trajectories: tuple[Trajectory, ...]
 
 
@@ -89,7 +89,7 @@ class SampledItem(NamedTuple):
     weight: float
     """Importance weight (N·P)^-b in (0, 1]; the largest of the sample is 1."""
     num_replays: int
-    """How often it has been sampled, this time included: 1 is fresh data."""
+    """Number of times that it has been sampled, this one included: 1 is fresh data."""
     is_last: bool
     """It has left the buffer with this sample."""
 

@@ -1,4 +1,4 @@
-"""How often data is reused: Reverb's samples-per-insert band (arXiv 2102.04736, section 3.3).
+"""Reuse of data: Reverb's samples-per-insert band (arXiv 2102.04736, section 3.3).
 
 With S samples wanted per insert, m the size below which nothing is sampled, and e the width of the band, let
 d = inserts·S - samples. k samples are allowed iff inserts >= m and d - k >= m·S - e, and k inserts iff

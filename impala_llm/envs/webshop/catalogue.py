@@ -32,7 +32,7 @@ GoalSet = Literal["synthetic", "human"]
 
 @dataclass(frozen=True)
 class Sources:
-    """What errors call the four inputs of a catalogue: the paths of files, or these words for lists in memory."""
+    """Names of the four inputs of a catalogue in errors: the paths of files, or these words for lists in memory."""
 
     items: str = "items"
     attributes: str = "attributes"

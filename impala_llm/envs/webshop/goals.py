@@ -21,10 +21,11 @@ _PRICE_CANDIDATES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Goal:
-    """What to buy. goal_options is a dict group -> value for synthetic goals and a list of values for human ones.
+    """Goal of an episode: the product to buy.
 
-    attributes: what the product must have. price_upper: dollars, 1,000,000 where the instruction sets no limit.
-    weight: how often a weighted draw should choose this goal.
+    attributes: those that the product must have. goal_options: a dict group -> value for synthetic goals and a list of
+    values for human ones. price_upper: dollars, 1,000,000 where the instruction sets no limit. weight: relative
+    probability of this goal in a weighted draw.
     """
 
     asin: str

@@ -1,6 +1,6 @@
 """Reads a large JSON file one record at a time.
 
-Invariant: at most one block of the file and one record are in memory, and every complaint names the file and the
+Invariant: at most one block of the file and one record are in memory, and every error names the file and the
 record at which reading stopped.
 """
 

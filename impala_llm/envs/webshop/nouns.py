@@ -40,7 +40,7 @@ class NounFunction(Protocol):
 
 
 class CachedNouns:
-    """Nouns read from a file: what one tagger said once, so that results can be compared for ever."""
+    """Nouns read from a file, which one tagger has written, so that results stay comparable."""
 
     name = "file"
 

@@ -1,4 +1,4 @@
-"""What a click on an option value does to the options chosen so far.
+"""Effect of a click on an option value on the options chosen so far.
 
 A page shows option values without saying which group a value belongs to, so a value that two groups share is
 ambiguous.

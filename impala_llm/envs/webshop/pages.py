@@ -27,7 +27,7 @@ _HTML_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
-    """What is the same each time that the page of a product is shown.
+    """Parts of a product's page that never change.
 
     body: everything below the head while no option shows as clicked. clickables: in page order. groups: the groups of
     each option value.

@@ -65,7 +65,7 @@ class Product:
 
 
 class Record:
-    """Typed access to one JSON object of a catalogue file; every complaint names the file and the record.
+    """Typed access to one JSON object of a catalogue file; every error names the file and the record.
 
     source: the file, or a word for an in-memory list. name: which record, for example "record 17 (asin 'B01')".
     """

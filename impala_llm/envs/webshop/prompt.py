@@ -1,5 +1,4 @@
-"""From pages and answers to what an agent reads and what the shop plays: pure functions on text, the shop itself
-unchanged.
+"""Prompt formats: pure functions from the shop's pages to an agent's observations, and from its answers to actions.
 
 An agent's conversation already holds the pages before, so a page need not repeat them. Each function takes a page as
 `WebShopEnv` renders it. Invariant: nothing that differs between two products or two states is dropped, but for the

@@ -111,7 +111,7 @@ def score_purchase(
 
 @functools.lru_cache(_CACHED_PAIRS)
 def token_set_ratio(left: str, right: str) -> int:
-    """How alike the word sets of two texts are, 0 to 100; `token_set_ratio` of thefuzz 0.19 on its difflib back end.
+    """Similarity of the word sets of two texts, 0 to 100; `token_set_ratio` of thefuzz 0.19 on its difflib back end.
 
     Later versions, and the C extension, use another ratio.
     """
@@ -204,7 +204,7 @@ def _count_matches(values: Sequence[str], targets: Sequence[str], alike: Callabl
 
 @functools.lru_cache(_CACHED_PAIRS)
 def _colour_equal(pair: tuple[str, str]) -> str:
-    """What the original compares with where a goal option has a name: (name, value) as it is.
+    """Value that the original compares with where a goal option has a name: (name, value) as it is.
 
     A colour of the list replaces it only if it equals the name or the value; otherwise it is compared as Python prints
     it, name included.

@@ -1,6 +1,6 @@
 """The words of the synthetic shop: its product types, attributes, option values and brands.
 
-Only tables live here; `synthetic.py` deals products from them. Invariant, held by tests: inside one option group no
+Tables only; `synthetic.py` makes products from them. Invariant, held by tests: inside one option group no
 value is accepted in place of another by the strict option matcher of the reward, and no value falls into its
 colour-substring trap. Thus a goal's options can always be met, and only by the values that the goal names.
 """

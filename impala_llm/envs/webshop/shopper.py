@@ -1,9 +1,10 @@
-"""A scripted shopper: the yardstick of the shop, and the teacher of small policies.
+"""Scripted shopper: a baseline for scores in the shop, and the source of demonstrations for small policies.
 
 It sees what an agent sees, observations and available actions, and nothing else: it reads the instruction, searches
 for what it asks, opens the best result that fits the price, chooses the options named in the instruction and buys.
-When a product lacks something it looks at the next result, and at last buys the best that it saw. With noise it is
-hasty and forgetful as people are. Invariant: every action that it returns is available on the page at hand.
+When a product lacks something it looks at the next result, and at last buys the best that it saw. With noise it
+buys too early and forgets wishes, as people do. Invariant: every action that it returns is available on
+the page.
 """
 
 import random
@@ -34,7 +35,7 @@ _FILLERS = frozenset({
 
 @dataclass(frozen=True)
 class Wish:
-    """What an instruction asks for, as far as it can be read without the page.
+    """Wishes of an instruction, as far as they can be read without the page.
 
     words: the words to search for. price_limit: dollars, infinite where there is none. options: the values of the
     named options; None where options are not named (human instructions), `text` must be searched for values then.
@@ -125,7 +126,7 @@ class ScriptedShopper:
             raise ValueError(f"the first observation shows no 'Instruction:': {observation[:80]!r}")
         wish = read_instruction(found[1])
         words = list(wish.words)
-        # Attributes, of two words each, come before the thing itself, and nobody forgets what they came for.
+        # Attributes, of two words each, come before the product type, which is never dropped.
         thing = 2 - len(words) % 2
         for start in range(len(words) - thing - 2, -1, -2):
             if self._slips(DROP_ATTRIBUTE):
@@ -176,7 +177,7 @@ class ScriptedShopper:
 
 
 def _texts_of(links: list[str], observation: str) -> dict[str, str]:
-    """What a results page says of each asin; asins that the page does not show are left out.
+    """Text of a results page about each asin; asins that the page does not show are left out.
 
     That is the rest of its line where it has one, as on compact pages, else what follows it up to the next asin.
     """

@@ -1,4 +1,4 @@
-"""Which goals are for training and which for testing, and which can be reached at all.
+"""Splits of the goals into training, validation and test, and the goals that can be reached at all.
 
 Invariant: splits are ranges of positions in the canonical order, the same for everybody, so no test goal is trained
 on.

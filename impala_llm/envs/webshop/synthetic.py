@@ -1,9 +1,9 @@
 """A shop of any size made from a seed, in the file formats of the original's data.
 
-The records go through the same door as the original's files (`records_to_catalogue`), so nothing downstream knows the
-difference. Invariants: the same (num_products, seed) gives the same records on every machine; products that share a
-query differ in attributes, options and price, and every attribute that an instruction asks for is the product's own,
-so every goal can be met.
+The records are read by the same function as the original's files (`records_to_catalogue`), so the rest of the shop
+treats both alike. Invariants: the same (num_products, seed) gives the same records on every machine; products that
+share a query differ in attributes, options and price, and every attribute that an instruction asks for is the product's
+own, so every goal can be met.
 """
 
 import random
@@ -30,7 +30,7 @@ ATTRIBUTES_PER_SHELF = 10  # of the category's attributes, those that fit the pr
 ATTRIBUTES_PER_PRODUCT = 4
 _SYLLABLES = [consonant + vowel for consonant in "BCDFGHJKLMNPQRSTVWXZ" for vowel in "AEIOU"]
 ASIN_WORDS = tuple(random.Random(0).sample([first + last for first in _SYLLABLES for last in _SYLLABLES], 1000))
-"""What asins are made of, in every catalogue: a tokenizer with a token for each word reads any asin as one or two."""
+"""Words of all asins, in every catalogue: a tokenizer with a token for each word reads an asin as one or two tokens."""
 
 # weights of 0, 1, 2, 3 option groups, and for each number of groups the weights of 2..6 values
 GROUP_COUNT_WEIGHTS = (6, 32, 50, 12)
@@ -111,7 +111,7 @@ def _stock(num_products: int, rng: random.Random) -> list[tuple[Shelf, list[str]
 
     A query has about eight products, from five to eleven; only when all qualified queries are in use do they grow.
     """
-    # What can be said of a product type is its nature, not the seed's: another seed's shop stays familiar.
+    # The attributes of a product type do not depend on the seed: shops of other seeds have the same.
     fitting = [random.Random(shelf.query).sample(ATTRIBUTES[shelf.category], ATTRIBUTES_PER_SHELF) for shelf in SHELVES]
     plain = list(zip(SHELVES, fitting, strict=True))
     qualified = [
