@@ -161,7 +161,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     if code != BAD_SETTINGS and (folder / "policy").is_dir():
         print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
-    if "tensorboard" in parts:
+    if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
         print(f"see its curves: tensorboard --logdir {folder}")
     print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
     return code

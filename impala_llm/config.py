@@ -21,7 +21,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from impala_llm.plugs import ENGINES, ENVIRONMENTS, Kind, make_part, name_part, option_fields
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, METRIC_WRITERS, Kind, check, make_part, name_part, option_fields
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 from impala_llm.settings_checks import problems
 
@@ -87,6 +87,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
             name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
             for name, kind in algorithm_parts().items()
         }
+        for writer in composed.run.metric_writers:
+            check(METRIC_WRITERS, writer)
         env, engine = _with_part(composed.env, ENVIRONMENTS, overrides), _with_part(composed.engine, ENGINES, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from None

@@ -43,8 +43,8 @@ from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.observability.meters import Meters
-from impala_llm.observability.tensorboard import MetricWriter
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
+from impala_llm.observability.writers import MetricWriter
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
@@ -101,7 +101,10 @@ class Learner:
             self.publisher.transports.append(partial(send_to_servers, sender, self.receiver.engines))
 
         self.feed = Feed(config, self.receiver, batch_size, config.run.seed + ranks.rank)
-        self.writer = stack.enter_context(MetricWriter(self.run_folder / "tensorboard")) if ranks.is_main else None
+        self.writer: MetricWriter | None = None
+        if ranks.is_main:
+            folder, names = self.run_folder / "tensorboard", config.run.metric_writers
+            self.writer = stack.enter_context(MetricWriter(folder, names))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
         self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.share)
@@ -161,7 +164,7 @@ class Learner:
         return stack.enter_context(TerminalView(self.config.learner.total_updates))
 
     def show(self, summary: dict[str, float]) -> None:
-        """A step's metrics, in TensorBoard and the terminal."""
+        """A step's metrics, to the writers and the terminal."""
         if self.writer is not None:
             self.writer.write(self.version, summary)
         if self.ranks.is_main:
@@ -316,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (ArenaError, KeyFileError, RunDirectoryError) as error:
+    except (ArenaError, ConfigError, KeyFileError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:

@@ -61,6 +61,19 @@ ENGINES = Kind(
     settings={"torch": "engine", "sglang": "engine"},
 )
 """Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
+METRIC_WRITERS = Kind(
+    "run.metric_writers",
+    "",
+    "impala_llm.metric_writers",
+    {"tensorboard": "impala_llm.observability.tensorboard:TensorBoardWriter"},
+)
+"""Called with a folder, they return a `Writer` of observability/writers.py. They have no options."""
+
+
+def check(kind: Kind, name: str) -> None:
+    """Import a part unless it is a packaged one. Raises ValueError where `load` does."""
+    if import_path(kind, name) not in kind.packaged.values():
+        load(kind, name)
 
 
 def load(kind: Kind, name: str) -> Any:

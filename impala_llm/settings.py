@@ -63,6 +63,9 @@ class RunConfig:
     Under `impala-llm train` a killed learner is started again by itself, and always does."""
     terminal: bool = True
     """Live view in the terminal."""
+    metric_writers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Writers of the metrics beside metrics.jsonl, which is always written: tensorboard | an installed one | your own,
+    as module:Class, see impala_llm/observability/writers.py."""
 
 
 @dataclass

@@ -1,0 +1,146 @@
+"""Metrics reach metrics.jsonl and every writer that is named, one of the user's own included."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from impala_llm.config import ConfigError, load
+from impala_llm.observability.metrics import MetricError
+from impala_llm.observability.writers import METRICS_FILE, MetricWriter
+
+
+def read_lines(directory: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
+
+
+def test_both_files_hold_the_same_numbers(tmp_path: Path) -> None:
+    steps = {1: {"rollout/score": 0.25, "loss/policy": -0.5}, 2: {"rollout/score": 0.5, "env/invalid_actions": 2.0}}
+    with MetricWriter(tmp_path / "run") as writer:
+        for step, metrics in steps.items():
+            writer.write(step, metrics)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"rollout/score", "loss/policy", "env/invalid_actions"}
+    assert [(event.step, event.value) for event in events.Scalars("rollout/score")] == [(1, 0.25), (2, 0.5)]
+    lines = read_lines(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line, metrics in zip(lines, steps.values(), strict=True):
+        assert {name: value for name, value in line.items() if "/" in name} == metrics
+
+
+def test_a_step_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"rollout/score": 1.0})
+        assert read_lines(tmp_path)[0]["rollout/score"] == 1.0
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with MetricWriter(tmp_path) as writer:
+            writer.write(step, {"rollout/score": 0.0})
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"loss/policy": math.nan, "ratio/max": math.inf})
+    line = read_lines(tmp_path)[0]
+    assert line["loss/policy"] is None
+    assert line["ratio/max"] is None
+
+
+def test_an_undeclared_name_writes_nothing(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as writer:
+        with pytest.raises(MetricError, match="unknown metric 'rollout/happiness'"):
+            writer.write(1, {"rollout/score": 1.0, "rollout/happiness": 1.0})
+        assert read_lines(tmp_path) == []
+
+
+OWN = """
+class Scores:
+    def __init__(self, directory):
+        self.file = open(directory / "scores.txt", "a")
+
+    def write(self, step, metrics, time_s):
+        print(step, metrics.get("rollout/score"), file=self.file, flush=True)
+
+    def close(self):
+        print("closed", file=self.file)
+        self.file.close()
+
+class Full(Scores):
+    def write(self, step, metrics, time_s):
+        raise OSError("no space")
+
+class LoggedOut:
+    def __init__(self, directory):
+        raise RuntimeError("log in first")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with writers of the user's own in it."""
+    (tmp_path / "my_writers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_writers", raising=False)
+    return tmp_path
+
+
+def test_a_writer_of_the_users_own_gets_the_same_numbers(own: Path) -> None:
+    with MetricWriter(own / "run", ["my_writers:Scores"]) as writer:
+        writer.write(7, {"rollout/score": 0.5})
+    assert (own / "run" / "scores.txt").read_text() == "7 0.5\nclosed\n"
+    assert read_lines(own / "run")[0]["rollout/score"] == 0.5
+    assert not list((own / "run").glob("events.*"))
+
+
+def test_a_writer_that_fails_is_named_and_left_out(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with MetricWriter(own, ["my_writers:Full", "tensorboard"]) as writer:
+        writer.write(1, {"loss/policy": 0.5})
+        writer.write(2, {"rollout/score": 0.5})
+    said = "".join(capfd.readouterr())
+    assert said.count("metric writer my_writers:Full failed at step 1") == 1 and "no space" in said
+    assert [line["step"] for line in read_lines(own)] == [1, 2]
+    assert (own / "scores.txt").read_text() == ""
+    events = EventAccumulator(str(own))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss/policy", "rollout/score"}
+
+
+def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
+    with pytest.raises(ConfigError, match="my_writers:LoggedOut cannot be made: RuntimeError: log in first"):
+        MetricWriter(own, ["my_writers:LoggedOut"])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("[tensorbord]", ["run.metric_writers=tensorbord is not known", "did you mean tensorboard?", "module:Class"]),
+        ("[tensorboard,nowhere:Writer]", ["run.metric_writers=nowhere:Writer", "PYTHONPATH"]),
+        ("['my_writers:Score']", ["run.metric_writers=my_writers:Score", "my_writers has no Score"]),
+    ],
+)
+def test_a_writer_that_does_not_exist_is_refused(own: Path, names: str, said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["experiment=toy", f"run.metric_writers={names}"])
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.system
+def test_a_run_writes_with_the_users_own(own: Path) -> None:
+    words = ["experiment=toy", "run.metric_writers=[my_writers:Scores]", "learner.total_updates=3"]
+    place = [f"run.name=own-{own.name}", f"run.dir={own}/run", "run.terminal=false"]
+    command = [sys.executable, "-m", "impala_llm.cli", "train", *words, *place]
+    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = (own / "run/tensorboard/scores.txt").read_text().splitlines()
+    assert lines[-1] == "closed" and lines[-2].startswith("3 ")
+    assert "tensorboard --logdir" not in done.stdout
