@@ -43,7 +43,7 @@ class _Update:
     oldest_version: int
     """Older tokens do not teach."""
     counts: Denominators
-    """Of the whole batch."""
+    """Denominators of the whole batch."""
     shaping: list[np.ndarray]
     """float32[turns] for each trajectory: rewards beside the environment's."""
     prepared: torch.Tensor | None
@@ -57,7 +57,7 @@ class _Update:
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
     """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
     moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Of this rank's advantages: their number, sum, and sum of squares."""
+    """Number, sum, and sum of squares of this rank's advantages."""
     whitening: tuple[float, float] | None = None
     """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)
@@ -147,7 +147,7 @@ class Trainer:
         self.log.add("optimizer/not_finite", len(update.culprits))
 
     def prepare(self, batch: Batch, version: int) -> _Update:
-        """What is known of a batch before it is packed, and which of its trajectories have a gradient."""
+        """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
         shaping = self.shaping(trajectories)
         discount = algorithm.credit.discount
@@ -171,8 +171,8 @@ class Trainer:
         return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
 
     def steps(self, update: _Update) -> list[list[int]]:
-        """Places in the batch of each optimizer step: passes over the batch, each in an order of its own, cut into
-        minibatches. The same number of steps on every rank."""
+        """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own,
+        cut into minibatches; the same number of steps on every rank."""
         learner = self.config.learner
         found = []
         for epoch in range(learner.epochs):
@@ -182,21 +182,29 @@ class Trainer:
         return found
 
     def part_counts(self, update: _Update, part: Sequence[int]) -> Denominators:
-        """Of one of several optimizer steps, over all ranks. part: places of its trajectories in the batch."""
+        """Return the denominators of one of several optimizer steps, over all ranks.
+
+        Args:
+            part: places of its trajectories in the batch.
+        """
         chosen = [update.batch.trajectories[i] for i in part]
         counts = [sum(t.num_action_tokens for t in chosen), sum(len(t.turns) for t in chosen), len(chosen)]
         return Denominators(*(max(1.0, number) for number in self.ranks.sum(counts)))
 
     def rules(self, update: _Update, counts: Denominators) -> Rules:
-        """Of an optimizer step."""
+        """Return what holds for all micro-batches of an optimizer step."""
         train_policy = self.num_updates >= self.config.learner.value_warmup_updates
         return Rules(counts, update.version, update.oldest_version, self.entropy.coef, update.whitening, train_policy)
 
     @torch.no_grad()
     def survey(self, update: _Update, keeps_log_probs: bool) -> None:
-        """Before the first optimizer step: advantages, for their moments, and log π of the weights that the update
-        begins with. With several steps those are the proximal policy, and all that the monitor may compare with the
-        engine's."""
+        """Score the batch once before the first optimizer step: advantages, for their moments, and log π of the weights
+        that the update begins with.
+
+        Args:
+            keeps_log_probs: whether there are several steps: then these are their proximal policy, and all that the
+                monitor may compare with the engine's.
+        """
         taught = [update.batch.trajectories[i] for i in update.teaching]
         for cpu_micro in pack(taught, self.config.learner.token_budget):
             places = [update.teaching[i] for i in cpu_micro.members]
@@ -224,7 +232,7 @@ class Trainer:
         return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
 
     def rows(self, update: _Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
-        """A micro-batch on the device, with the rewards that it is trained on, and what is known of its rows."""
+        """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
         micro, device = cpu_micro.to(self.ranks.device), self.ranks.device
         if self.shapes:
             extra = np.concatenate([update.shaping[i] for i in places])
@@ -239,7 +247,11 @@ class Trainer:
         )
 
     def accumulate(self, update: _Update, part: Sequence[int], rules: Rules) -> None:
-        """The gradient of an optimizer step on this rank. part: places of its trajectories in the batch."""
+        """Add up the gradient of an optimizer step on this rank.
+
+        Args:
+            part: places of its trajectories in the batch.
+        """
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
         for cpu_micro in pack([update.batch.trajectories[i] for i in members], self.config.learner.token_budget):
@@ -282,7 +294,7 @@ class Trainer:
         self.log.add("optimizer/learning_rate", result.learning_rate)
 
     def count(self, trajectories: Sequence[Trajectory], episode_returns: Sequence[float]) -> Denominators:
-        """Of the update over all ranks; and its returns, for the scale of rewards."""
+        """Return the denominators of the update over all ranks; its returns go to the scale of rewards."""
         returns = [self.rewards.limited(value) for value in episode_returns]
         tokens, turns, sequences, total, squares = self.ranks.sum(
             [
@@ -367,7 +379,7 @@ class Trainer:
         )
 
     def steer(self, weight_sums: Sequence[float]) -> None:
-        """How much of the next batches is replayed follows the effective sample size of this one's weights."""
+        """Let the replayed share of the next batches follow the effective sample size of this one's weights."""
         count, total, squares = self.ranks.sum(weight_sums)
         if 0 < squares < math.inf:
             size = total * total / (count * squares)

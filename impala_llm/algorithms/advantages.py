@@ -32,7 +32,7 @@ class GAEOutput(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """For each episode [M]: the statistics of its group."""
+    """Statistics of the group of each episode, [M]."""
 
     size: Tensor
     deviation: Tensor

@@ -11,7 +11,7 @@ FLOAT_DTYPES = (torch.float32, torch.float64)
 
 
 def require_same_floats(*named: tuple[str, Tensor], ndim: int) -> None:
-    """All `(name, tensor)` have the shape and dtype (float32 or float64) of the first one, which has `ndim` dimensions.
+    """Require that all `(name, tensor)` have the shape and dtype, float32 or float64, of the first: `ndim` dimensions.
 
     Raises:
         TypeError: wrong dtype.

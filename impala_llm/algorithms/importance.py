@@ -91,7 +91,7 @@ def rejection_mask(
     low: float = 0.0,
     high: float = float("inf"),
 ) -> Tensor:
-    """Which tokens to keep: those whose ratio ρ lies in [low, high].
+    """Keep the tokens whose ratio ρ lies in [low, high].
 
     Args:
         log_ratio: float[N].
@@ -126,7 +126,7 @@ def probability_difference_mask(
     advantages: Tensor,
     limit: float = 0.2,
 ) -> Tensor:
-    """Which tokens to keep: those whose probability has not yet moved by more than `limit` where A pushes it.
+    """Keep the tokens whose probability has not yet moved by more than `limit` where A pushes it.
 
     Rejected is where A > 0 and π - μ > limit, and where A < 0 and μ - π > limit (Binary-TV of DPPO, arXiv 2602.04879).
     Unlike a bound on the ratio it lets a rare token move freely and holds a frequent one.

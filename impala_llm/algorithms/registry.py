@@ -12,4 +12,4 @@ PARTS = {
     "credit": Kind("algorithm.credit", "algorithm.credit", "impala_llm.credits", CREDITS, Credit),
     "loss": Kind("algorithm.loss", "algorithm.loss", "impala_llm.losses", LOSSES, Loss),
 }
-"""By the setting of `AlgorithmConfig` that names one."""
+"""Setting of `AlgorithmConfig` -> kind of part that it names."""

@@ -33,7 +33,7 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an update wants to know beyond the gradient, per trajectory of the micro-batch."""
+    """Results of a micro-batch beside its gradient."""
 
     loss: Tensor
     """Scalar, differentiable; this micro-batch's share of the update's loss."""
@@ -44,23 +44,23 @@ class Outcome:
     entropy: float
     """Sum over the action tokens, in nats."""
     weight_sums: tuple[float, float, float]
-    """Of the tokens' final weights (`LossOutput.weights` times the draw's weight; 0 where left out): their number, sum,
-    and sum of squares."""
+    """Number, sum, and sum of squares of the tokens' final weights: `LossOutput.weights` times the draw's weight; 0
+    where left out."""
     is_finite: Tensor
     """bool[num_segments]: whether the row's advantages and its part of the loss are."""
     comparison: Comparison
-    """Of the learner's log-probabilities with the engine's."""
+    """Comparison of the learner's log-probabilities with the engine's."""
     figures: list[Figure]
     """(metric, value, weight): see observability/metrics.py for the meaning of each."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all micro-batches of an optimizer step."""
+    """Values that hold for all micro-batches of an optimizer step."""
 
     denominators: Denominators
     version: int
-    """Of the learner, for staleness."""
+    """Version of the learner's weights, for staleness."""
     oldest_version: int = 0
     """Older action tokens do not teach, though others of their trajectory may."""
     entropy_coef: float = 0.0
@@ -72,16 +72,16 @@ class Rules:
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of a micro-batch's S rows, and of their N action tokens, beside what is packed."""
+    """Values of a micro-batch's S rows, and of their N action tokens, beside those that are packed."""
 
     weights: Tensor
     """float32[S]: importance weights of the replay draw, 1 where it was uniform."""
     prepared: Tensor | None = None
     """float32[S]: what the credit has prepared; None where it has nothing."""
     recomputed: Recomputed | None = None
-    """What enters the ratios for log μ; None: what the engine reported."""
+    """Log-probabilities that enter the ratios for log μ; None: those that the engine reported."""
     scores: TokenScores = NO_SCORES
-    """Of the reference policy and the teacher."""
+    """Log-probabilities by the reference policy and the teacher."""
     proximal_log_probs: Tensor | None = None
     """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
 
@@ -132,7 +132,11 @@ def _outcome(
     figures: list[Figure],
     batch: PackedBatch,
 ) -> Outcome:
-    """What the update is told of a micro-batch. sums: float[num_segments], of all that must be finite."""
+    """Collect the results of a micro-batch.
+
+    Args:
+        sums: float[num_segments], over everything in a row that must be finite.
+    """
     size = importance.segment_mean(worth.advantages.abs(), batch.segment_ids, len(batch.lengths))
     return Outcome(
         total,
@@ -228,7 +232,7 @@ def _loss_figures(output: LossOutput) -> list[Figure]:
 
 @torch.no_grad()
 def _figures(scored: Scored, advantages: Tensor, keep: Tensor, batch: PackedBatch) -> list[Figure]:
-    """What is measured on the action tokens alone; observations never enter."""
+    """Measure the action tokens; observations never enter."""
     log_ratio = scored.log_ratio
     ratio = importance.ratios(log_ratio)
     kl = importance.kl_estimates(log_ratio)

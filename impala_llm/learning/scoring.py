@@ -63,14 +63,14 @@ class Scorers:
                 self._context = torch.tensor(ids, dtype=torch.int64, device=device)
 
     def scores(self, batch: PackedBatch) -> TokenScores:
-        """For the credit and the loss of a micro-batch."""
+        """Return the log-probabilities that credit and loss ask for."""
         return TokenScores(self.reference(batch) if self._is_near_reference else None, self.teacher(batch))
 
     def reference(self, batch: PackedBatch) -> Tensor | None:
         return None if self._reference is None else action_log_probs(self._reference, batch, self._temperature)
 
     def teacher(self, batch: PackedBatch) -> Tensor | None:
-        """With its context before each row, where it has one."""
+        """Return the teacher's log-probabilities, with its context before each row where it has one."""
         if self._teacher is None:
             return None
         if self._context is None:
