@@ -53,6 +53,8 @@ class Child:
     """Number of restarts since it last made progress."""
     restart_at: float = 0.0
     """Monotonic time of the next start, while it is down."""
+    is_given_up: bool = False
+    """Whether it has died once too often."""
     pipe: int | None = None
     """Descriptor from which its progress and its messages are read: see supervised.py."""
     worked: bool = False
@@ -126,12 +128,6 @@ class Child:
                 self.worked = self.worked or WORKED in lines
                 self.messages += [json.loads(line) for line in lines if line != WORKED]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to its process groups."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-
     def last_words(self) -> str:
         """Last line of its log since its start, without progress bars, and the path of the log; empty without one."""
         if self.log is None or not self.log.exists():
@@ -165,12 +161,13 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
         return True
     now = time.monotonic()
     if child.restart_at == 0.0:
-        if code in final:
+        if code in final or child.is_given_up:
             return False
-        child.signal(signal.SIGKILL)  # the other ranks
+        _signal_groups(child.processes, signal.SIGKILL)  # the other ranks, and what is left of its group
         if child.has_worked():
             child.restarts = 0  # not a crash loop
         if child.restarts >= most:
+            child.is_given_up = True
             return False
         delay = min(30.0, 2.0**child.restarts)
         child.restart_at = now + delay
@@ -190,22 +187,30 @@ def end(children: Sequence[Child], polite: bool) -> None:
         polite: wait for them to end by themselves, as actors do after a finished run; else SIGTERM is sent first. Those
             that are left after `GRACE_S` are killed.
     """
+    # The number of a process that has ended before may be that of a stranger by now.
+    running = [(child, [process for process in child.processes if process.poll() is None]) for child in children]
     if not polite:
-        for child in children:
-            if child.poll() is None:
-                child.signal(signal.SIGTERM)
+        for _, processes in running:
+            _signal_groups(processes, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
-    for child in children:
+    for child, processes in running:
         try:
-            for process in child.processes:
+            for process in processes:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             say(f"{child.name} does not end: killing it")
-        child.signal(signal.SIGKILL)  # also what is left of its group
-    for child in children:
-        for process in child.processes:
+        _signal_groups(processes, signal.SIGKILL)  # also what is left of their groups
+    for _, processes in running:
+        for process in processes:
             process.wait()
     _kill_relatives(children)
+
+
+def _signal_groups(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to the whole groups of processes."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def _kill_relatives(children: Sequence[Child]) -> None:

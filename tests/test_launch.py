@@ -194,6 +194,24 @@ def test_one_that_has_made_progress_starts_quickly_again(clock: PlayedClock) -> 
     assert actor.restart_at == clock.now + 1.0
 
 
+def test_no_signal_goes_to_the_number_of_a_process_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of another program by then."""
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda number, _signal: signalled.append(number))
+    children = [
+        Child(name, [sys.executable, "-c", f"exit({code})"], None, dict(os.environ) | {FAMILY: name})
+        for name, code in (("has ended", 0), ("dies", 1))
+    ]
+    for child in children:
+        child.start()
+        child.processes[0].wait()
+    ended, dying = (child.processes[0].pid for child in children)
+    for _ in range(3):
+        assert not any([keep_alive(child, final=(0,), most=0) for child in children])
+    child_processes.end(children, polite=False)
+    assert signalled.count(ended) == 0 and signalled.count(dying) <= 1, "at once, for what is left of its group"
+
+
 def test_who_was_told_to_end_stays_ended(clock: PlayedClock) -> None:
     for code in (0, 3):
         actor = PlayedChild(code)
