@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from impala_llm import child_processes, cli, preflight
-from impala_llm.config import load
+from impala_llm.config import ConfigError, load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
 from impala_llm.pipeline.shm.run_directory import RunDirectory
@@ -158,21 +159,24 @@ def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"test-{uuid.uuid4().hex[:12]}"
-    run_dir = RunDirectory.create(name, base=tmp_path)
-    with run_dir.replay_path().open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 64 << 20)
-    assert run_dir._lock is not None
-    os.close(run_dir._lock)  # as the kernel does when its owner is killed
+    owner = (
+        "import os; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R; "
+        f"file = R.create({name!r}, base=Path({str(tmp_path)!r})).replay_path().open('wb'); "
+        "os.posix_fallocate(file.fileno(), 0, 64 << 20); os._exit(0)"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", owner]) == 0
     monkeypatch.setattr(run_directory, "shared_memory", lambda: tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    config = load(["experiment=quickstart", f"run.name={name}", "run.resume=true"])
+    config = load(["experiment=quickstart", f"run.name={name}", "run.resume=true", f"run.dir={tmp_path / 'out'}"])
     free = 0
-    [said] = preflight._memory(config)
-    needed = int(said.split("reserves ")[1].split(" MB")[0].replace(",", "")) << 20
+    with pytest.raises(ConfigError) as refusal:
+        preflight.check_training(config)
+    needed = int(str(refusal.value).split("reserves ")[1].split(" MB")[0].replace(",", "")) << 20
     free = needed - (32 << 20)
-    assert preflight._memory(config) == []
+    preflight.check_training(config)
     free = needed - (128 << 20)
-    assert len(preflight._memory(config)) == 1
+    with pytest.raises(ConfigError, match="reserves"):
+        preflight.check_training(config)
 
 
 @pytest.mark.parametrize(

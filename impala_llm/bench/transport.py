@@ -83,11 +83,11 @@ CONTENDERS: tuple[type[Contender], ...] = (
 )
 OURS = OurPipeline.name
 _NO_PEERS = (OURS, BareRing.name, "memcpy")
-_BURST_S = 0.2
-_WARM_S = 0.08
+BURST_S = 0.2
+WARM_S = 0.08
 _WARM_TRIES = 8
 _MIN_BURST = 16
-_LATENCIES = 500
+LATENCIES = 500
 """Samples of a round: a p99 has some twenty of them above it."""
 _RAY_ROUNDS = 2
 _READY_S = 60.0
@@ -235,7 +235,7 @@ def _compete(contenders: Sequence[type[Contender]], load: Load, rounds: int, wit
             _guarded(result, prepare)
         if with_memcpy:
             memcpy = results["memcpy"] = Result("memcpy", load.num_tokens, load.num_actors)
-            turns["memcpy"] = _Memcpy(record_bytes, memcpy).measure
+            turns["memcpy"] = Memcpy(record_bytes, memcpy).measure
         rng = random.Random(load.num_tokens)
         for _ in range(rounds):
             names = list(turns)
@@ -268,25 +268,25 @@ def _dismiss(crews: Mapping[str, Crew]) -> None:
 
 
 def _prepare(crew: Crew, result: Result, record_bytes: int) -> Callable[[], None]:
-    """Warm a crew up and find how many trajectories make a measurement of about _BURST_S seconds."""
+    """Warm a crew up and find how many trajectories make a measurement of about BURST_S seconds."""
     crew.wait_ready(_READY_S)
     limit = MAX_OPEN // 2
     count = _MIN_BURST * crew.contender.load.num_actors
     crew.burst(count)  # what happens only once, such as loading compiled code
     for _ in range(_WARM_TRIES):
         burst = crew.burst(count)
-        if burst.seconds >= _WARM_S or count >= limit:
+        if burst.seconds >= WARM_S or count >= limit:
             break
         count = min(limit, count * 4)
     burst = crew.burst(count)
-    count = int(np.clip(burst.num_trajectories * _BURST_S / burst.seconds, _MIN_BURST, limit))
+    count = int(np.clip(burst.num_trajectories * BURST_S / burst.seconds, _MIN_BURST, limit))
     # The first sends of single trajectories open what a burst had open already.
     crew.latencies(2)
 
     def measure() -> None:
         _note(result, crew.burst(count), record_bytes)
         if result.num_actors == 1:
-            result.latencies += crew.latencies(_LATENCIES)
+            result.latencies += crew.latencies(LATENCIES)
 
     return measure
 
@@ -296,22 +296,22 @@ def _note(result: Result, burst: Burst, record_bytes: int) -> None:
     result.cpu_s_per_gb.append(burst.cpu_s / (burst.num_trajectories * record_bytes / 1e9))
 
 
-class _Memcpy:
+class Memcpy:
     """One thread copies the records of a producer, over and over, to a batch of the consumer's size: it reads what is
     in the caches as often as a producer does."""
 
     def __init__(self, record_bytes: int, result: Result) -> None:
         # A gap between the rows keeps numpy from taking them together: one memcpy a record, without Python between.
         rounds = max(1, BATCH_BYTES // record_bytes // NUM_RECORDS)
-        self._source = np.ones((NUM_RECORDS, record_bytes + 64), np.uint8)[:, :record_bytes]
-        self._target = np.ones((rounds, NUM_RECORDS, record_bytes + 64), np.uint8)[:, :, :record_bytes]
+        self.source = np.ones((NUM_RECORDS, record_bytes + 64), np.uint8)[:, :record_bytes]
+        self.target = np.ones((rounds, NUM_RECORDS, record_bytes + 64), np.uint8)[:, :, :record_bytes]
         self._result = result
 
     def measure(self) -> None:
-        np.copyto(self._target, self._source)
+        np.copyto(self.target, self.source)
         begin = time.monotonic()
         num_copied = 0
-        while (seconds := time.monotonic() - begin) < _BURST_S / 2:
-            np.copyto(self._target, self._source)
-            num_copied += self._target.shape[0] * NUM_RECORDS
+        while (seconds := time.monotonic() - begin) < BURST_S / 2:
+            np.copyto(self.target, self.source)
+            num_copied += self.target.shape[0] * NUM_RECORDS
         self._result.rates.append(num_copied / seconds)

@@ -64,7 +64,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     for megabytes in sizes:
         times = measure(megabytes, num_rounds or (5 if megabytes <= 1000 else 2))
-        figures.update(_figures(times, megabytes))
+        figures.update(figures_of(times, megabytes))
         rows.extend(_rows(times, megabytes))
     worst = min(figures[f"ratio_{megabytes}"] for megabytes in sizes)
     return {"ratio_worst": worst, **figures}, rows
@@ -110,7 +110,7 @@ def _receive(results: Connection) -> Times:
     return times
 
 
-def _figures(times: Times, megabytes: int) -> dict[str, float]:
+def figures_of(times: Times, megabytes: int) -> dict[str, float]:
     def median(contender: str, part: int) -> float:
         return statistics.median(parts[part] for parts in times[contender])
 

@@ -108,9 +108,9 @@ def test_names_are_unique_and_modules_of_peers_are_listed():
 
 def test_memcpy_copies_every_byte():
     measured = Result("memcpy", 512, 1)
-    memcpy = transport._Memcpy(1_000_000, measured)
-    memcpy._source[:] = np.arange(memcpy._source.size).reshape(memcpy._source.shape) % 251
-    memcpy._target[:] = 0
+    memcpy = transport.Memcpy(1_000_000, measured)
+    memcpy.source[:] = np.arange(memcpy.source.size).reshape(memcpy.source.shape) % 251
+    memcpy.target[:] = 0
     memcpy.measure()
-    assert all(np.array_equal(copied, memcpy._source) for copied in memcpy._target)
+    assert all(np.array_equal(copied, memcpy.source) for copied in memcpy.target)
     assert measured.rate > 0

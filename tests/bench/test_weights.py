@@ -35,7 +35,7 @@ def test_figures_follow_from_the_times() -> None:
         "safetensors": [(12.0, 1.0, 1.0)] * 3,
         "gloo": [(6.0, 6.0, 6.0)] * 3,
     }
-    assert weights._figures(times, 25) == {
+    assert weights.figures_of(times, 25) == {
         "ratio_25": 1.5,
         "ratio_safetensors_25": 3.0,
         "ratio_gloo_25": 1.5,

@@ -63,10 +63,11 @@ class PlayedReceiver:
         return {"actors": 2.0, "open": 3.0, "failed": 1.0}
 
 
-def make_feed(*overrides: str, seed: int = 0) -> tuple[Feed, PlayedReceiver]:
+def make_feed(*overrides: str, seed: int = 0, stall_timeout_s: float = 600.0) -> tuple[Feed, PlayedReceiver]:
     settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}", *overrides]
-    receiver = PlayedReceiver()
-    return Feed(load(settings), receiver, BATCH, seed), receiver  # type: ignore[arg-type]
+    receiver, config = PlayedReceiver(), load(settings)
+    config.learner.stall_timeout_s = stall_timeout_s
+    return Feed(config, receiver, BATCH, seed), receiver  # type: ignore[arg-type]
 
 
 def members(group_id: int, version: int = 0, missing: int = 0) -> list[Trajectory]:
@@ -95,7 +96,7 @@ def test_a_batch_is_whole_groups_in_the_order_of_their_tickets() -> None:
 
 
 def test_a_group_waits_for_its_members_and_a_batch_for_its_groups() -> None:
-    feed, receiver = make_feed("learner.stall_timeout_s=1")
+    feed, receiver = make_feed(stall_timeout_s=0.0)
     receiver.arriving = members(0) + members(1)[1:]
     feed.collect(version=0, timeout_s=0.0)
     assert len(feed.buffer) == 1
@@ -189,8 +190,7 @@ def test_the_same_seed_draws_the_same_batches() -> None:
 
 
 def test_no_batch_for_too_long_says_what_there_was() -> None:
-    feed, receiver = make_feed("learner.stall_timeout_s=1")
-    feed._stall_timeout_s = 0.0
+    feed, receiver = make_feed(stall_timeout_s=0.0)
     receiver.arriving = members(0) + members(1, missing=1)
     with pytest.raises(Stalled, match=r"stall_timeout_s.* 1 of 2 groups, 3 episodes under way, 2 actors, 3 traj"):
         feed.next_batch(version=0)
@@ -212,7 +212,7 @@ def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
             arrived |= {t.ticket_id for t in there}
         rng.shuffle(receiver.arriving)
         feed.collect(version, timeout_s=0.0)
-        while (batch := feed._draw(version)) is not None:
+        while (batch := feed.next_batch(version, until=0.0)) is not None:
             assert tickets(batch) == sorted(tickets(batch))
             assert all(version - t.oldest_version <= 1 for t in batch.trajectories)
             trained.update(tickets(batch))
@@ -220,7 +220,7 @@ def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
     evicted = Counter(receiver.evicted_tickets)
     assert max((trained + evicted).values()) == 1
     waiting = arrived - trained.keys() - evicted.keys()
-    assert len(waiting) == feed.buffer.stats().num_trajectories + len(feed._groups)
+    assert len(waiting) == feed.buffer.stats().num_trajectories
     assert trained and evicted
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.preference import Preference, pair_advantages
@@ -40,8 +41,9 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
     (batch,) = pack(rows, 1000)
     found = scorers.teacher(batch)
     assert found is not None
-    context = scorers._context
-    assert context is not None and len(context) == len("hint b")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    context = torch.tensor(tokenizer.encode("hint b", add_special_tokens=False))
+    assert len(context) == len("hint b")
     expected = []
     for place in batch.members:
         row = rows[place]

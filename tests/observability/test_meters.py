@@ -1,7 +1,9 @@
 """Episodes as they arrive: whole, or in unrolls, of which the last one counts with what the others brought."""
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,26 @@ from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import make_trajectory
 
 
-class NoReceiver:
+class QuietReceiver:
     def counters(self) -> dict[str, float]:
+        return dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)
+
+    def actor_stats(self) -> dict[str, dict[str, float]]:
         return {}
 
 
+def played_feed(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Any:
+    return SimpleNamespace(
+        received=list(received),
+        evicted=list(evicted),
+        num_yielded=0,
+        num_refilled=0,
+        buffer=ReplayBuffer(OldestFirst(), 1, 1),
+    )
+
+
 def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
-    meters = Meters(NoReceiver(), None)  # type: ignore[arg-type]
+    meters = Meters(QuietReceiver(), None)  # type: ignore[arg-type]
     whole = make_trajectory(seed=1, num_tokens=40)
     unrolls = [
         dataclasses.replace(make_trajectory(seed=2 + i, unroll_index=i, continues=i < 2), ticket_id=7) for i in range(3)
@@ -27,7 +42,7 @@ def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
     unrolls[:2] = [dataclasses.replace(t, score=0.0, stats={}) for t in unrolls[:2]]
     never_ending = dataclasses.replace(make_trajectory(continues=True), ticket_id=8)
     for t in (unrolls[0], whole, never_ending, unrolls[1], unrolls[2]):
-        meters._observe_arrival(t)
+        meters.observe(played_feed(received=[t]), Batch((), (), (), 1.0), version=3)
     found = meters.log.flush()
     assert found["rollout/episodes"] == 2
     assert found["rollout/score"] == 0.5
@@ -53,13 +68,6 @@ def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes
 
 
 def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
-    class Quiet(NoReceiver):
-        def counters(self) -> dict[str, float]:
-            return {**dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)}
-
-        def actor_stats(self) -> dict[str, dict[str, float]]:
-            return {}
-
     def old_in(t: Trajectory, num_old: int) -> Trajectory:
         """Of version 1 the first so many action tokens, of version 3 the others."""
         versions = np.where(t.action_mask, 3, t.versions).astype(np.int32)
@@ -68,12 +76,9 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
 
     short, long = make_trajectory(num_tokens=40, version=3), make_trajectory(num_tokens=300)
     batch = Batch((short, old_in(long, 3)), (1.0, 1.0), (0, 1), 1.0)
-    evicted = [old_in(long, 0)]  # for want of room
-    feed = SimpleNamespace(
-        received=[], evicted=evicted, num_yielded=0, num_refilled=0, buffer=ReplayBuffer(OldestFirst(), 1, 1)
-    )
-    meters = Meters(Quiet(), None, max_staleness=2)  # type: ignore[arg-type]
-    meters.observe(feed, batch, version=5)  # type: ignore[arg-type]  # the batch was trained on from version 4
+    feed = played_feed(evicted=[old_in(long, 0)])  # for want of room
+    meters = Meters(QuietReceiver(), None, max_staleness=2)  # type: ignore[arg-type]
+    meters.observe(feed, batch, version=5)  # the batch was trained on from version 4
     found = meters.log.flush()
     assert found["buffer/lost_tokens_below_256"] == 0.0
     num_long = long.num_action_tokens
@@ -83,18 +88,12 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
 
 
 def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    class Told(NoReceiver):
-        def counters(self) -> dict[str, float]:
-            return {**dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)}
-
+    class Told(QuietReceiver):
         def actor_stats(self) -> dict[str, dict[str, float]]:
             return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
 
     meters = Meters(Told(), None)  # type: ignore[arg-type]
-    feed = SimpleNamespace(
-        received=[], evicted=[], num_yielded=0, num_refilled=0, buffer=ReplayBuffer(OldestFirst(), 1, 1)
-    )
-    meters.observe(feed, Batch((), (), (), 1.0), 3)  # type: ignore[arg-type]
+    meters.observe(played_feed(), Batch((), (), (), 1.0), 3)
     found = meters.log.flush()
     assert found["actor/idle_share"] == 0.25
     assert found["pipeline/unknown_figures"] == 3

@@ -19,9 +19,9 @@ class Crashing(ZmqMultipart):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_BURST_S", 0.02)
-    monkeypatch.setattr(transport, "_WARM_S", 0.005)
-    monkeypatch.setattr(transport, "_LATENCIES", 5)
+    monkeypatch.setattr(transport, "BURST_S", 0.02)
+    monkeypatch.setattr(transport, "WARM_S", 0.005)
+    monkeypatch.setattr(transport, "LATENCIES", 5)
 
 
 def leftovers() -> set[Path]:

@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from impala_llm.envs.webshop.product import CatalogueError
 
-_BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
+"""Bytes of the file that are read at a time."""
 _LONGEST_TOKEN = 16  # an escape, a literal or a number cut in two by the end of a block is shorter
 _ASIN = re.compile(r'"asin"\s*:\s*"([^"]*)"')
 
@@ -73,7 +74,7 @@ class _Reader:
         """Reads one more block; `name` is what is being read, for the error."""
         if self.undecodable:
             self.fail(f"has bytes that are not UTF-8 text in {self.with_asin(name, len(self.text))}")
-        block = self.file.read(_BLOCK)
+        block = self.file.read(BLOCK_BYTES)
         try:
             new = self.decode(block, not block)
         except UnicodeDecodeError as error:

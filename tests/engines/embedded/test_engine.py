@@ -433,7 +433,7 @@ def test_a_failed_step_fails_its_requests_and_not_the_engine(
 
     async def run() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_decoder", broken)
+            patch.setattr(CpuDecoder, "__call__", broken)
             results = await asyncio.gather(
                 *[engine.generate(name, [1, 2, 3], params) for name in "ab"], return_exceptions=True
             )

@@ -115,7 +115,7 @@ def running(*servers: FakeServer) -> Iterator[list[FakeServer]]:
             await runners[-1].setup()
             site = web.TCPSite(runners[-1], "127.0.0.1", 0)
             await site.start()
-            server.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+            server.url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
         return runners
 
     async def stop(runners: list[web.AppRunner]) -> None:

@@ -163,7 +163,7 @@ def test_file_cut_within_a_character(files):
 def test_utf8_split_between_blocks(files, item, monkeypatch):
     text = json.dumps([item("A1", name="Brush ★ café"), item("A2")], ensure_ascii=False)
     for block in (1, 2, 3, 7):
-        monkeypatch.setattr("impala_llm.envs.webshop.json_stream._BLOCK", block)
+        monkeypatch.setattr("impala_llm.envs.webshop.json_stream.BLOCK_BYTES", block)
         assert [product.title for product in files(text).products] == ["Brush ★ café", "Alder Hair Brush"]
 
 

@@ -1,3 +1,6 @@
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from impala_llm.envs.webshop import CatalogueError
@@ -19,10 +22,16 @@ def test_without_file_or_model_the_heuristic(small_shop, item, monkeypatch):
 
 def test_a_spacy_model_comes_first(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in ("spacy", "en_core_web_lg") or None)
-    monkeypatch.setattr("impala_llm.envs.webshop.nouns._spacy_tagger", lambda model: lambda title: [model, title])
+
+    def load(model: str):
+        return lambda title: [
+            SimpleNamespace(text=text, pos_=kind) for text, kind in ((title, "NOUN"), (model, "VERB"))
+        ]
+
+    monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=load))
     nouns = installed_nouns()
     assert nouns.name == "spacy:en_core_web_lg"
-    assert nouns("A1", "Brush") == ["en_core_web_lg", "Brush"]
+    assert nouns("A1", "Brush") == ["brush"]
 
 
 def test_each_title_is_tagged_once():
