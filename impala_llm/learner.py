@@ -43,6 +43,7 @@ from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.observability.meters import Meters
+from impala_llm.observability.metrics import MetricError
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.pipeline import LearnerEndpoint
@@ -319,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (ArenaError, ConfigError, KeyFileError, RunDirectoryError) as error:
+    except (ArenaError, ConfigError, KeyFileError, MetricError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:

@@ -31,6 +31,10 @@ class PlainReturn(Credit):
     def __call__(self, scored, batch, prepared):
         return Worth(prepared[scored.segment_ids])
 
+@dataclass
+class Clashing(MyLoss):
+    metrics = {"policy": "mine"}
+
 class NoLoss:
     pass
 """
@@ -146,3 +150,13 @@ def test_parts_of_the_users_own_train_without_a_line_of_ours(own: Path) -> None:
         assert 0.0 <= row["loss/steep_share"] <= 1.0
         assert "credit/return_mean" in row and "loss/clip_share" not in row
     assert "my_parts:MyLoss" in (own / "run/config.yaml").read_text()
+
+
+@pytest.mark.system
+def test_a_metric_with_two_meanings_ends_the_learner_with_a_sentence(own: Path) -> None:
+    """And with the status of what would fail again."""
+    words = ["experiment=toy", f"run.name=clash-{own.name}", f"run.dir={own}/run", "algorithm.loss=my_parts:Clashing"]
+    command = [sys.executable, "-m", "impala_llm.learner", *words]
+    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "metric 'loss/policy' means" in done.stderr and "Traceback" not in done.stderr
