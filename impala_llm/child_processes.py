@@ -27,7 +27,7 @@ GUARD_S = 3.0
 """Seconds that orphans have for ending by themselves."""
 MAX_RESTARTS = 20
 """Restarts of an actor without a trajectory acknowledged in between."""
-LAST_WORDS = 4096
+LOG_END = 4096
 """Bytes at the end of a log in which the last line is looked for."""
 PROGRESS_BAR = re.compile(r"\d%\|")
 FAMILY = "IMPALA_LLM_FAMILY"
@@ -128,12 +128,12 @@ class Child:
                 self.worked = self.worked or WORKED in lines
                 self.messages += [json.loads(line) for line in lines if line != WORKED]
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Last line of its log since its start, without progress bars, and the path of the log; empty without one."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as log:
-            log.seek(max(self.log_begin, self.log.stat().st_size - LAST_WORDS))
+            log.seek(max(self.log_begin, self.log.stat().st_size - LOG_END))
             lines = log.read().decode(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
         return f": {said[-1]} (more in {self.log})" if said else ""
@@ -172,7 +172,7 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
         delay = min(30.0, 2.0**child.restarts)
         child.restart_at = now + delay
         child.restarts += 1
-        say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_words()}")
+        say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_log_line()}")
     elif now >= child.restart_at:
         child.restart_at = 0.0
         _kill_relatives([child])

@@ -133,12 +133,12 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]
     if unfit:
-        say(f"the run has ended{unfit[0].last_words()}")
+        say(f"the run has ended{unfit[0].last_log_line()}")
         return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
     if code:
-        say(f"the learner has ended ({exit_reason(code)}){learner.last_words()}")
+        say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
 
 
@@ -185,7 +185,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
             return 128 + stop_signal()
     failed = [actor for actor in actors if actor.poll() != STOPPED]
     for actor in failed:
-        say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}){actor.last_words()}")
+        say(f"{actor.name} failed ({exit_reason(actor.poll() or 0)}){actor.last_log_line()}")
     if any(actor.poll() == BAD_SETTINGS for actor in failed):
         return BAD_SETTINGS
     return 1 if failed else 0

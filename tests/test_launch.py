@@ -141,11 +141,11 @@ def test_exit_reasons_are_for_people(code: int, expected: str) -> None:
     assert exit_reason(code) == expected
 
 
-def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
+def test_a_dead_actor_is_reported_with_the_last_line_of_its_log(tmp_path: Path) -> None:
     child = Child("actor 0", [], tmp_path / "actor-0.log", {})
-    assert child.last_words() == ""
+    assert child.last_log_line() == ""
     (tmp_path / "actor-0.log").write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(20)))
-    assert child.last_words() == f": line 19 (more in {tmp_path / 'actor-0.log'})"
+    assert child.last_log_line() == f": line 19 (more in {tmp_path / 'actor-0.log'})"
 
 
 def test_a_dead_actor_starts_again_after_a_moment(clock: PlayedClock, capfd: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ class Worker:
 
     def _death(self) -> str:
         status = self._process.wait(_END_S)
-        return f"{self._name} ended with status {status}; its last words: {self._tail()}"
+        return f"{self._name} ended with status {status}; its output ends with: {self._tail()}"
 
     def _tail(self) -> str:
         self._log.seek(0, os.SEEK_END)

@@ -64,7 +64,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
             try:
                 times = pool.submit(measure, number, rows, rounds).result()
             except BrokenProcessPool as error:
-                raise BenchError("the process of the benchmark died: its last words are above") from error
+                raise BenchError("the process of the benchmark died: the end of its output is above") from error
         figures |= figures_of(times, number)
         table += rows_of(times, number)
     if ratios := [value for name, value in figures.items() if name.startswith("ratio_")]:

@@ -104,7 +104,7 @@ def _receive(results: Connection) -> Times:
             raise BenchError(f"no result after {_SIDE_TIMEOUT_S:.0f} s: a contender hangs")
         times = results.recv()
     except EOFError as error:
-        raise BenchError("a process of the benchmark died: its last words are above") from error
+        raise BenchError("a process of the benchmark died: the end of its output is above") from error
     if isinstance(times, str):
         raise BenchError(times)
     return times

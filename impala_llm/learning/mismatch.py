@@ -160,7 +160,7 @@ class MismatchMonitor:
         if self._is_first:
             self._is_first = False
             self._probe(trajectories, version)
-            self._judge()
+            self._update_alarm()
 
     def recomputed(self, micro: PackedBatch, members: Sequence[Trajectory]) -> Recomputed | None:
         """Substitute for the engine's log-probabilities; None: they stay.
@@ -213,7 +213,7 @@ class MismatchMonitor:
 
     def end(self) -> list[Figure]:
         """Update the alarm; return the update's metrics."""
-        self._judge()
+        self._update_alarm()
         figures = self._figures
         figures.append(("mismatch/tokens", float(self._num_compared), 1.0))
         figures.append(("mismatch/alarm", float(self.alarm), 1.0))
@@ -238,7 +238,7 @@ class MismatchMonitor:
             self.record(compare(log_probs, micro, version))
             self.keep([trajectories[i] for i in micro.members], log_probs)
 
-    def _judge(self) -> None:
+    def _update_alarm(self) -> None:
         if self._num_tokens < ENOUGH_TOKENS:
             return
         mean = self._total / self._num_tokens
@@ -246,9 +246,9 @@ class MismatchMonitor:
         # So written, a mean that is not a number raises it too.
         self.alarm = not mean <= self._threshold
         if self.alarm:
-            self._complain(mean)
+            self._warn(mean)
 
-    def _complain(self, mean: float) -> None:
+    def _warn(self, mean: float) -> None:
         fixes = ["check the engine's weights and temperature"]
         if self._dtype != "float32":
             fixes.append(f"set engine.dtype=float32 in place of {self._dtype}")

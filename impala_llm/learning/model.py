@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from impala_llm.engines.embedded.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
+from impala_llm.engines.embedded.model_check import (
+    check_agreement,
+    describe,
+    plain_log_probs,
+    random_rows,
+    refusing,
+    row_pairs,
+)
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.pipeline.weights.slots import TensorSource
@@ -235,7 +242,7 @@ class PolicyModel(nn.Module):
                 positions = torch.cat([torch.arange(n, device=device) for n in lengths])
                 hidden = self.hidden(tokens, positions, torch.tensor(lengths)).split(lengths)
                 mine = [self.action_log_probs(h[:-1], r[1:], 1.0)[0] for h, r in zip(hidden, rows, strict=True)]
-            worst = max(worst, judge(self.lm, path, mine, plain, point))
+            worst = max(worst, check_agreement(self.lm, path, mine, plain, point))
         return worst
 
     def policy_tensors(self) -> Iterator[tuple[str, TensorSource]]:

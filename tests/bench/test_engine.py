@@ -142,7 +142,7 @@ def test_a_contender_that_gives_other_tokens_or_dies_ends_the_run() -> None:
         assert worker.play([([1], 9), ([2], 3)]) == Round(2.0, 1.0, 12)
         with pytest.raises(BenchError, match=r"theirs gave \[9, 3\] tokens and not \[10, 3\]"):
             worker.play([([1], 10), ([2], 3)])
-        with pytest.raises(BenchError, match="theirs ended with status 1; its last words: three are too many"):
+        with pytest.raises(BenchError, match="theirs ended with status 1; its output ends with: three are too many"):
             worker.play([([1], 1)] * 3)
     with pytest.raises(BenchError, match="theirs ended with status 4"):
         Worker("theirs", [sys.executable, "-c", "import sys; sys.exit(4)"])

@@ -153,7 +153,7 @@ def test_the_server_of_somebody_else_at_our_port_is_not_ours(
 
 
 @pytest.mark.system
-def test_a_server_that_ends_while_starting_is_told_with_its_last_words(
+def test_a_server_that_ends_while_starting_is_reported_with_the_end_of_its_log(
     stand_in: Callable[[str], ServerSettings],
 ) -> None:
     async def scenario(settings: ServerSettings, expected: str) -> None:

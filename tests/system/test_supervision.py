@@ -178,16 +178,16 @@ def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.system
-def test_last_words_are_of_the_last_start_and_no_progress_bar(tmp_path: Path) -> None:
+def test_the_last_line_of_a_log_is_of_the_last_start_and_no_progress_bar(tmp_path: Path) -> None:
     bar = "print('Loading weights:  50%|#####     | 1/2\\rLoading weights: 100%|##########| 2/2')"
     child = make_child("actor 0", f"print('no such model'); {bar}", tmp_path / "log")
     child.start()
     child.processes[0].wait(60)
-    assert child.last_words() == f": no such model (more in {tmp_path / 'log'})"
+    assert child.last_log_line() == f": no such model (more in {tmp_path / 'log'})"
     child.command[-1] = bar
     child.start()
     child.processes[0].wait(60)
-    assert child.last_words() == ""
+    assert child.last_log_line() == ""
 
 
 @pytest.mark.system
@@ -206,7 +206,7 @@ while tell(wait="actors" * 100):
     child = make_child("learner", code, tmp_path / "log")
     child.start()
     child.processes[0].wait(60)
-    assert child.poll() == 0, child.last_words()
+    assert child.poll() == 0, child.last_log_line()
     messages = child.receive()
     assert messages[0] == {"say": "one\ntwo"}
     step, metrics, progress = messages[1]["update"]

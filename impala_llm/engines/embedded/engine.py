@@ -24,7 +24,14 @@ from impala_llm.engines.base import EngineError, EngineStats, Generation, Sampli
 from impala_llm.engines.embedded import sampling
 from impala_llm.engines.embedded.decoder import make_decoder
 from impala_llm.engines.embedded.kv_cache import KVCache
-from impala_llm.engines.embedded.model_check import describe, judge, plain_log_probs, random_rows, refusing, row_pairs
+from impala_llm.engines.embedded.model_check import (
+    check_agreement,
+    describe,
+    plain_log_probs,
+    random_rows,
+    refusing,
+    row_pairs,
+)
 from impala_llm.engines.embedded.model_weights import ModelWeights
 from impala_llm.engines.embedded.scheduler import Plan, plan_step
 from impala_llm.engines.embedded.sessions import SessionTable
@@ -212,7 +219,7 @@ class TorchEngine:
             with refusing(f"{describe(self._model)} cannot be computed by {_PATH}"):
                 answers = await asyncio.gather(self._play("long", long), self._play("short", short))
                 plain = plain_log_probs(self._model, [row for row, _ in answers])
-            judge(self._model, _PATH, [log_probs for _, log_probs in answers], plain, point)
+            check_agreement(self._model, _PATH, [log_probs for _, log_probs in answers], plain, point)
         self._stats = EngineStats()
 
     async def _play(self, name: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,7 +80,9 @@ def plain_log_probs(lm: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]
         lm.set_attn_implementation(ours)
 
 
-def judge(lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequence[Tensor], point: int | None) -> float:
+def check_agreement(
+    lm: PreTrainedModel, path: str, mine: Sequence[Tensor], plain: Sequence[Tensor], point: int | None
+) -> float:
     """Check two computations of the same rows. Returns the largest of the rows' mean differences, in nats.
 
     Args:

@@ -163,7 +163,7 @@ async def check_python(python: str) -> None:
     )
     try:
         async with asyncio.timeout(PROBE_S):
-            answer, complaint = await probe.communicate()
+            answer, errors = await probe.communicate()
     except TimeoutError:
         raise BadServerSettings(
             f"engine.python={python} did not answer within {PROBE_S:.0f} s: is it a Python?"
@@ -174,9 +174,9 @@ async def check_python(python: str) -> None:
             await probe.wait()
     words = answer.decode(errors="replace").strip()
     if probe.returncode != 0:
-        if b"PackageNotFoundError" in complaint:
+        if b"PackageNotFoundError" in errors:
             raise BadServerSettings(f"engine.python={python} has no sglang installed. {INSTALL}")
-        said = complaint.decode(errors="replace").strip().splitlines()[-1:]
+        said = errors.decode(errors="replace").strip().splitlines()[-1:]
         raise BadServerSettings(f"engine.python={python} cannot tell its SGLang: {' '.join(said)}. {INSTALL}")
     if not words:
         raise BadServerSettings(f"engine.python={python} does not tell its SGLang: is it a Python? {INSTALL}")

@@ -102,7 +102,7 @@ class SGLangServer:
         if self._death is not None and not self._death.done():
             self._death.set_result("the SGLang server was closed")
 
-    def last_words(self, lines: int = 12) -> str:
+    def log_end(self, lines: int = 12) -> str:
         """Last lines of its output since its last start, without `IDLE_TALK`, each indented on a new line."""
         told = [line for line in self._printed().splitlines() if not any(talk in line for talk in IDLE_TALK)]
         return "".join(f"\n    {line[:400]}" for line in told[-lines:])
@@ -148,7 +148,7 @@ class SGLangServer:
             raise ServerError(
                 f"the SGLang server for {self.settings.model} did not come up within "
                 f"{self.settings.start_timeout_s:g} s (engine.start_timeout_s); its log is {self.settings.log}, "
-                f"its last words:{self.last_words()}"
+                f"which ends with:{self.log_end()}"
             ) from None
         finally:
             ended.cancel()
@@ -156,7 +156,7 @@ class SGLangServer:
             return False
         raise ServerError(
             f"the SGLang server for {self.settings.model} ended while starting: {_reason(guard.returncode)}; its log "
-            f"is {self.settings.log}, its last words:{self.last_words()}"
+            f"is {self.settings.log}, which ends with:{self.log_end()}"
         )
 
     async def _watch(
@@ -182,8 +182,7 @@ class SGLangServer:
         # A guard that was told to end the server returns 0.
         what = f"lost its process {lost}" if lost and not guard.returncode else f"ended: {_reason(guard.returncode)}"
         death.set_result(
-            f"the SGLang server at {self.url} {what}; its log is {self.settings.log}, its last words:"
-            f"{self.last_words()}"
+            f"the SGLang server at {self.url} {what}; its log is {self.settings.log}, which ends with:{self.log_end()}"
         )
 
     async def _end(self) -> None:

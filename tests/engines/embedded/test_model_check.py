@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from impala_llm.engines.base import ModelRefused
-from impala_llm.engines.embedded.model_check import judge
+from impala_llm.engines.embedded.model_check import check_agreement
 from tests.families import build_family
 
 
@@ -17,4 +17,4 @@ def test_one_wrong_row_is_enough_to_refuse_a_model(place: int, wrong: float) -> 
     mine = [row.clone() for row in plain]
     mine[place] += wrong
     with pytest.raises(ModelRefused, match="on average"):
-        judge(build_family("Llama"), "packed rows", mine, plain, None)
+        check_agreement(build_family("Llama"), "packed rows", mine, plain, None)
