@@ -113,8 +113,7 @@ def algorithm_parts() -> dict[str, Kind]:
 
 def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Section:
     """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
-    in_files = {"name": section.name, **_values(section.options)}
-    name, options = name_part(kind, in_files, _words_of(kind, overrides))
+    name, options = name_part(kind, section.name, _values(section.options), _words_of(kind, overrides))
     return replace(section, name=name, options=options)
 
 

@@ -122,6 +122,8 @@ def import_path(kind: Kind, name: str) -> Any:
 def _imported(path: str) -> Any:
     """Import `module:object`. Raises ValueError, to be read after the setting."""
     module, _, names = path.partition(":")
+    if not module or not names:
+        raise ValueError("is no import path: write module:Class")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # last, so that nothing of the user's hides a module of ours
     found: Any = None
@@ -140,38 +142,40 @@ def _imported(path: str) -> Any:
     return found
 
 
-def choose(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Return the name of a part and the values of its options, from files and words.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
 
     Args:
-        in_files: `{name: ..., option: ...}`.
+        name: in the files.
+        values: options in the files.
         words: `key=NAME` and `options_key.option=value`, in Hydra's grammar.
 
     Raises:
+        ValueError: options that are none.
         HydraException: a word that cannot be read.
     """
-    values = dict(in_files)
-    given: dict[Any, Any] = {}
+    chosen, given = name, dict[Any, Any]()
     for word in words:
         parsed = OverridesParser.create().parse_override(word.lstrip("+"))
         key, value = parsed.key_or_group, parsed.value()
         if key == kind.options_key and isinstance(value, Mapping):
             given |= value
         elif key == kind.key:
-            given["name"] = value
+            chosen = value
+        elif key == kind.options_key:
+            raise ValueError(f"{key}={value} sets no option: write {key}.NAME=value")
         else:
             given[key.removeprefix(f"{kind.options_key}.")] = value
-    name = str(given.pop("name", values.get("name")))
-    if name != values.pop("name", None):
-        values = {}
-    return name, values | given
+        if kind.base:  # whose parts have their name beside their options
+            chosen = given.pop("name", chosen)
+    return str(chosen), given if chosen != name else {**values, **given}
 
 
-def option_fields(options: type) -> list[Field[Any]]:
-    """Return the fields of a dataclass that settings may set."""
-    return [f for f in fields(options) if f.name != "name"]
+def option_fields(part: type) -> list[Field[Any]]:
+    """Return the fields of a credit or loss that are its options."""
+    return [f for f in fields(part) if f.name != "name"]
 
 
 def make_options(kind: Kind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
@@ -179,7 +183,7 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
 
     Args:
         name: of the part, for messages.
-        options: their dataclass; None where the part has none. A field `name` is set to the part's.
+        options: their dataclass, which for a kind with `base` is the part; None where there are none.
         values: by field.
 
     Returns:
@@ -189,7 +193,8 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
         ValueError: an unknown option, a wrong type, an option without default that is not given.
     """
     key, chosen = kind.options_key, f"{kind.key}={name}"
-    own = {f.name: f.default for f in option_fields(options)} if options else {}
+    declared = [] if options is None else option_fields(options) if kind.base else fields(options)
+    own = {f.name: f.default for f in declared}
     for option, value in values.items():
         if option not in own:
             meant = _meant_option(kind, name, option, list(own))
@@ -206,27 +211,29 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
         raise ValueError(
             f"{key}.{option}={values.get(option)} has the wrong type: {reason}; the default is {own.get(option)!r}"
         ) from None
+    except Exception as error:  # its __post_init__ is other people's code
+        raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {error}") from error
 
 
 def make_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:
     """Make the part that settings name, of a kind whose parts are dataclasses. For what is given and raised see
     `choose` and `make_options`."""
-    name, values = choose(kind, in_files, words)
+    name, values = choose(kind, in_files.get("name"), {k: v for k, v in in_files.items() if k != "name"}, words)
     return make_options(kind, name, load(kind, name), values)
 
 
-def name_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
+def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
     """Return the name of a part and its options, of a kind whose parts are called later on; see `choose`.
 
     Raises:
         ValueError: see `load` and `make_options`.
     """
-    name, values = choose(kind, in_files, words)
+    name, chosen = choose(kind, name, values, words)
     is_own = import_path(kind, name) not in kind.packaged.values()
     options: Any = getattr(load(kind, name), "Options", None) if is_own else None
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
-    return name, make_options(kind, name, options, values)
+    return name, make_options(kind, name, options, chosen)
 
 
 def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:

@@ -41,14 +41,11 @@ class NoLoss:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(user_folder: Path) -> Path:
     """A folder of the user's with parts of their own, the documentation's among them, as the current directory."""
     [example] = re.findall(r"```python\n(from dataclasses.*?)```", DOCS.read_text(), re.DOTALL)
-    (tmp_path / "my_parts.py").write_text(example + OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_parts", raising=False)
-    return tmp_path
+    (user_folder / "my_parts.py").write_text(example + OWN)
+    return user_folder
 
 
 def test_a_preset_names_a_credit_and_a_loss() -> None:

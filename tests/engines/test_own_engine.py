@@ -15,14 +15,11 @@ OWN = ["experiment=toy", "engine.name=my_engine:Echo"]
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(user_folder: Path) -> Path:
     """The current directory, with the engine of the documentation in it."""
     [code] = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
-    (tmp_path / "my_engine.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
-    return tmp_path
+    (user_folder / "my_engine.py").write_text(code)
+    return user_folder
 
 
 def test_its_options_are_settings(own: Path) -> None:

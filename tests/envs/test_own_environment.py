@@ -14,18 +14,34 @@ from impala_llm.envs import make_suite
 RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
 OWN = ["model=scratch", "env.name=my_env:NextLetter"]
 
+ODD = """
+from dataclasses import dataclass
+
+class Suite:
+    @dataclass
+    class Options:
+        name: str
+        size: int = 1
+
+        def __post_init__(self):
+            if self.size == 0:
+                raise ValueError("size=0 is no size")
+
+class Plain:
+    class Options:
+        size = 1
+"""
+
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(user_folder: Path) -> Path:
     """The current directory, with the environment of the documentation in it."""
     [code] = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
-    (tmp_path / "my_env.py").write_text(code)
-    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    (tmp_path / "wrong.py").write_text("def suite(:\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_env", raising=False)
-    return tmp_path
+    (user_folder / "my_env.py").write_text(code)
+    (user_folder / "odd.py").write_text(ODD)
+    (user_folder / "broken.py").write_text("import nothing_of_this_name\n")
+    (user_folder / "wrong.py").write_text("def suite(:\n")
+    return user_folder
 
 
 def test_its_options_reach_it(own: Path) -> None:
@@ -46,6 +62,16 @@ def test_options_that_are_not_given_have_their_defaults(own: Path) -> None:
     assert "num_letters: 4" in to_yaml(config)
 
 
+def test_an_option_may_be_called_name(own: Path) -> None:
+    config = load(["model=scratch", "env.name=odd:Suite", "env.options.name=mine"])
+    assert (config.env.name, config.env.options.name) == ("odd:Suite", "mine")
+
+
+def test_options_may_come_together(own: Path) -> None:
+    options = load([*OWN, "env.options={num_turns: 3, num_letters: 5}"]).env.options
+    assert (options.num_turns, options.num_letters) == (3, 5)
+
+
 def test_what_was_saved_loads_again(own: Path) -> None:
     config = load([*OWN, "env.options.num_turns=3", "run.dir=x"])
     (own / "saved.yaml").write_text(to_yaml(config))
@@ -64,6 +90,14 @@ def test_what_was_saved_loads_again(own: Path) -> None:
         (["env.name=broken:Suite"], ["env.name=broken:Suite", "broken: ", "'nothing_of_this_name'", "correct it"]),
         (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
         (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),
+        (["env.name=my_env:"], ["env.name=my_env: is no import path", "module:Class"]),
+        ([*OWN, "env.options=3"], ["env.options=3", "env.options.NAME=value"]),
+        (
+            ["env.name=odd:Suite", "env.options.name=x", "env.options.size=0"],
+            ["env.name=odd:Suite refuses its options", "size=0 is no size"],
+        ),
+        (["env.name=odd:Suite"], ["env.options.name is not set"]),
+        (["env.name=odd:Plain"], ["env.name=odd:Plain cannot be used", "Options is no dataclass"]),
         (["env.name=my_env:ALPHABET"], ["env.name=my_env:ALPHABET", "is a str"]),
         ([*OWN, "env.options.num_leters=3"], ["env.options.num_leters=3", "env.options.num_letters?"]),
         ([*OWN, "env.options.num_turns=0"], ["env.options.num_turns=0", "at least 1"]),

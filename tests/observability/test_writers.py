@@ -84,13 +84,10 @@ class LoggedOut:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(user_folder: Path) -> Path:
     """The current directory, with writers of the user's own in it."""
-    (tmp_path / "my_writers.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_writers", raising=False)
-    return tmp_path
+    (user_folder / "my_writers.py").write_text(OWN)
+    return user_folder
 
 
 def test_a_writer_of_the_users_own_gets_the_same_numbers(own: Path) -> None:
