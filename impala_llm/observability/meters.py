@@ -13,6 +13,8 @@ from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 
 _MAX_BEGUN = 1 << 14
+_OF_ACTORS = ("actor/", "weights/", "pipeline/queue_fill")
+"""How the names of metrics begin that actors measure; the others are the learner's own."""
 WINDOW = 500
 """Episodes that a windowed score covers at least, once there are so many."""
 
@@ -118,7 +120,7 @@ class Meters:
         log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
         for figures in self._receiver.actor_stats().values():
             for name, value in figures.items():
-                if name in METRICS:
+                if name in METRICS and name.startswith(_OF_ACTORS):
                     log.add(name, value)
                 else:  # of an actor of another release: no reason to end the learner
                     log.add("pipeline/unknown_figures", 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from impala_llm.learning.feed import Batch
+from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.meters import EpisodeWindow, Meters
 from impala_llm.replay import OldestFirst, ReplayBuffer
 from impala_llm.trajectory import Trajectory
@@ -90,11 +91,12 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
 def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     class Told(QuietReceiver):
         def actor_stats(self) -> dict[str, dict[str, float]]:
-            return {"actor-0": {"actor/of_tomorrow": 1.0, "actor/idle_share": 0.25, "": 1.0, "env/": 2.0}}
+            strange = {"actor/of_tomorrow": 1.0, "": 1.0, "env/": 2.0, "rollout/episodes": 5.0, "learner/version": 1e9}
+            return {"actor-0": strange | {"actor/idle_share": 0.25}}
 
-    meters = Meters(Told(), None)  # type: ignore[arg-type]
+    meters = Meters(Told(), Ranks("cpu"))  # type: ignore[arg-type]
     meters.observe(played_feed(), Batch((), (), (), 1.0), 3)
-    found = meters.log.flush()
-    assert found["actor/idle_share"] == 0.25
-    assert found["pipeline/unknown_figures"] == 3
+    found = meters.gather()
+    assert found["actor/idle_share"] == 0.25 and found["learner/version"] == 3
+    assert found["pipeline/unknown_figures"] == 5
     assert "actor/of_tomorrow" in caplog.text
