@@ -109,10 +109,10 @@ class Actor:
                 if self.failure is not None:
                     raise self.failure
                 if reporter.due(self.config.pipeline.heartbeat_s):
-                    figures = reporter.figures(self.engine.stats(), self)
-                    self.channel.report(figures)
+                    metrics = reporter.metrics(self.engine.stats(), self)
+                    self.channel.report(metrics)
                     if self.episodes:
-                        tell(at_play=[figures["actor/running_episodes"], figures["actor/generated_tokens_per_s"]])
+                        tell(at_play=[metrics["actor/running_episodes"], metrics["actor/generated_tokens_per_s"]])
         finally:
             tasks = [*self.running.values(), *filter(None, (self.loading, self.starting))]
             for task in tasks:
@@ -374,7 +374,7 @@ class Reporter:
     def due(self, interval_s: float) -> bool:
         return time.monotonic() - self.at >= interval_s
 
-    def figures(self, stats: EngineStats, actor: Actor) -> dict[str, float]:
+    def metrics(self, stats: EngineStats, actor: Actor) -> dict[str, float]:
         now = time.monotonic()
         # An engine that was made anew counts from 0 again.
         last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()

@@ -108,7 +108,7 @@ class Learner:
             self.writer = stack.enter_context(MetricWriter(folder, names))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
-        self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.share)
+        self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.replay_fraction)
         if ranks.is_main:
             stack.push(partial(save_what_was_learned, self.trainer, self.run_folder / "policy", self.files))
         self.connected: set[str] = set()

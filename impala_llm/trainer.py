@@ -27,7 +27,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, StageTimer, declare
-from impala_llm.replay import ReplayBuffer, ReplayShare
+from impala_llm.replay import ReplayBuffer, ReplayFraction
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
@@ -89,10 +89,10 @@ class Trainer:
         model: PolicyModel,
         buffer: ReplayBuffer,
         log: MetricLog,
-        share: ReplayShare | None = None,
+        replay_fraction: ReplayFraction | None = None,
     ) -> None:
         self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
-        self.share = share
+        self.replay_fraction = replay_fraction
         self.credit, loss = parts_of(config.algorithm)
         declare("credit", self.credit.metrics)
         declare("loss", loss.metrics)
@@ -165,7 +165,7 @@ class Trainer:
             teaching = prepared.advantages.nonzero().flatten().tolist()
             self.log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
             teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
-        self.log.add_all(() if prepared is None else prepared.figures)
+        self.log.add_all(() if prepared is None else prepared.metrics)
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
         return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
@@ -265,7 +265,7 @@ class Trainer:
                 if not update.culprits:
                     update.culprits = self.not_finite(outcome, trajectories)
             update.add(outcome, places)
-            self.log.add_all(outcome.figures)
+            self.log.add_all(outcome.metrics)
             if not update.at_start:
                 self.monitor.record(outcome.comparison)
                 self.monitor.keep(trajectories, outcome.log_probs)
@@ -384,10 +384,10 @@ class Trainer:
         if 0 < squares < math.inf:
             size = total * total / (count * squares)
             self.log.add("buffer/ess", size)
-            if self.share is not None:
-                self.share.update(min(1.0, size))
-        if self.share is not None:
-            self.log.add("buffer/replayed_share", self.share.share)
+            if self.replay_fraction is not None:
+                self.replay_fraction.update(min(1.0, size))
+        if self.replay_fraction is not None:
+            self.log.add("buffer/replayed_share", self.replay_fraction.fraction)
 
     def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
         """Entropy and length over all ranks: the bonus follows its target, and a collapse is said aloud."""

@@ -87,6 +87,6 @@ def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     )
     actor.load_times = lambda stats: {}
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
-    figures = reporter.figures(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
-    assert figures["actor/idle_share"] == 1.0
-    assert figures["actor/generated_tokens_per_s"] > 0 and figures["actor/prefill_tokens_per_s"] > 0
+    metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
+    assert metrics["actor/idle_share"] == 1.0
+    assert metrics["actor/generated_tokens_per_s"] > 0 and metrics["actor/prefill_tokens_per_s"] > 0

@@ -97,7 +97,7 @@ def play(policy: Path, session: Session, max_length: int) -> Trajectory:
 
 
 def learn(policy: Path, episode: Trajectory) -> tuple[float, dict[str, float]]:
-    """By how much one update raises the mean log-probability of what was said, and the update's figures."""
+    """By how much one update raises the mean log-probability of what was said, and the update's metrics."""
     config = load(["model=scratch", "algorithm=ppo", "learner.warmup_updates=0"])
     model = hopeful(policy)
     trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
@@ -119,8 +119,8 @@ def test_babbling_to_the_limit_does_not_pay(
     episode = play(policy, shop.session(training), max_length)
     assert num_turns is None or len(episode.turns) == num_turns
     assert episode.num_tokens <= max_length and episode.score == 0.0
-    change, figures = learn(policy, episode)
-    assert figures["advantage/mean"] == pytest.approx(-HOPE), "the return is 0"
+    change, metrics = learn(policy, episode)
+    assert metrics["advantage/mean"] == pytest.approx(-HOPE), "the return is 0"
     assert change < 0
 
 
@@ -133,8 +133,8 @@ def test_an_outside_limit_leaves_the_value_of_the_state_that_was_reached(policy:
     # As in an episode that goes on there: the state in which its third turn begins.
     [micro] = pack([episode], 2048)
     assert micro.last_positions.tolist() == [episode.num_tokens - 1]
-    _, figures = learn(policy, episode)
-    assert figures["advantage/mean"] == pytest.approx(0.0, abs=1e-6), "as much is still to come as was hoped for"
+    _, metrics = learn(policy, episode)
+    assert metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6), "as much is still to come as was hoped for"
 
 
 def test_without_room_for_the_state_that_was_reached_nothing_is_to_come(policy: Path) -> None:

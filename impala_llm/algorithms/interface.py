@@ -35,7 +35,7 @@ from torch import Tensor
 from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
-Figure = tuple[str, float, float]
+MetricValue = tuple[str, float, float]
 """A measured number: metric, value, and what it is a mean of (its weight)."""
 
 
@@ -143,7 +143,7 @@ class Prepared(NamedTuple):
 
     advantages: Tensor
     """float32[M]; an episode with exactly 0 is not computed where nothing else would teach it."""
-    figures: Sequence[Figure] = ()
+    metrics: Sequence[MetricValue] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Worth:
     """Unit of the values: one for each action token, or one for each turn."""
     value_coef: float = 0.0
     """Weight of ½ (value - target)² in the loss."""
-    figures: Sequence[Figure] = ()
+    metrics: Sequence[MetricValue] = ()
 
 
 class LossOutput(NamedTuple):
@@ -190,7 +190,7 @@ class Credit(CreditSettings, ABC):
     needs_teacher: ClassVar[bool] = False
     """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """Name -> meaning of each figure; a name without `/` is logged under `credit/`."""
+    """Name -> meaning of each metric; a name without `/` is logged under `credit/`."""
 
     def prepare(self, episodes: Episodes) -> Prepared | None:
         """Called once for each batch, before it is packed; None where nothing needs to be known of whole episodes."""

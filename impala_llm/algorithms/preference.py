@@ -61,13 +61,13 @@ def dpo(
     chosen_reward = beta * (chosen - reference_chosen.detach())
     rejected_reward = beta * (rejected - reference_rejected.detach())
     margin = chosen_reward - rejected_reward
-    figures = {
+    per_pair = {
         "accuracy_share": (margin > 0).to(margin.dtype),
         "margin_mean": margin,
         "chosen_reward_mean": chosen_reward,
         "rejected_reward_mean": rejected_reward,
     }
-    metrics = {name: figure.detach().sum() / max(1, len(margin)) for name, figure in figures.items()}
+    metrics = {name: value.detach().sum() / max(1, len(margin)) for name, value in per_pair.items()}
     return PreferenceOutput(-logsigmoid(margin), metrics)
 
 
@@ -168,8 +168,8 @@ class Preference(EpisodeCredit):
     def prepare(self, episodes: Episodes) -> Prepared:
         found = pair_advantages(*episodes.log_probs(), episodes.returns, episodes.group_ids, self.beta)
         num_pairs, num_episodes = episodes.sum_over_ranks([found.num_pairs, len(episodes.trajectories)])
-        figures = [(f"preference/{name}", value, float(found.num_pairs)) for name, value in found.metrics.items()]
-        return Prepared(found.advantages * (num_episodes / max(1.0, num_pairs)), figures)
+        metrics = [(f"preference/{name}", value, float(found.num_pairs)) for name, value in found.metrics.items()]
+        return Prepared(found.advantages * (num_episodes / max(1.0, num_pairs)), metrics)
 
     def problems(self, algorithm: AlgorithmConfig) -> list[str]:
         found = super().problems(algorithm)

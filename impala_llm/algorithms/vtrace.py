@@ -36,7 +36,7 @@ from impala_llm.algorithms.checks import (
     require_segment_ids,
 )
 from impala_llm.algorithms.importance import apply_dead_band, ratios, segment_mean, segment_sum
-from impala_llm.algorithms.interface import Credit, Figure, PackedBatch, Scored, Worth, credit
+from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit
 from impala_llm.settings import bounded, one_of
 
 
@@ -341,10 +341,10 @@ class ValueCredit(Credit):
             batch.segment_ids if by_token else batch.turn_segment_ids,
             "tokens" if by_token else "turns",
             self.value_coef,
-            self.figures(constant, target),
+            self.measure(constant, target),
         )
 
-    def figures(self, values: Tensor, target: TurnVTraceOutput) -> list[Figure]:
+    def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
         spread = target.vs.var(unbiased=False).item()
         unexplained = (target.vs - values).var(unbiased=False).item()
         # Targets that are all but equal leave nothing to explain.
@@ -379,10 +379,10 @@ class VTrace(ValueCredit):
             target = turn_vtrace(scored.log_ratio, *data, *rules, ratio, self.dead_band)
         return target.advantages, target
 
-    def figures(self, values: Tensor, target: TurnVTraceOutput) -> list[Figure]:
+    def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
         ratio, weight = ratios(target.log_ratios), float(len(values))
         return [
             ("ratio/rho_clip_share", (ratio > self.rho_bar).float().mean().item(), weight),
             ("ratio/c_clip_share", (ratio > self.c_bar).float().mean().item(), weight),
-            *super().figures(values, target),
+            *super().measure(values, target),
         ]

@@ -19,7 +19,7 @@ from impala_llm.replay import (
     OldestFirst,
     PrioritySampler,
     ReplayBuffer,
-    ReplayShare,
+    ReplayFraction,
     SamplesPerInsert,
 )
 from impala_llm.settings import Config
@@ -86,10 +86,10 @@ class Feed:
             seed,
             separate_replayed=replay.max_replayed_share is not None,
         )
-        self.share: ReplayShare | None = None
+        self.replay_fraction: ReplayFraction | None = None
         """Steers how much of a batch is replayed, where it is bounded: to be told of each batch's weights."""
         if replay.max_replayed_share is not None:
-            self.share = ReplayShare(replay.target_ess, replay.max_replayed_share)
+            self.replay_fraction = ReplayFraction(replay.target_ess, replay.max_replayed_share)
         self._max_replayed: int | None = None
         # Samples never run ahead of inserts · ratio; inserts are paced by the tickets.
         self._rate = SamplesPerInsert(
@@ -211,8 +211,8 @@ class Feed:
     def _draw(self, version: int) -> Batch | None:
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
             return None
-        if self.share is not None and self._max_replayed is None:
-            self._max_replayed = self.share.num_replayed(self._num_items)
+        if self.replay_fraction is not None and self._max_replayed is None:
+            self._max_replayed = self.replay_fraction.num_replayed(self._num_items)
         sample = self.buffer.sample(self._num_items, version, self._exponent, self._max_replayed)
         self._evict(sample.evicted)
         if not sample.items:

@@ -3,7 +3,7 @@ replace the engine's by the learner's.
 
 l = log π - log μ of a token, π by the learner at its version v, μ as the engine reported it at version u <= v. Only
 where u = v is l a mismatch: of kernels, precision, temperature or weights. Where u < v it is mixed with what the policy
-has learned since, so the figures per staleness say how |l| grows with age and the alarm does not look at them. Nor is
+has learned since, so the metrics per staleness say how |l| grows with age and the alarm does not look at them. Nor is
 every token of age 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
 weights left in the engine's cache. `mismatch/logprob_*` and the alarm therefore take rows that version v alone sampled.
 (What remains: weights that changed between the prompt and the first token leave no trace in the versions.)
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms.importance import kl_estimates
-from impala_llm.algorithms.interface import Figure, PackedBatch
+from impala_llm.algorithms.interface import MetricValue, PackedBatch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.scoring import action_log_probs
@@ -51,7 +51,7 @@ AGES: dict[str, tuple[float, float]] = {
     "5_8": (5, 8),
     "9_up": (9, math.inf),
 }
-"""Ages in versions whose tokens share the figures `mismatch/age_<name>_*`: name -> youngest and oldest."""
+"""Ages in versions whose tokens share the metrics `mismatch/age_<name>_*`: name -> youngest and oldest."""
 
 ENOUGH_TOKENS = 64
 """Least number of compared tokens for the alarm: single ones of bfloat16 differ by more than 0.1."""
@@ -62,7 +62,7 @@ _ALARM_INTERVAL_S = 60.0
 class Comparison:
     """Comparison of one forward."""
 
-    figures: list[Figure]
+    metrics: list[MetricValue]
     num_tokens: int
     """Tokens of rows that the learner's version alone sampled."""
     total: float
@@ -95,15 +95,15 @@ def compare(log_probs: Tensor, batch: PackedBatch, version: int) -> Comparison:
     oldest_age = age.new_zeros(len(batch.lengths)).scatter_reduce(0, batch.segment_ids, age, "amax")
     exact = oldest_age[batch.segment_ids] == 0
     groups = {"logprob": exact} | {f"age_{name}": (age >= low) & (age <= high) for name, (low, high) in AGES.items()}
-    figures: list[Figure] = []
+    metrics: list[MetricValue] = []
     for name, mask in groups.items():
         chosen = log_ratio[mask]
         if num_tokens := len(chosen):
             mean, largest, k3 = torch.stack([chosen.abs().mean(), chosen.abs().max(), kl_estimates(chosen).k3]).tolist()
-            figures.append((f"mismatch/{name}_mean", mean, float(num_tokens)))
-            figures.append((f"mismatch/{name}_max", largest, float(num_tokens)))
-            figures.append((f"mismatch/{name}_k3", k3, float(num_tokens)))
-    return Comparison(figures, int(exact.sum()), float(log_ratio[exact].abs().double().sum()))
+            metrics.append((f"mismatch/{name}_mean", mean, float(num_tokens)))
+            metrics.append((f"mismatch/{name}_max", largest, float(num_tokens)))
+            metrics.append((f"mismatch/{name}_k3", k3, float(num_tokens)))
+    return Comparison(metrics, int(exact.sum()), float(log_ratio[exact].abs().double().sum()))
 
 
 class MismatchMonitor:
@@ -117,7 +117,7 @@ class MismatchMonitor:
             monitor.keep(members, outcome.log_probs)
         if monitor.wants_arrivals:
             monitor.look(arrived, version)
-        figures = monitor.end()
+        metrics = monitor.end()
 
     Args:
         model: the learner's, whose weights change between two updates alone.
@@ -139,7 +139,7 @@ class MismatchMonitor:
         self._total = 0.0
         self._num_tokens = 0
         # Of this update.
-        self._figures: list[Figure] = []
+        self._metrics: list[MetricValue] = []
         self._num_compared = 0
         # By the identity of the memory that makes up a trajectory, so that an entry goes when its trajectory goes.
         self._kept: dict[int, Tensor] = {}
@@ -170,7 +170,7 @@ class MismatchMonitor:
         """
         kept = [self._kept.get(id(t.block)) for t in members]
         num_replaced = sum(self.recomputes or values is not None for values in kept)
-        self._figures.append(("mismatch/recomputed_share", num_replaced / len(kept), float(len(kept))))
+        self._metrics.append(("mismatch/recomputed_share", num_replaced / len(kept), float(len(kept))))
         if num_replaced == 0:
             return None
         of_engine = micro.behaviour_logprobs.cpu().split([t.num_action_tokens for t in members])
@@ -180,7 +180,7 @@ class MismatchMonitor:
         return Recomputed(torch.cat(log_probs).to(device), is_new.to(device)[micro.segment_ids])
 
     def record(self, comparison: Comparison) -> None:
-        self._figures += comparison.figures
+        self._metrics += comparison.metrics
         self._num_compared += comparison.num_tokens
         self._num_tokens += comparison.num_tokens
         self._total += comparison.total
@@ -211,14 +211,14 @@ class MismatchMonitor:
         else:
             self._probe(arrived, version)
 
-    def end(self) -> list[Figure]:
+    def end(self) -> list[MetricValue]:
         """Update the alarm; return the update's metrics."""
         self._update_alarm()
-        figures = self._figures
-        figures.append(("mismatch/tokens", float(self._num_compared), 1.0))
-        figures.append(("mismatch/alarm", float(self.alarm), 1.0))
-        self._figures, self._num_compared = [], 0
-        return figures
+        metrics = self._metrics
+        metrics.append(("mismatch/tokens", float(self._num_compared), 1.0))
+        metrics.append(("mismatch/alarm", float(self.alarm), 1.0))
+        self._metrics, self._num_compared = [], 0
+        return metrics
 
     def _probe(self, candidates: Sequence[Trajectory], version: int) -> None:
         chosen: list[Trajectory] = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import importance, losses
-from impala_llm.algorithms.interface import Figure, LossOutput, PackedBatch, Scored, Worth, parts_of
+from impala_llm.algorithms.interface import LossOutput, MetricValue, PackedBatch, Scored, Worth, parts_of
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
@@ -50,7 +50,7 @@ class Outcome:
     """bool[num_segments]: whether the row's advantages and its part of the loss are."""
     comparison: Comparison
     """Comparison of the learner's log-probabilities with the engine's."""
-    figures: list[Figure]
+    metrics: list[MetricValue]
     """(metric, value, weight): see observability/metrics.py for the meaning of each."""
 
 
@@ -97,7 +97,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     # is infinite is no number.
     output = policy_loss(scored.select(keep), worth.advantages[keep])
 
-    per_token, kl_figures = _with_reference(algorithm, scored, output, keep)
+    per_token, kl_metrics = _with_reference(algorithm, scored, output, keep)
     per_token = per_token * weights[batch.segment_ids]
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
     mode: Any = algorithm.aggregate  # checked by config.py
@@ -117,9 +117,14 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
     share, tokens = denominators.tokens / len(keep), float(len(keep))
     parts = {"policy": of_policy, "value": of_values, "total": total}
-    figures = [(f"loss/{name}", part.item() * share, tokens) for name, part in parts.items()]
-    figures += [*kl_figures, *_loss_figures(output), *worth.figures, *_figures(scored, worth.advantages, keep, batch)]
-    return _outcome(total, scored, worth, output.weights * weights[batch.segment_ids[keep]], sums, figures, batch)
+    metrics = [(f"loss/{name}", part.item() * share, tokens) for name, part in parts.items()]
+    metrics += [
+        *kl_metrics,
+        *_loss_metrics(output),
+        *worth.metrics,
+        *_token_metrics(scored, worth.advantages, keep, batch),
+    ]
+    return _outcome(total, scored, worth, output.weights * weights[batch.segment_ids[keep]], sums, metrics, batch)
 
 
 @torch.no_grad()
@@ -129,7 +134,7 @@ def _outcome(
     worth: Worth,
     final_weights: Tensor,
     sums: Tensor,
-    figures: list[Figure],
+    metrics: list[MetricValue],
     batch: PackedBatch,
 ) -> Outcome:
     """Collect the results of a micro-batch.
@@ -146,7 +151,7 @@ def _outcome(
         (float(len(scored.log_probs)), float(final_weights.sum()), float(final_weights.square().sum())),
         (size + sums).isfinite(),
         compare(scored.log_probs, batch, scored.version),
-        figures,
+        metrics,
     )
 
 
@@ -195,7 +200,7 @@ def teaches(algorithm: AlgorithmConfig, scored: Scored, advantages: Tensor, olde
 
 def _with_reference(
     algorithm: AlgorithmConfig, scored: Scored, output: LossOutput, keep: Tensor
-) -> tuple[Tensor, list[Figure]]:
+) -> tuple[Tensor, list[MetricValue]]:
     """float32[N]: the loss of each token, 0 where it does not teach, with what holds it near the reference."""
     per_token = scored.log_probs.new_zeros(len(keep)).masked_scatter(keep, output.per_token)
     reference = scored.reference_log_probs
@@ -222,16 +227,16 @@ def _value_loss(worth: Worth, weights: Tensor, denominators: Denominators) -> tu
     return errors, 0.5 * errors.sum() / count
 
 
-def _loss_figures(output: LossOutput) -> list[Figure]:
+def _loss_metrics(output: LossOutput) -> list[MetricValue]:
     """Every metric that the loss names."""
     count = float(len(output.per_token))
-    figures = [(n if "/" in n else f"loss/{n}", float(value), count) for n, value in output.metrics.items()]
+    metrics = [(n if "/" in n else f"loss/{n}", float(value), count) for n, value in output.metrics.items()]
     clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
-    return [*figures, ("ratio/pg_clip_share", clipped, count)]
+    return [*metrics, ("ratio/pg_clip_share", clipped, count)]
 
 
 @torch.no_grad()
-def _figures(scored: Scored, advantages: Tensor, keep: Tensor, batch: PackedBatch) -> list[Figure]:
+def _token_metrics(scored: Scored, advantages: Tensor, keep: Tensor, batch: PackedBatch) -> list[MetricValue]:
     """Measure the action tokens; observations never enter."""
     log_ratio = scored.log_ratio
     ratio = importance.ratios(log_ratio)
@@ -247,16 +252,16 @@ def _figures(scored: Scored, advantages: Tensor, keep: Tensor, batch: PackedBatc
         "ratio/k3": kl.k3,
         "ratio/rejected_share": 1.0 - float(keep.float().mean()),
     }
-    figures = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
+    metrics = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
     newest, oldest = (
         batch.versions.new_zeros(len(batch.lengths)).scatter_reduce(
             0, batch.segment_ids, batch.versions, edge, include_self=False
         )
         for edge in ("amax", "amin")
     )
-    figures.append(("staleness/span", float((newest - oldest).float().mean()), float(len(newest))))
+    metrics.append(("staleness/span", float((newest - oldest).float().mean()), float(len(newest))))
     ages = (scored.version - scored.versions)[keep].float()
     if not len(ages):
-        return figures
+        return metrics
     staleness = {"staleness/mean": ages.mean(), "staleness/oldest": ages.max(), "staleness/newest": ages.min()}
-    return figures + [(name, float(value), float(len(ages))) for name, value in staleness.items()]
+    return metrics + [(name, float(value), float(len(ages))) for name, value in staleness.items()]

@@ -118,13 +118,13 @@ class Meters:
         log.add("staleness/in_flight", totals["staleness_in_flight"])
         log.add("learner/version", version)
         log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
-        for figures in self._receiver.actor_stats().values():
-            for name, value in figures.items():
+        for metrics in self._receiver.actor_stats().values():
+            for name, value in metrics.items():
                 if name in METRICS and name.startswith(_OF_ACTORS):
                     log.add(name, value)
                 else:  # of an actor of another release: no reason to end the learner
                     log.add("pipeline/unknown_figures", 1)
-                    self._warnings.log("an actor reports a figure that this release does not know", repr(name[:80]))
+                    self._warnings.log("an actor reports a metric that this release does not know", repr(name[:80]))
 
     def _observe_lost(self, t: Trajectory, share: float) -> None:
         """Note a dropped trajectory.

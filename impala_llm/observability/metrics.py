@@ -1,7 +1,10 @@
 """Every metric of the system, once: its name, how values of it combine, and what it means.
 
-Names are `<part>/<what>[_unit]`. Invariant: a number reaches TensorBoard, the JSONL file or the terminal only under a
-name that `METRICS` declares (or under `env/`, whose second half the environment chooses): one name, one meaning.
+Names are `<part>/<what>[_unit]`; a fraction ends in `_share`. They are stable, since dashboards and scripts of users
+read them: a part of the code that gets another name leaves its metrics as they are.
+
+Invariant: a number reaches TensorBoard, the JSONL file or the terminal only under a name that `METRICS` declares (or
+under `env/`, whose second half the environment chooses): one name, one meaning.
 
     log = MetricLog()
     log.add("rollout/score", trajectory.score)
@@ -171,7 +174,7 @@ _DECLARED = (
     ("pipeline/given_up", _SUM, "tickets set aside: their episodes failed, or their actors died, too often"),
     ("pipeline/malformed", _SUM, "messages dropped because they were none, since the last step"),
     ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
-    ("pipeline/unknown_figures", _SUM, "figures that actors report and this release does not know, per step"),
+    ("pipeline/unknown_figures", _SUM, "metrics that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
     ("pipeline/replay_arena_fill", _MEAN, "share of the replay arenas in use, what is being trained on included"),
     ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
@@ -287,9 +290,9 @@ class MetricLog:
         for name, value in values.items():
             self.add(name, value, weight)
 
-    def add_all(self, figures: Iterable[tuple[str, float, float]]) -> None:
+    def add_all(self, values: Iterable[tuple[str, float, float]]) -> None:
         """`add` for each (name, value, weight)."""
-        for name, value, weight in figures:
+        for name, value, weight in values:
             self.add(name, value, weight)
 
     def state(self) -> dict[str, list[float]]:

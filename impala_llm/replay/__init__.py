@@ -5,7 +5,7 @@ from impala_llm.replay.groups import Group, GroupAssembler
 from impala_llm.replay.items import EvictedItem, Sample, SampledItem
 from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
 from impala_llm.replay.rate import SamplesPerInsert, smallest_error
-from impala_llm.replay.share import ReplayShare
+from impala_llm.replay.replay_fraction import ReplayFraction
 
 __all__ = [
     "EvictedItem",
@@ -14,7 +14,7 @@ __all__ = [
     "OldestFirst",
     "PrioritySampler",
     "ReplayBuffer",
-    "ReplayShare",
+    "ReplayFraction",
     "Sample",
     "SampledItem",
     "Sampler",

@@ -140,7 +140,7 @@ def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch)
     assert 0 < int(keep.sum()) < len(keep)
     weights = torch.where(keep, -ADVANTAGES[batch.segment_ids], 0.0)
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-4)
-    share = dict((name, value) for name, value, _ in outcome.figures)["ratio/rejected_share"]
+    share = dict((name, value) for name, value, _ in outcome.metrics)["ratio/rejected_share"]
     assert share == pytest.approx(1 - keep.float().mean().item())
     num_kept = int(keep.sum())
     assert outcome.weight_sums == pytest.approx((len(keep), num_kept, num_kept)), "1 each, and 0 for what is left out"
@@ -235,7 +235,7 @@ def test_the_divergence_from_the_reference_is_pushed_down(
     # Under π the mean of (log π - log ref) grad log π is the gradient of KL(π || ref).
     slope = outcome.log_probs - scores.reference
     torch.testing.assert_close(found, expected(model, batch, 0.5 * weight * slope), atol=1e-4, rtol=1e-3)
-    figure = dict((name, value) for name, value, _ in outcome.figures)["loss/reference_kl"]
+    figure = dict((name, value) for name, value, _ in outcome.metrics)["loss/reference_kl"]
     assert figure == pytest.approx(float((weight * ((-slope).exp() + slope - 1)).mean()), rel=1e-4), "k3"
 
 
@@ -261,9 +261,9 @@ def test_tokens_that_are_too_old_do_not_teach_and_the_others_of_their_row_do(
     found = gradient(model)
     per_token = torch.where(versions >= VERSION - 2, -advantages[batch.segment_ids], 0.0)
     torch.testing.assert_close(found, expected(model, batch, per_token))
-    figures = {name: value for name, value, _ in outcome.figures}
-    assert (figures["staleness/oldest"], figures["staleness/newest"], figures["staleness/mean"]) == (1.0, 1.0, 1.0)
-    assert figures["ratio/rejected_share"] == pytest.approx(float((versions < VERSION - 2).float().mean()))
+    metrics = {name: value for name, value, _ in outcome.metrics}
+    assert (metrics["staleness/oldest"], metrics["staleness/newest"], metrics["staleness/mean"]) == (1.0, 1.0, 1.0)
+    assert metrics["ratio/rejected_share"] == pytest.approx(float((versions < VERSION - 2).float().mean()))
 
 
 def half_old(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:

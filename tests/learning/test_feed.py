@@ -231,7 +231,7 @@ def test_a_bounded_share_of_a_batch_was_used_before() -> None:
     receiver.arriving = [t for group_id in range(4) for t in members(group_id)]
     assert feed.next_batch(version=0).mean_reuse == 1.0, "nothing had been used before"
     assert feed.next_batch(version=0).mean_reuse == 1.5, "one group of two"
-    assert feed.share is not None
+    assert feed.replay_fraction is not None
     assert feed.next_batch(version=0).mean_reuse > 1.0
 
 

@@ -1,4 +1,4 @@
-"""The monitor sees an injected noise with the right figures, and what it puts in place of μ undoes it."""
+"""The monitor sees an injected noise with the right metrics, and what it puts in place of μ undoes it."""
 
 import dataclasses
 import gc
@@ -75,7 +75,7 @@ def injected(model: PolicyModel, rows: Sequence[Trajectory]) -> np.ndarray:
     return np.concatenate([(log_probs_of(model, t) - t.behaviour_logprobs)[t.action_mask] for t in rows]).astype(float)
 
 
-def figures_of(log: MetricLog) -> dict[str, float]:
+def metrics_of(log: MetricLog) -> dict[str, float]:
     return {name: value for name, value in log.flush().items() if name.startswith("mismatch/")}
 
 
@@ -86,7 +86,7 @@ def measured(model: PolicyModel, rows: Sequence[Trajectory], version: int, budge
         hidden = model.hidden(micro.tokens, micro.position_ids, micro.lengths)[micro.action_positions - 1]
         log_probs, _ = model.action_log_probs(hidden, micro.tokens[micro.action_positions], 1.0)
         comparison = compare(log_probs, micro, version)
-        for name, value, weight in comparison.figures:
+        for name, value, weight in comparison.metrics:
             log.add(name, value, weight)
     return log.flush()
 
@@ -110,7 +110,7 @@ def test_without_noise_there_is_no_mismatch(model: PolicyModel) -> None:
     assert max(measured(model, sampled_by(model), VERSION).values()) < 1e-5
 
 
-def test_every_staleness_has_its_figures(model: PolicyModel) -> None:
+def test_every_staleness_has_its_metrics(model: PolicyModel) -> None:
     versions = [20, 19, 18, 17, 16, 15, 12, 11, 2]
     ages = ["0", "1", "2", "3_4", "3_4", "5_8", "5_8", "9_up", "9_up"]
     rows = sampled_by(model, noise=0.2, versions=versions)
@@ -144,7 +144,7 @@ def test_only_action_tokens_enter(model: PolicyModel) -> None:
     comparison = compare(torch.zeros(len(micro.versions)), micro, VERSION)
     count = sum(int(t.action_mask.sum()) for t in rows)
     assert comparison.num_tokens == count < sum(t.num_tokens for t in rows)
-    assert {weight for _, _, weight in comparison.figures} == {count}
+    assert {weight for _, _, weight in comparison.metrics} == {count}
     assert comparison.total == pytest.approx(sum(-float(t.behaviour_logprobs.sum()) for t in rows), rel=1e-5)
 
 
@@ -213,7 +213,7 @@ def test_a_probe_takes_the_newest_rows_of_this_version_until_it_has_enough(model
     assert seen["mismatch/logprob_mean"] == pytest.approx(abs(injected(model, newest)).mean(), abs=1e-5)
 
 
-def test_nothing_to_compare_leaves_no_figures_and_the_alarm_as_it_was(model: PolicyModel) -> None:
+def test_nothing_to_compare_leaves_no_metrics_and_the_alarm_as_it_was(model: PolicyModel) -> None:
     monitor = MismatchMonitor(settings(), model, CPU)
     judge(monitor, sampled_by(model, noise=0.3))
     assert judge(monitor, []) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}

@@ -85,16 +85,16 @@ def gradient(config, model, trajectories, budget, advantages=None, weights=None)
     )
     weights = torch.ones(len(trajectories)) if weights is None else weights
     model.zero_grad()
-    total, figures = 0.0, {}
+    total, metrics = 0.0, {}
     for micro in pack(trajectories, budget):
         members = torch.tensor(micro.members)
         chosen = None if advantages is None else advantages[members]
         outcome = objective(config, model, micro, Rows(weights[members], chosen), Rules(counts, VERSION))
         outcome.loss.backward()
         total += outcome.loss.item()
-        for name, value, weight in outcome.figures + outcome.comparison.figures:
-            figures.setdefault(name, []).append((value, weight))
-    means = {name: np.average([v for v, _ in x], weights=[w for _, w in x]) for name, x in figures.items()}
+        for name, value, weight in outcome.metrics + outcome.comparison.metrics:
+            metrics.setdefault(name, []).append((value, weight))
+    means = {name: np.average([v for v, _ in x], weights=[w for _, w in x]) for name, x in metrics.items()}
     return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]), means
 
 
@@ -154,29 +154,29 @@ def test_cutting_into_micro_batches_changes_nothing(model, aggregate):
     config = make_config()
     config.algorithm.aggregate = aggregate
     trajectories = make_trajectories(model, 1.0, noise=0.3, bootstrap=True)
-    whole_loss, whole, whole_figures = gradient(config, model, trajectories, 1000)
+    whole_loss, whole, whole_metrics = gradient(config, model, trajectories, 1000)
     budget = max(t.num_tokens for t in trajectories)
-    cut_loss, cut, cut_figures = gradient(config, model, trajectories, budget)
+    cut_loss, cut, cut_metrics = gradient(config, model, trajectories, budget)
     assert len(pack(trajectories, budget)) >= 3
     assert cut_loss == pytest.approx(whole_loss, rel=1e-6)
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
     for name in ("loss/policy", "loss/value", "loss/entropy", "ratio/mean", "ratio/k3", "staleness/mean"):
-        assert cut_figures[name] == pytest.approx(whole_figures[name], rel=1e-4, abs=1e-6), name
+        assert cut_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-6), name
 
 
 def test_on_policy_ratio_is_one_and_nothing_is_clipped(model):
     config = make_config()
-    _, _, figures = gradient(config, model, make_trajectories(model, 1.0, 0.0, False), 1000)
-    assert figures["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-    assert figures["ratio/ess"] == pytest.approx(1.0, abs=1e-5)
-    assert figures["mismatch/logprob_max"] < 1e-5
+    _, _, metrics = gradient(config, model, make_trajectories(model, 1.0, 0.0, False), 1000)
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio/ess"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch/logprob_max"] < 1e-5
 
 
 def test_temperature_is_the_engines(model):
     """Scored at another temperature than it was sampled with, the same policy looks like another one."""
     config = make_config()
-    _, _, figures = gradient(config, model, make_trajectories(model, 0.7, 0.0, False), 1000)
-    assert figures["ratio/k3"] > 1e-3
+    _, _, metrics = gradient(config, model, make_trajectories(model, 0.7, 0.0, False), 1000)
+    assert metrics["ratio/k3"] > 1e-3
 
 
 def test_weights_of_the_draw_scale_their_trajectories(model):
@@ -203,8 +203,8 @@ def test_value_loss_leaves_the_trunk_alone_unless_told(model):
 
 
 def test_staleness_is_learner_version_minus_token_version(model):
-    _, _, figures = gradient(make_config(), model, make_trajectories(model, 1.0, 0.2, False), 1000)
-    assert (figures["staleness/newest"], figures["staleness/oldest"]) == (0.0, 2.0)
+    _, _, metrics = gradient(make_config(), model, make_trajectories(model, 1.0, 0.2, False), 1000)
+    assert (metrics["staleness/newest"], metrics["staleness/oldest"]) == (0.0, 2.0)
 
 
 def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(model):
@@ -225,6 +225,6 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
     expected = -(log_ratio.exp().clamp(max=1.0) * advantages[micro.segment_ids] * plain.log_probs).mean()
     assert replaced.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert replaced.loss.item() != pytest.approx(plain.loss.item(), rel=1e-2)
-    figures = {name: value for name, value, _ in replaced.figures}
-    assert figures["ratio/mean"] == pytest.approx(log_ratio.exp().mean().item(), rel=1e-5)
+    metrics = {name: value for name, value, _ in replaced.metrics}
+    assert metrics["ratio/mean"] == pytest.approx(log_ratio.exp().mean().item(), rel=1e-5)
     assert replaced.comparison == plain.comparison

@@ -88,7 +88,7 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
     assert "buffer/lost_tokens_below_4k" not in found
 
 
-def test_a_figure_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     class Told(QuietReceiver):
         def actor_stats(self) -> dict[str, dict[str, float]]:
             strange = {"actor/of_tomorrow": 1.0, "": 1.0, "env/": 2.0, "rollout/episodes": 5.0, "learner/version": 1e9}
