@@ -177,7 +177,7 @@ class ModelConfig:
     device: str = one_of("auto", "cpu", "cuda")
     """Device of learner and engine; auto: a GPU where there is one."""
     cuda_products: str = one_of("float32", "tf32")
-    """How a GPU multiplies float32 matrices, in learner and embedded engine: float32 (exact) or tf32 (10 bits of the
+    """Product of float32 matrices on a GPU, in learner and embedded engine: float32 (exact) or tf32 (10 bits of the
     mantissa, several times as fast)."""
     value_hidden_size: int | None = bounded(None, least=0)
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
@@ -266,7 +266,7 @@ class AlgorithmConfig:
     probability_limit: float | None = bounded(None, least=0, most=1)
     """Leave out tokens whose probability has moved by more than this, to where their advantage pushes them."""
     aggregate: str = one_of("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean")
-    """How the losses of tokens are averaged: over all tokens of the batch, or first summed or averaged in each
+    """Average of the tokens' losses: over all tokens of the batch, or first summed or averaged in each
     sequence and then averaged over sequences."""
     entropy_coef: float = bounded(0.0, least=0, most=1000)
     """Bonus for entropy; with a target, its start."""

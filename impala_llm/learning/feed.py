@@ -34,7 +34,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class Batch:
-    """What an update trains on, in the order of the tickets: the same data gives the same sums to the last bit."""
+    """Data of an update, in the order of the tickets: the same data gives the same sums to the last bit."""
 
     trajectories: tuple[Trajectory, ...]
     weights: tuple[float, ...]
@@ -204,7 +204,7 @@ class Feed:
         self.received = [copies.get(id(t), t) for t in self.received]
 
     def arrivals(self, version: int) -> list[Trajectory]:
-        """What has arrived since the caller last cleared `received`, up to now."""
+        """Take in and return what has arrived since the caller last cleared `received`."""
         self.collect(version, timeout_s=0.0)
         return self.received
 

@@ -241,7 +241,7 @@ def _token_metrics(scored: Scored, advantages: Tensor, keep: Tensor, batch: Pack
     log_ratio = scored.log_ratio
     ratio = importance.ratios(log_ratio)
     kl = importance.kl_estimates(log_ratio)
-    values = {
+    values: dict[str, Tensor | float] = {
         "loss/entropy": scored.entropy.mean(),
         "advantage/mean": advantages.mean(),
         "advantage/std": advantages.std(unbiased=False),

@@ -14,7 +14,7 @@ from impala_llm.trajectory import Trajectory
 
 _MAX_BEGUN = 1 << 14
 _OF_ACTORS = ("actor/", "weights/", "pipeline/queue_fill")
-"""How the names of metrics begin that actors measure; the others are the learner's own."""
+"""Prefixes of the metrics that actors measure; the others are the learner's own."""
 WINDOW = 500
 """Episodes that a windowed score covers at least, once there are so many."""
 
