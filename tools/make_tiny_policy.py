@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from impala_llm.config import load
 from impala_llm.envs.webshop.shopper import ScriptedShopper
@@ -135,7 +135,23 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.out)
     chat = ChatFormat(tokenizer)
-    lm = AutoModelForCausalLM.from_config(
+    lm = make_model(args, tokenizer)
+    lm.save_pretrained(args.out)
+    model = PolicyModel.from_pretrained(args.out)
+    print(f"parameters: {sum(p.numel() for p in lm.parameters()) / 1e6:.2f} M")
+
+    step, seen, running = train(model, args, stream, chat, tokenizer)
+    model.save(args.out)
+    (args.out / "training.json").write_text(
+        json.dumps({"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": step, "tokens": seen,
+                    "threads": args.threads, "learning_rate": args.learning_rate, "loss": round(running, 4)}, indent=1)
+        + "\n"
+    )  # fmt: skip
+
+
+def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Qwen3 with random weights."""
+    return AutoModelForCausalLM.from_config(
         Qwen3Config(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=args.hidden,
@@ -151,10 +167,16 @@ def main() -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    lm.save_pretrained(args.out)
-    model = PolicyModel.from_pretrained(args.out)
-    print(f"parameters: {sum(p.numel() for p in lm.parameters()) / 1e6:.2f} M")
 
+
+def train(
+    model: PolicyModel,
+    args: argparse.Namespace,
+    stream: Iterator[tuple[list[tuple[str, str]], float]],
+    chat: ChatFormat,
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[int, int, float]:
+    """Train for `args.minutes`. Returns updates, tokens and the moving average of the loss of answers."""
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -188,12 +210,7 @@ def main() -> None:
                 f"  tokens/s {rate:.0f}  tokens an episode {np.mean(lengths):.0f}  {elapsed:.0%}",
                 flush=True,
             )
-    model.save(args.out)
-    (args.out / "training.json").write_text(
-        json.dumps({"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": step, "tokens": seen,
-                    "threads": args.threads, "learning_rate": args.learning_rate, "loss": round(running, 4)}, indent=1)
-        + "\n"
-    )  # fmt: skip
+    return step, seen, running
 
 
 def update(
