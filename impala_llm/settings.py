@@ -24,32 +24,6 @@ def one_of(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-def field_problems(part: object, prefix: str = "") -> list[str]:
-    """Return the settings that are out of the range, or not among the choices, that stand on their fields.
-
-    Args:
-        part: a dataclass; those that its fields hold are checked as well.
-        prefix: of the keys, for messages.
-    """
-    found = []
-    assert is_dataclass(part)
-    for f in fields(part):
-        key, value = prefix + f.name, getattr(part, f.name)
-        choices, (low, high) = f.metadata.get("choices"), f.metadata.get("range", (-math.inf, math.inf))
-        if is_dataclass(value):
-            found += field_problems(value, f"{key}.")
-        elif choices and value not in choices:
-            found.append(f"{key}={value} is not known: choose one of {', '.join(choices)}")
-        elif isinstance(value, int | float) and not low <= value <= high:
-            found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
-    return found
-
-
-def limits(low: float, high: float) -> str:
-    """A range, as a message says it."""
-    return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
-
-
 @dataclass
 class RunConfig:
     name: str = "impala"

@@ -7,6 +7,7 @@ and what must exist on this host. Invariant: no process is looked at, and none i
 import math
 import re
 import shutil
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
-from impala_llm.settings import ASSETS, Config, EngineConfig, field_problems, model_directory, other_models
+from impala_llm.settings import ASSETS, Config, EngineConfig, model_directory, other_models
 from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -49,6 +50,32 @@ def problems(config: Config) -> list[str]:
         *_model_problems(config),
         *_run_problems(config),
     ]
+
+
+def field_problems(part: object, prefix: str = "") -> list[str]:
+    """Return the settings that are out of the range, or not among the choices, that stand on their fields.
+
+    Args:
+        part: a dataclass; those that its fields hold are checked as well.
+        prefix: of the keys, for messages.
+    """
+    found = []
+    assert is_dataclass(part)
+    for f in fields(part):
+        key, value = prefix + f.name, getattr(part, f.name)
+        choices, (low, high) = f.metadata.get("choices"), f.metadata.get("range", (-math.inf, math.inf))
+        if is_dataclass(value):
+            found += field_problems(value, f"{key}.")
+        elif choices and value not in choices:
+            found.append(f"{key}={value} is not known: choose one of {', '.join(choices)}")
+        elif isinstance(value, int | float) and not low <= value <= high:
+            found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
+    return found
+
+
+def limits(low: float, high: float) -> str:
+    """A range, as a message says it."""
+    return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
 
 
 def _sampling_problems(config: Config) -> list[str]:
