@@ -164,11 +164,11 @@ async def has_decoded(engine: SGLangEngine, more: int) -> None:
     A server does not wait for this process: on a busy machine it may end short answers before any of this is run.
     """
     await asyncio.sleep(0)  # answers that were asked for just now begin
-    answers = dict(engine._answers)
+    answers = dict(engine.answers)
     target = sum(len(answer.tokens) for answer in answers.values()) + more
     async with asyncio.timeout(60):
         while True:
-            assert answers and answers.keys() <= engine._answers.keys(), "an answer ended early: ask for longer ones"
+            assert answers and answers.keys() <= engine.answers.keys(), "an answer ended early: ask for longer ones"
             if sum(len(answer.tokens) for answer in answers.values()) >= target:
                 return
             await asyncio.sleep(0.002)

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -175,7 +176,7 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
             early = start_answers(engine, prompts, 600)
             await has_decoded(engine, 16 * EPISODES)
             loading = asyncio.create_task(rig.load(engine, before + 1))
-            while not engine._replicas[0].is_draining:
+            while not engine.replicas[0].is_draining:
                 await asyncio.sleep(0)
             late = await engine.generate("late", prompts[0], SamplingParams(max_new_tokens=8))
             assert loading.done()
@@ -275,7 +276,8 @@ def test_aborted_and_cancelled_answers(rig):
 
 async def running_requests(rig: Rig) -> int:
     headers = {"Authorization": f"Bearer {rig.server.key}"}
-    async with rig.engine._http.get(f"{rig.server.url}/v1/loads?include=core", headers=headers) as response:
+    url = f"{rig.server.url}/v1/loads?include=core"
+    async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as response:
         return sum(load["num_running_reqs"] for load in (await response.json())["loads"])
 
 
@@ -294,12 +296,12 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
         await rig.load(rig.engine, version)
         counted, restarts = rig.engine.stats().decode_tokens, rig.engine.restarts
         episodes = [play(place) for place in range(EPISODES)]
-        answers = rig.engine._answers
+        answers = rig.engine.answers
         first_prompt = len(chat.first("+a"))
-        while sum(len(a.tokens) >= 16 and len(a._prompt) > first_prompt for a in answers.values()) < EPISODES // 2:
+        while sum(len(a.tokens) >= 16 and len(a.prompt) > first_prompt for a in answers.values()) < EPISODES // 2:
             assert not any(episode.done() for episode in episodes)
             await asyncio.sleep(0.002)
-        partial = {name: (list(a._prompt), list(a.tokens), list(a.logprobs)) for name, a in answers.items()}
+        partial = {name: (list(a.prompt), list(a.tokens), list(a.logprobs)) for name, a in answers.items()}
         assert len(partial) == EPISODES
         kill_server(rig)
         rig.newest = (rig.directory(version + 3), version + 3)  # what the learner publishes meanwhile

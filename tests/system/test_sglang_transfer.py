@@ -213,7 +213,7 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
 
     async def test() -> None:
         version = rig.engine.version + 1
-        client = rig.engine._replicas[0].client
+        client = rig.engine.replicas[0].client
         [answer] = start_answers(rig.engine, rig.prompts(1), LONG)
         await has_decoded(rig.engine, 20)
         await client.pause("retract")

@@ -82,11 +82,13 @@ class SGLangEngine:
         self.weights = ReplicaWeights(in_flight, is_fed, weights, lambda: self._changed.wait())
         self._request_timeout_s = request_timeout_s
         self._home: dict[str, Replica] = {}
-        self._answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}
+        """Answers under way, by session."""
         self._changed = asyncio.Event()
         self._servers = servers
         self._is_fed = is_fed
-        self._replicas: list[Replica] = []
+        self.replicas: list[Replica] = []
+        """Servers, once they are known."""
         if not callable(servers):
             self._take(servers)
         self._keepers: list[asyncio.Task[None]] = []
@@ -105,10 +107,10 @@ class SGLangEngine:
         if callable(self._servers):
             self._take(await self._servers())
         self._http = open_http()
-        self._keepers = [asyncio.create_task(replica.keep()) for replica in self._replicas]
+        self._keepers = [asyncio.create_task(replica.keep()) for replica in self.replicas]
         try:
-            while not all(replica.version is not None for replica in self._replicas):
-                for replica in self._replicas:
+            while not all(replica.version is not None for replica in self.replicas):
+                for replica in self.replicas:
                     if replica.failure is not None:
                         raise replica.failure
                 await self._changed.wait()
@@ -119,7 +121,7 @@ class SGLangEngine:
     @property
     def failure(self) -> EngineError | None:
         """Reason why no answer is possible any more: every server was given up. None before."""
-        failures = [replica.failure for replica in self._replicas]
+        failures = [replica.failure for replica in self.replicas]
         return failures[0] if failures and all(failures) else None
 
     @property
@@ -130,7 +132,7 @@ class SGLangEngine:
     @property
     def restarts(self) -> int:
         """Number of times that a server was lost and came back."""
-        return sum(replica.restarts for replica in self._replicas)
+        return sum(replica.restarts for replica in self.replicas)
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a history, on the server that has its prefix. Waits while no server has the weights.
@@ -143,11 +145,11 @@ class SGLangEngine:
                 session that has one, no answer before the deadline, an answer that cannot be true, or no server left.
         """
         self._check_open()
-        if session_id in self._answers:
+        if session_id in self.answers:
             raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
         tokens = check_request(prompt, params, self.vocab_size, self.max_length)
         limit = min(params.max_new_tokens, self.max_length - len(tokens))
-        answer = self._answers[session_id] = Answer(session_id, tokens, params, limit, self.vocab_size)
+        answer = self.answers[session_id] = Answer(session_id, tokens, params, limit, self.vocab_size)
         try:
             async with asyncio.timeout(self._request_timeout_s) as answer.timer:
                 await self._complete(answer)
@@ -158,7 +160,7 @@ class SGLangEngine:
                     f" ({len(answer.tokens)} of {limit} tokens): raise request_timeout_s, or see why servers hang"
                 ) from None
         finally:
-            del self._answers[session_id]
+            del self.answers[session_id]
             self._notify()
         return answer.result()
 
@@ -169,8 +171,8 @@ class SGLangEngine:
 
     def abort(self, session_id: str | None = None) -> None:
         """End one session's answer, or all: callers get the tokens so far, with reason "abort"."""
-        for name in list(self._answers) if session_id is None else [session_id]:
-            answer = self._answers.get(name)
+        for name in list(self.answers) if session_id is None else [session_id]:
+            answer = self.answers.get(name)
             if answer is None or answer.aborted:
                 continue
             answer.aborted = True
@@ -203,7 +205,7 @@ class SGLangEngine:
         while True:
             changed = self._changed
             async with self.weights.lock:
-                serving = [replica for replica in self._replicas if replica.version is not None]
+                serving = [replica for replica in self.replicas if replica.version is not None]
                 if serving:
                     await self._load(serving, directory, version)
                     if any(replica.version is not None for replica in serving):
@@ -218,15 +220,13 @@ class SGLangEngine:
         """Servers that the learner may send weights to: opening -> URL; see `pipeline.transport.messages.Engines`."""
         if not self._is_fed:
             return {}
-        return {replica.opening: replica.server.url for replica in self._replicas if replica.version is not None}
+        return {replica.opening: replica.server.url for replica in self.replicas if replica.version is not None}
 
     async def adopt(self, version: int) -> bool:
         """Adopt a version that the learner has sent to the servers. False where one lacks it: then `load_weights`."""
         self._check_open()
         async with self.weights.lock:
-            behind = [
-                replica for replica in self._replicas if replica.version is not None and replica.version < version
-            ]
+            behind = [replica for replica in self.replicas if replica.version is not None and replica.version < version]
             labels = await asyncio.gather(*(self._label(replica) for replica in behind))
             for replica, label in zip(behind, labels, strict=True):
                 if label is not None and label >= version and replica.version is not None:
@@ -245,7 +245,7 @@ class SGLangEngine:
         directory = Path(source.path).absolute()
         self.weights.check_layout(directory)
         async with self.weights.lock:
-            serving = [replica for replica in self._replicas if replica.version is not None]
+            serving = [replica for replica in self.replicas if replica.version is not None]
             await self._load(serving, directory, source.version, anew=True)
 
     async def _label(self, replica: Replica) -> int | None:
@@ -264,7 +264,7 @@ class SGLangEngine:
 
     def stats(self) -> EngineStats:
         """Return counters and current load. Busy is the time in which a server worked on at least one answer."""
-        running = sum(replica.running for replica in self._replicas)
+        running = sum(replica.running for replica in self.replicas)
         busy = self._stats.busy_seconds + (time.perf_counter() - self._busy_since if running else 0.0)
         times = self.last_update or UpdateTimes(0.0, 0.0)
         return replace(
@@ -273,10 +273,10 @@ class SGLangEngine:
             weight_loads=self.weights.num_loads,
             weight_load_seconds=self.weights.load_seconds,
             running=running,
-            waiting=len(self._answers) - running,
+            waiting=len(self.answers) - running,
             pause_seconds=times.pause_s,
             transfer_seconds=times.transfer_s,
-            is_up=any(replica.version is not None for replica in self._replicas),
+            is_up=any(replica.version is not None for replica in self.replicas),
             restarts=self.restarts,
         )
 
@@ -285,7 +285,7 @@ class SGLangEngine:
         self._closed = True
         self.abort()
         self._notify()
-        while self._answers:
+        while self.answers:
             await self._changed.wait()
         for keeper in self._keepers:
             keeper.cancel()
@@ -294,7 +294,7 @@ class SGLangEngine:
         for errand in self._errands:
             errand.cancel()
         await asyncio.gather(*self._keepers, *self._errands, return_exceptions=True)
-        await asyncio.gather(*(replica.server.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.server.close() for replica in self.replicas))
         if self._http is not None:
             await self._http.close()
 
@@ -322,7 +322,7 @@ class SGLangEngine:
             changed = self._changed
             home = self._home.get(session_id)
             if home is None or home.version is None:
-                serving = [replica for replica in self._replicas if replica.version is not None]
+                serving = [replica for replica in self.replicas if replica.version is not None]
                 if serving:
                     self._leave_home(session_id)
                     home = min(serving, key=lambda replica: (not replica.is_open, replica.sessions, replica.running))
@@ -337,7 +337,7 @@ class SGLangEngine:
     async def _stream(self, replica: Replica, answer: Answer) -> None:
         assert replica.client is not None and replica.version is not None
         request = answer.request(uuid.uuid4().hex, replica.version, STREAM_INTERVAL)
-        if not any(other.running for other in self._replicas):
+        if not any(other.running for other in self.replicas):
             self._busy_since = time.perf_counter()
         replica.running += 1
         before = len(answer.tokens)
@@ -350,7 +350,7 @@ class SGLangEngine:
                 self._run_errand(replica.client.abort(answer.rid))
             answer.rid = ""
             replica.running -= 1
-            if not any(other.running for other in self._replicas):
+            if not any(other.running for other in self.replicas):
                 self._stats.busy_seconds += time.perf_counter() - self._busy_since
             self._stats.decode_tokens += len(answer.tokens) - before
             self._stats.prefill_tokens += answer.prompt_tokens - answer.cached_tokens
@@ -381,7 +381,7 @@ class SGLangEngine:
             self._notify()
 
     def _set_version(self) -> None:
-        versions = [replica.version for replica in self._replicas if replica.version is not None]
+        versions = [replica.version for replica in self.replicas if replica.version is not None]
         if versions:
             self.version = min(versions)
 
@@ -390,7 +390,7 @@ class SGLangEngine:
     def _take(self, servers: Sequence[Server]) -> None:
         if not servers:
             raise EngineError("servers is empty: at least one is needed")
-        self._replicas = [
+        self.replicas = [
             Replica(server, self._handshake, self._notify, self.weights.lock, MAX_STARTS, self._is_fed)
             for server in servers
         ]

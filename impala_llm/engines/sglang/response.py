@@ -50,7 +50,7 @@ class Answer:
         self.rid = ""
         self.prompt_tokens = self.cached_tokens = 0
         """Counts of the request under way, as far as its server has sent them."""
-        self._prompt: list[int] = prompt.tolist()
+        self.prompt: list[int] = prompt.tolist()
         self._stops = frozenset(params.stop_token_ids)
         self._vocab_size = vocab_size
         self._base = 0
@@ -79,7 +79,7 @@ class Answer:
         params = self.params
         return {
             "rid": rid,
-            "input_ids": self._prompt + self.tokens,
+            "input_ids": self.prompt + self.tokens,
             "stream": True,
             "return_logprob": True,
             "logprob_start_len": -1,
