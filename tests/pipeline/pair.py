@@ -15,6 +15,7 @@ from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
+from tests.pipeline.peers import Peer
 from tests.pipeline.support import VOCAB_SIZE, turns_until
 
 ARENA_BYTES = 1 << 16
@@ -27,6 +28,7 @@ class Pair:
         self.run_dir = run_dir
         self.receivers: list[Receiver] = []
         self.actors: list[ActorChannel] = []
+        self.peers: list[Peer] = []
 
     def receiver(
         self,
@@ -87,11 +89,18 @@ class Pair:
         self.actors.append(actor)
         return actor
 
+    def peer(self, receiver: Receiver, arena: str = "") -> Peer:
+        """See `Peer`; closed with this pair."""
+        self.peers.append(Peer(receiver, arena=arena))
+        return self.peers[-1]
+
     def tickets(self, actor: ActorChannel, count: int) -> list[Ticket]:
         turns_until(lambda: len(actor.held) >= count, actor)
         return actor.held
 
     def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
         for actor in self.actors:
             actor.close()
         for receiver in self.receivers:

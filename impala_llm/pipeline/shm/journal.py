@@ -32,18 +32,20 @@ class Journal:
 
     Args:
         path: of the file, taken over where it exists, else made.
+        min_rows: room that a file has at least.
 
     Raises:
         ArenaError: there is no room, or the file is no journal of this format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, min_rows: int = _MIN_ROWS) -> None:
         self.path = path
+        self._min_rows = min_rows
         self._spare: mmap.mmap | None = None
         if path.exists() and path.stat().st_size:  # an empty file: its maker died before reserving memory
             self._adopt()
         else:
-            self._make(path, _MIN_ROWS)
+            self._make(path, min_rows)
         self._reserve()
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class Journal:
             ArenaError: it is full, and these are more rows than the previous room holds.
         """
         new = self.path.with_name(self.path.name + ".new")
-        self._make(new, max(_MIN_ROWS, 2 * len(rows)), len(rows))
+        self._make(new, max(self._min_rows, 2 * len(rows)), len(rows))
         self.append(rows)
         os.replace(new, self.path)
         self._reserve()

@@ -53,9 +53,8 @@ def test_rows_are_a_copy(path: Path) -> None:
     assert content(journal) == some_rows(0, 1)
 
 
-def test_a_full_journal_takes_all_rows_of_an_append_or_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", 4)
-    journal = Journal(path)
+def test_a_full_journal_takes_all_rows_of_an_append_or_none(path: Path) -> None:
+    journal = Journal(path, min_rows=4)
     assert journal.append(some_rows(0, 3))
     assert not journal.append(some_rows(3, 2))
     assert content(journal) == some_rows(0, 3)
@@ -64,9 +63,8 @@ def test_a_full_journal_takes_all_rows_of_an_append_or_none(path: Path, monkeypa
     assert content(Journal(path)) == some_rows(0, 4)
 
 
-def test_a_rewrite_replaces_everything_and_makes_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", 4)
-    journal = Journal(path)
+def test_a_rewrite_replaces_everything_and_makes_room(path: Path) -> None:
+    journal = Journal(path, min_rows=4)
     journal.append(some_rows(0, 4))
     for round_ in range(5):
         journal.rewrite(some_rows(100, 10))
@@ -82,7 +80,6 @@ def test_a_rewrite_replaces_everything_and_makes_room(path: Path, monkeypatch: p
 def test_a_journal_that_has_grown_is_rewritten_where_others_have_filled_the_file_system(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", 4)
     make = journal_module.map_new_file
     free = 1 << 20
 
@@ -96,7 +93,7 @@ def test_a_journal_that_has_grown_is_rewritten_where_others_have_filled_the_file
         return make(path, num_bytes, advice)
 
     monkeypatch.setattr(journal_module, "map_new_file", map_new_file)
-    journal = Journal(path)
+    journal = Journal(path, min_rows=4)
     journal.rewrite(some_rows(0, 10))
     free = used()
     for first in range(5):
@@ -178,8 +175,7 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
         Journal(link)
 
 
-def test_no_room_on_the_file_system_is_a_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", 1 << 56)
+def test_no_room_on_the_file_system_is_a_clear_error(path: Path) -> None:
     with pytest.raises(ArenaError, match="Free memory"):
-        Journal(path)
+        Journal(path, min_rows=1 << 56)
     assert not path.exists()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import RecordError, decode_record, record_bytes
 from impala_llm.pipeline.shm.ring import ArenaWriter
 from impala_llm.pipeline.shm.run_directory import RunDirectory
-from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport import ingest, messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
-from impala_llm.pipeline.transport.ingest import Ingest, Offers
 from impala_llm.trajectory import TrajectoryError
 from tests.pipeline.keeping import checksum_of, words_of
 from tests.pipeline.pair import Pair, counter, drain
@@ -142,14 +142,17 @@ def test_an_error_over_a_record_ends_the_session_and_takes_no_space(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = pair.receiver(replay_bytes=1 << 13)
-    copy = Ingest._copy
+    defects = [ZeroDivisionError("a defect")]
 
-    def broken(self: Ingest, offers: Offers, chunk: object, starts: object) -> object:
-        if offers.reader is None:
-            raise ZeroDivisionError("a defect")
-        return copy(self, offers, chunk, starts)  # type: ignore[arg-type]
+    class Broken:
+        """The compiled code, whose first call fails."""
 
-    monkeypatch.setattr(Ingest, "_copy", broken)
+        def __getattr__(self, name: str) -> object:
+            if name == "take_records" and defects:
+                raise defects.pop()
+            return getattr(record_kernels, name)
+
+    monkeypatch.setattr(ingest, "record_kernels", Broken())
     peer = Peer(receiver)
     record = words_of(make_trajectory())
     rows = [messages.Descriptor(i, 0, 0, len(record), checksum_of(record)) for i in range(20)]  # more than fit
@@ -197,3 +200,15 @@ def test_more_connections_than_descriptors_at_first_leave_room_for_actors() -> N
             actor.close()
         learner.communicate(timeout=20)
         assert learner.returncode == 0
+
+
+def test_a_refused_record_that_is_offered_again_is_refused_again(pair: Pair) -> None:
+    peer = pair.peer(pair.receiver())
+    peer.request(1)
+    [ticket, *_] = peer.granted().tickets
+    offer = messages.DescriptorBatch.of([messages.Descriptor(0, ticket.ticket_id, 0, 100, 0)])
+    for _ in range(2):  # the first answer was lost on its way
+        peer.say(offer, bytes(800))
+        while not isinstance(answer := peer.hear(), messages.Ack | messages.Refused):
+            pass
+        assert isinstance(answer, messages.Refused)

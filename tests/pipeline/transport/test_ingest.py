@@ -12,7 +12,6 @@ from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Place
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport import ingest
 from impala_llm.pipeline.transport.ingest import Inbox, Ingest, Offers, Settled
 from impala_llm.pipeline.transport.messages import Descriptor, DescriptorBatch
 from impala_llm.trajectory import Trajectory
@@ -41,6 +40,11 @@ class Side:
         place = self.writer.write(encode_record(trajectory))
         assert place is not None
         return place
+
+    def erase(self) -> None:
+        """Overwrite all records of the actor's arena."""
+        file = np.memmap(self.writer.path, np.uint64, "r+")
+        file[-(self.writer.capacity // 8) :] = 0
 
     def descriptor(self, sequence: int, trajectory: Trajectory) -> Descriptor:
         """After laying its record down."""
@@ -120,18 +124,18 @@ def test_what_came_alone_or_together_runs_through_the_same_compiled_code(side: S
     assert seen[0] == seen[1]
 
 
-def test_no_more_than_many_are_judged_together(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_MANY", 2)
-    for i, ticket in enumerate(side.tickets[:5]):
-        side.offer(side.descriptor(i, play(ticket)))
-    assert [side.ingest.take(side.offers, ACTOR).acks for _ in range(3)] == [[0, 1], [2, 3], [4]]
+def test_no_more_than_512_are_judged_together(side: Side) -> None:
+    sequences = iter(range(700))
+    for count in (400, 200, 100):
+        side.offer(*(Descriptor(next(sequences), 0, 0, 0, 0) for _ in range(count)))  # no record is so short
+    assert [len(side.ingest.take(side.offers, ACTOR).refusals) for _ in range(2)] == [600, 100]
 
 
 def test_a_record_may_change_after_it_was_acknowledged(side: Side) -> None:
     played = play(side.tickets[0])
     side.offer(side.descriptor(0, played))
     assert side.take().acks == [0]
-    side.writer._ring[:] = 0
+    side.erase()
     assert contents(side.arrived()[0]) == contents(played)
 
 
@@ -202,7 +206,7 @@ def test_a_replayed_descriptor_is_acknowledged_again_and_never_read_again(side: 
     side.offer(*rows)
     assert side.offer(*rows) == []  # it waits: not settled, and not queued a second time
     assert side.take().acks == [0, 1, 2, 3]
-    side.writer._ring[:] = 0  # reading it again would find it torn
+    side.erase()  # reading it again would find it torn
     assert side.offer(*rows[1:3]) == [1, 2]
     assert side.offer(rows[3], side.descriptor(4, play(side.tickets[4])), rows[0]) == [3, 0]
     assert side.take() == Settled(acks=[4])
@@ -232,8 +236,17 @@ def test_reordered_batches_are_all_kept_and_told_apart(side: Side) -> None:
     assert sorted(side.take().acks) == list(range(9))
     assert sorted(ids(side.arrived())) == sorted(t.ticket_id for t in side.tickets[:9])
     assert sorted(side.offer(*rows[::2])) == [0, 2, 4, 6, 8]
-    # Nothing is remembered one by one once there are no gaps.
-    assert side.offers._seen == set() and side.offers._seen_below == 9
+    assert side.offers.num_gaps == 0, "nothing is remembered one by one once there are no gaps"
+    assert side.offers.look_up([8, 9]) == ([8], [9])
+
+
+def test_what_was_seen_of_an_actor_takes_no_memory_after_the_learner_was_started_again() -> None:
+    # A new process of the learner meets an actor whose first 100 records were answered by the last one.
+    offers = Offers(reader=None, first_sequence=100)
+    for sequence in range(100, 5100):
+        offers.add(np.array([[sequence, sequence, 0, 10, 0]], np.int64), [])
+        offers.queue.clear()
+    assert offers.num_gaps == 0
 
 
 # --- what must wait

@@ -2,10 +2,11 @@
 
 import contextlib
 import select
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,6 +21,7 @@ class Desk:
         self.put: deque[int] = deque()
         self.taken: list[tuple[int, str]] = []
         self.num_inside = self.most_inside = 0
+        self.on_wakeup: Callable[[], None] | None = None
         self.faults: dict[str, BaseException] = {}
         self.background = threading.Thread(target=self._work, name="background")
         self.background.start()
@@ -33,6 +35,9 @@ class Desk:
         self.most_inside = max(self.most_inside, self.num_inside)
         if select.select([self.threads.wakeup], [], [], timeout_s)[0]:
             self.threads.clear_wakeup()
+            if self.on_wakeup is not None:
+                action, self.on_wakeup = self.on_wakeup, None
+                action()
         if fault := self.faults.pop(threading.current_thread().name, None):
             self.num_inside -= 1
             raise fault
@@ -125,15 +130,19 @@ def test_an_error_of_a_leading_visitor_is_the_visitors_and_the_background_thread
     desk.wait_for(1)
 
 
-def test_a_visitor_that_is_interrupted_before_it_leads_leaves_the_background_thread_free(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(predicate: object) -> None:
-        raise KeyboardInterrupt
+def test_a_visitor_that_is_interrupted_before_it_leads_leaves_the_background_thread_free(desk: Desk) -> None:
+    main, interrupted = threading.main_thread().ident, threading.Event()
+    assert main is not None
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(desk.threads._changed, "wait_for", interrupted)
+    def interrupt() -> None:
+        """While the visitor waits for the lead, which the background thread has."""
+        signal.pthread_kill(main, signal.SIGINT)
+        assert interrupted.wait(20)
+
+    desk.on_wakeup = interrupt
+    with pytest.raises(KeyboardInterrupt):
         desk.threads.lead(desk.serve, lambda: False, timeout_s=20)
+    interrupted.set()
     desk.ask(1)
     desk.wait_for(1)
 

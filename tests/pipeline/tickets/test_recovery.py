@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import journal as journal_module
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -33,8 +32,9 @@ class Run:
         max_staleness: int | None = 1,
         rank: int = 0,
         world_size: int = 1,
+        min_rows: int = 1 << 14,
     ) -> None:
-        self.path, self.rng = path, rng
+        self.path, self.rng, self.min_rows = path, rng, min_rows
         self.group_size, self.max_staleness, self.rank, self.world_size = group_size, max_staleness, rank, world_size
         self.batch_size = 2 * group_size
         self.version = 0
@@ -57,13 +57,18 @@ class Run:
         self.newest = 0
         self.num_over = 0
         """How many of `in_step` steps before the one under way have trained on."""
-        self.ledger = self._new_ledger()
+        self.ledger = self.new_ledger()
 
-    def _new_ledger(self) -> TicketLedger:
+    def new_ledger(self) -> TicketLedger:
         order = TaskOrder(range(100, 107), self.group_size, 3, self.rank, self.world_size)
         max_open = 4 * self.batch_size if self.max_staleness is None else None
         return TicketLedger(
-            order, self.batch_size, self.max_staleness, max_open, version=self.version, journal=Journal(self.path)
+            order,
+            self.batch_size,
+            self.max_staleness,
+            max_open,
+            version=self.version,
+            journal=Journal(self.path, self.min_rows),
         )
 
     # --- what actors and learner do
@@ -212,7 +217,7 @@ class Run:
         if self.ended and self.rng.random() < 0.3:
             found.append((self.rng.choice(sorted(self.ended)), "an old episode", 0))
         self.rng.shuffle(found)
-        self.ledger = self._new_ledger()
+        self.ledger = self.new_ledger()
         wanted = self.ledger.recover(found)
         quarantined = [number for number in self.received_ids() if self.crashes[number] >= 2]
         assert sorted(self.ledger.quarantined) == sorted(quarantined)
@@ -302,23 +307,21 @@ def test_no_ticket_is_lost_or_comes_back_whenever_the_ledger_dies(
     min_rows: int,
 ) -> None:
     rng = random.Random(seed)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal_module, "_MIN_ROWS", min_rows)
-        run = Run(tmp_path_factory.mktemp("recovery") / "a.journal", rng, *group_and_staleness, *place)
-        run.ledger.recover([])
-        actions = {
-            **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_unroll: 4, run.receive_late_unroll: 1},
-            **{run.fail: 2, run.refuse: 1, run.train: 2, run.evict: 1, run.step: 2, run.lose_actor: 1, run.kill: 1},
-            run.step_without_keeping: 1,
-        }
-        for action in rng.choices(list(actions), list(actions.values()), k=150):
-            action()
-            run.check_load()
-        run.kill()
-        run.kill()  # twice in a row: nothing happened in between
-        run.finish(10)
-        run.kill()
-        run.finish(3)
+    run = Run(tmp_path_factory.mktemp("recovery") / "a.journal", rng, *group_and_staleness, *place, min_rows=min_rows)
+    run.ledger.recover([])
+    actions = {
+        **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_unroll: 4, run.receive_late_unroll: 1},
+        **{run.fail: 2, run.refuse: 1, run.train: 2, run.evict: 1, run.step: 2, run.lose_actor: 1, run.kill: 1},
+        run.step_without_keeping: 1,
+    }
+    for action in rng.choices(list(actions), list(actions.values()), k=150):
+        action()
+        run.check_load()
+    run.kill()
+    run.kill()  # twice in a row: nothing happened in between
+    run.finish(10)
+    run.kill()
+    run.finish(3)
 
 
 def started(tmp_path: Path, **arguments: int) -> Run:
@@ -334,19 +337,16 @@ def test_a_step_that_was_not_published_is_undone(tmp_path: Path) -> None:
         run.receive()
     ids = run.received_ids()
     run.ledger.trained(ids)
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     assert run.ledger.recover(run.stored) == [True, True]
     run.ledger.trained(ids)  # KeyError if they were not received
     run.ledger.advance(1)
 
 
 @pytest.mark.parametrize("min_rows", [4, 1 << 10])
-def test_steps_whose_versions_were_made_and_not_kept_are_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_rows: int
-) -> None:
+def test_steps_whose_versions_were_made_and_not_kept_are_undone(tmp_path: Path, min_rows: int) -> None:
     """Also where the journal has been written anew in between."""
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", min_rows)
-    run = Run(tmp_path / "a.journal", random.Random(1), max_staleness=None)
+    run = Run(tmp_path / "a.journal", random.Random(1), max_staleness=None, min_rows=min_rows)
     run.ledger.recover([])
     for version in range(1, 6):
         run.ledger.request("a", 2)
@@ -359,7 +359,7 @@ def test_steps_whose_versions_were_made_and_not_kept_are_undone(
     trained = len(run.in_step)
     assert trained >= 5
     run.in_step = []
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     assert run.ledger.recover(run.stored) == [True] * len(run.stored)
     assert run.ledger.version == 0
     run.ledger.trained(run.received_ids())  # KeyError if they were not received
@@ -372,7 +372,7 @@ def test_a_step_that_was_published_counts_although_nobody_was_told(tmp_path: Pat
     ids = run.received_ids()
     run.ledger.trained(ids)
     run.version = 1
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     assert run.ledger.recover(run.stored) == [False, False]
     assert [run.ledger.lookup(i) for i in ids] == [None, None]
     assert run.ledger.counters()["charged"] == 2  # the two of four that were open
@@ -384,7 +384,7 @@ def test_what_ends_after_a_lost_step_has_ended_in_the_next_process_too(tmp_path:
     run.receive()
     (ticket_id,) = run.received_ids()
     run.ledger.trained([ticket_id])
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     if end == "evicted":
         run.ledger.recover(run.stored)
         run.ledger.evicted([ticket_id])
@@ -393,7 +393,7 @@ def test_what_ends_after_a_lost_step_has_ended_in_the_next_process_too(tmp_path:
         run.ledger.request("a", 8)
         assert ticket_id in [t.ticket_id for _, tickets in run.ledger.grantable() for t in tickets]
         run.ledger.refused(ticket_id, "a")
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     run.ledger.recover([])
     assert run.ledger.lookup(ticket_id) is None
 
@@ -410,7 +410,7 @@ def test_what_arrives_late_for_a_ticket_of_before_is_judged_as_before(tmp_path: 
     run = started(tmp_path)
     run.receive()
     (key,) = run.stored
-    run.ledger = run._new_ledger()
+    run.ledger = run.new_ledger()
     run.ledger.recover(run.stored)
     assert run.ledger.received(*key) is Verdict.DUPLICATE
     assert run.ledger.received(key[0], "another episode", 0) is Verdict.SUPERSEDED
@@ -426,9 +426,8 @@ def test_without_a_journal_nothing_is_recovered() -> None:
     assert ledger.counters()["charged"] == 0
 
 
-def test_a_long_run_keeps_its_journal_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_MIN_ROWS", 64)
-    run = started(tmp_path)
+def test_a_long_run_keeps_its_journal_short(tmp_path: Path) -> None:
+    run = started(tmp_path, min_rows=64)
     run.finish(500)
     assert run.path.stat().st_size <= 4096 + 48 * 64
     run.kill()
@@ -442,4 +441,22 @@ def test_a_journal_with_impossible_numbers_is_refused_at_once(tmp_path: Path, ki
     run = started(tmp_path)
     Journal(run.path).append([row])
     with pytest.raises(ValueError):
-        run._new_ledger().recover([])
+        run.new_ledger().recover([])
+
+
+def test_a_ticket_of_a_lost_step_that_was_evicted_then_stays_evicted(tmp_path: Path) -> None:
+    def make_ledger() -> TicketLedger:
+        order = TaskOrder(range(9), seed=1)
+        return TicketLedger(order, batch_size=2, max_staleness=2, journal=Journal(tmp_path / "journal"))
+
+    first = make_ledger()
+    first.request("actor", 1)
+    [(_, [ticket])] = first.grantable()
+    first.received(ticket.ticket_id, "episode")
+    first.trained([ticket.ticket_id])  # and killed before version 1 was published
+    second = make_ledger()
+    assert second.recover([(ticket.ticket_id, "episode", 0)]) == [True]
+    second.evicted([ticket.ticket_id])  # and killed again, before version 1 was published
+    third = make_ledger()
+    third.recover([])
+    assert third.lookup(ticket.ticket_id) is None  # it has ended: not to be granted again
