@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from impala_llm.log_lines import STAMP
 from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, signal_name
 
 GRACE_S = 5.0
@@ -129,14 +130,18 @@ class Child:
                 self.messages += [json.loads(line) for line in lines if line != WORKED]
 
     def last_log_line(self) -> str:
-        """Last line of its log since its start, without progress bars, and the path of the log; empty without one."""
+        """Last line of its log since its start, without progress bars, and the path of the log; empty without one.
+
+        After a signal it is not the cause of the death, and does not stand for it.
+        """
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as log:
             log.seek(max(self.log_begin, self.log.stat().st_size - LOG_END))
             lines = log.read().decode(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
-        return f": {said[-1]} (more in {self.log})" if said else ""
+        begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
+        return f"{begin}: {STAMP.sub('', said[-1], count=1)} (more in {self.log})" if said else ""
 
 
 def exit_reason(code: int) -> str:

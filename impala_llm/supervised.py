@@ -12,6 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
+from impala_llm.log_lines import log_standard_streams
+
 SUPERVISED = "IMPALA_LLM_SUPERVISED"
 """Set for a learner whose run directory belongs to its supervisor and outlives the learner."""
 SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
@@ -26,10 +28,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_supervisor() -> None:
-    """Have the kernel kill this process when its supervisor is gone; nothing to do without a supervisor."""
+    """Have the kernel kill this process when its supervisor is gone, and time the lines of its log.
+
+    Does nothing without a supervisor.
+    """
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for what this process starts itself
     if supervisor is None:
         return
+    log_standard_streams()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(supervisor):  # it was gone before

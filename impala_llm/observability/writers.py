@@ -12,10 +12,12 @@ One of your own, named by its import path, `run.metric_writers=[tensorboard,my_m
         def close(self):
             self.file.close()
 
-Invariant: every writer gets the same numbers. The JSONL file has one object a step, {"step", "time_s", "<name>":
-number, ...}, and is complete up to the last step written, whatever happens to the process next.
+Invariant: every writer gets the same numbers, and none of them can end the training. The JSONL file has one object a
+step, {"step", "time_s", "<name>": number, ...}, and is complete up to the last step written, whatever happens to the
+process next.
 """
 
+import errno
 import json
 import math
 import time
@@ -48,6 +50,22 @@ class Writer(Protocol):
         """Write what is left. Called once, at the end of training."""
 
 
+class _JsonLines:
+    """Writer of the JSONL file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = (directory / METRICS_FILE).open("ab", buffering=0)
+
+    def write(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
+        numbers = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        line = (json.dumps({"step": step, "time_s": time_s, **numbers}) + "\n").encode()
+        if self._lines.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "only a part of a line was written")
+
+    def close(self) -> None:
+        self._lines.close()
+
+
 class MetricWriter:
     """Writes to `directory` (made if missing). A run that is resumed appends.
 
@@ -59,9 +77,18 @@ class MetricWriter:
     """
 
     def __init__(self, directory: Path, names: Sequence[str] = ("tensorboard",)) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._writers = {name: _made(name, directory) for name in names}
-        self._lines = (directory / METRICS_FILE).open("a", encoding="utf-8")
+        self._directory = directory
+        self._is_full_said = False
+        self._writers: dict[str, Writer] = {}
+        for name in (METRICS_FILE, *names):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._writers[name] = _JsonLines(directory) if name == METRICS_FILE else _made(name, directory)
+            except (OSError, ConfigError) as error:
+                # A learner that is started again amid a run is not to fail for its metrics.
+                if not is_disk_full(error.__cause__ or error):
+                    raise
+                self._say_left_out(name, "at its start", error.__cause__ or error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. A writer that fails is left out from then on, and said so: training does not depend on it.
@@ -74,23 +101,30 @@ class MetricWriter:
         for name in metrics:
             describe(name)
         now = time.time()
-        numbers = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.write(json.dumps({"step": step, "time_s": now, **numbers}) + "\n")
-        self._lines.flush()
         for name, writer in list(self._writers.items()):
             try:
                 writer.write(step, metrics, now)
             except Exception as error:  # a writer is other people's code
                 del self._writers[name]
-                say(f"metric writer {name} failed at step {step} and is left out: {type(error).__name__}: {error}")
+                self._say_left_out(name, f"at step {step}", error)
 
     def close(self) -> None:
-        self._lines.close()
         for name, writer in self._writers.items():
             try:
                 writer.close()
             except Exception as error:  # a writer is other people's code
                 say(f"metric writer {name} could not be closed: {type(error).__name__}: {error}")
+
+    def _say_left_out(self, name: str, when: str, error: BaseException) -> None:
+        """Warn of a writer that has failed; of a full disk once for all writers."""
+        if not is_disk_full(error):
+            say(f"metric writer {name} failed {when} and is left out: {type(error).__name__}: {error}")
+        elif not self._is_full_said:
+            self._is_full_said = True
+            say(
+                f"the disk of {self._directory} is full: metric writer {name} failed {when}; training goes on, writers "
+                "that find no room are left out: make room there before the policy is saved"
+            )
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -99,6 +133,11 @@ class MetricWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error says that a disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _made(name: str, directory: Path) -> Writer:

@@ -77,6 +77,14 @@ class Full(Scores):
     def write(self, step, metrics, time_s):
         raise OSError("no space")
 
+class NoRoom(Scores):
+    def write(self, step, metrics, time_s):
+        raise OSError(28, "No space left on device")
+
+class NoRoomAtAll:
+    def __init__(self, directory):
+        raise OSError(28, "No space left on device")
+
 class LoggedOut:
     def __init__(self, directory):
         raise RuntimeError("log in first")
@@ -109,6 +117,18 @@ def test_a_writer_that_fails_is_named_and_left_out(own: Path, capfd: pytest.Capt
     events = EventAccumulator(str(own))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss/policy", "rollout/score"}
+
+
+def test_a_full_disk_is_named_once_and_stops_no_training(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    full = own / "run"
+    full.mkdir()
+    (full / METRICS_FILE).symlink_to("/dev/full")
+    with MetricWriter(full, ["my_writers:NoRoom", "my_writers:NoRoomAtAll", "my_writers:Scores"]) as writer:
+        writer.write(1, {"rollout/score": 0.5})
+        writer.write(2, {"rollout/score": 1.0})
+    said = "".join(capfd.readouterr())
+    assert len(said.splitlines()) == 1 and f"the disk of {full} is full" in said
+    assert (full / "scores.txt").read_text() == "1 0.5\n2 1.0\nclosed\n"
 
 
 def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:

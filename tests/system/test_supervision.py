@@ -1,6 +1,7 @@
 """How processes are ended: politely first, then for certain, wherever they hang by then."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -188,6 +189,39 @@ def test_the_last_line_of_a_log_is_of_the_last_start_and_no_progress_bar(tmp_pat
     child.start()
     child.processes[0].wait(60)
     assert child.last_log_line() == ""
+
+
+@pytest.mark.system
+def test_after_a_signal_the_last_line_of_a_log_does_not_stand_for_the_cause(tmp_path: Path) -> None:
+    child = make_child(
+        "learner", "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)", tmp_path / "log"
+    )
+    child.start()
+    child.processes[0].wait(60)
+    assert child.last_log_line() == f"; the last line of its log: all is well (more in {tmp_path / 'log'})"
+
+
+LOGS = """
+import sys
+from impala_llm.supervised import end_with_supervisor
+end_with_supervisor()
+print("first")
+print("second\\nthird", file=sys.stderr)
+"""
+
+
+@pytest.mark.system
+def test_the_lines_of_a_log_are_timed_and_a_full_disk_takes_them_from_nobody(tmp_path: Path) -> None:
+    child = make_child("learner", LOGS, tmp_path / "log")
+    child.start()
+    child.processes[0].wait(60)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 3 and all(re.fullmatch(r"\d\d:\d\d:\d\d (first|second|third)", line) for line in lines)
+    assert child.last_log_line() == f": third (more in {tmp_path / 'log'})"
+    (tmp_path / "full").symlink_to("/dev/full")
+    child.log = tmp_path / "full"
+    child.start()
+    assert child.processes[0].wait(60) == 0
 
 
 @pytest.mark.system
