@@ -7,7 +7,7 @@ Nobody else reads raw Hydra dicts.
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -68,13 +68,13 @@ def load(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
     _refuse_unknown_keys(overrides)
-    words = _hydra_words([word for word in overrides if _kind_of(word) is None])
+    overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     store = ConfigStore.instance()
     store.store(name="schema", node=_RawConfig)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            raw = compose("config", overrides=words)
+            raw = compose("config", overrides=_hydra_words([word for word in overrides if _kind_of(word) is None]))
         OmegaConf.resolve(raw)
         composed = OmegaConf.to_object(raw)
     except ConfigError:
@@ -144,14 +144,62 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
     for word in (word.lstrip("+") for word in overrides):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
-            ConfigStore.instance().store(
-                group="experiment", name="file", node=_settings_file(Path(value)), package="_global_"
-            )
+            settings = _with_presets(_settings_file(Path(value)), overrides)
+            ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             word = "experiment=file"
         elif value.startswith("~/"):  # which no shell expands there, and Hydra does not read
             word = f"{key}={os.path.expanduser(value)}"
         words.append(word)
     return words
+
+
+def _with_presets(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The settings of a file under the presets that words choose, such as `algorithm=vtrace`, which take the place of
+    those in the file: a run's config.yaml holds every setting, and would hide them.
+
+    A preset's settings go over the file's. What the group's presets set in its own section, and what the file has
+    elsewhere from the preset that it was made with, gives way to the defaults. All else in the file stays.
+    """
+    settings = dict(_flat(OmegaConf.to_container(file)))
+    for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
+        if group == "experiment" or not (config_folder() / group / f"{choice}.yaml").is_file():
+            continue  # no choice of a preset, or one that Hydra refuses
+        presets = _presets(group)
+        dropped = set[str]()
+        for preset in presets.values():
+            own = {key for key in preset if key.startswith(f"{group}.")}
+            is_origin = all(settings.get(key) == preset[key] for key in own)
+            dropped |= own | {key for key in preset if is_origin and settings.get(key) == preset[key]}
+        chosen = presets[choice]
+        for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES):
+            name = f"{kind.key}.name" if kind.base else kind.key
+            if name in chosen and chosen[name] != settings.get(name):  # the options in the file are another part's
+                dropped |= {key for key in settings if f"{key}.".startswith(f"{kind.options_key}.")}
+        settings = {key: value for key, value in settings.items() if key not in dropped} | chosen
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return OmegaConf.create(nested)
+
+
+@cache
+def _presets(group: str) -> dict[str, dict[str, Any]]:
+    """Full key -> value of each preset of a group, by the preset's name. Hydra must be initialised."""
+    names = [path.stem for path in (config_folder() / group).glob("*.yaml")]
+    return {name: dict(_flat(OmegaConf.to_container(compose(f"{group}/{name}")))) for name in names}
+
+
+def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full key and value of each setting."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _settings_file(path: Path) -> DictConfig:

@@ -9,6 +9,7 @@ read from the source. Credits and losses, which have options of their own, are l
 import ast
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
@@ -131,7 +132,8 @@ def _meanings(part: type) -> dict[str, str]:
             if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
                 continue
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[before.target.id] = " ".join(str(after.value.value).split())
+                meaning = re.sub(r"\bNone\b", "null", str(after.value.value))  # as on the command line
+                found[before.target.id] = " ".join(meaning.split())
     return found
 
 

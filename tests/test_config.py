@@ -1,12 +1,15 @@
 """Bad settings stop at the door with the key, the value and the fix; good ones compose."""
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import yaml
 
-from impala_llm.config import ConfigError, config_folder, load, threads_per_process
+from impala_llm.config import ConfigError, config_folder, load, threads_per_process, to_yaml
 from impala_llm.settings import Config
 
 GROUPS = ("experiment", "algorithm")
@@ -55,6 +58,68 @@ def test_overrides_and_groups_take_effect():
     assert (config.env.name, config.model.path, config.learner.batch_size) == ("parrot", "scratch", 32)
     assert config.algorithm.max_staleness is None
     assert config.run.dir == "outputs/toy"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., str]:
+    """Writes the settings that words give as a run leaves them, and returns the word that reads them again."""
+
+    def save(*words: str) -> str:
+        (tmp_path / "config.yaml").write_text(to_yaml(load(words)))
+        return f"experiment={tmp_path}/config.yaml"
+
+    return save
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml")))
+def test_a_preset_beside_a_file_is_that_of_the_command_line(experiment: str, saved: Callable[..., str]) -> None:
+    """The file of an experiment with a preset becomes what the experiment itself becomes."""
+    file = saved(f"experiment={experiment}", "algorithm=dpo")
+    for choice in ("algorithm=vtrace", "algorithm=group_relative", "replay=prioritised"):
+        words = [f"experiment={experiment}", *(["algorithm=dpo"] if choice.startswith("replay") else []), choice]
+        assert load([file, choice]) == load(words), choice
+
+
+def test_presets_beside_a_file_leave_its_other_settings(saved: Callable[..., str]) -> None:
+    file = saved("experiment=toy", "algorithm.entropy_coef=0.25", "learner.epochs=3", "run.name=mine")
+    config = load([file, "algorithm=vtrace", "learner.minibatches=2"])
+    assert (config.algorithm.credit.name, config.algorithm.loss.name) == ("vtrace", "ppo_clip")
+    assert (config.algorithm.entropy_coef, config.learner.epochs, config.run.name) == (0.25, 3, "mine")
+    assert (config.env.name, config.engine.max_length, config.learner.minibatches) == ("parrot", 64, 2)
+    shop = load([file, "model=tiny_shopper", "env=webshop", "learner.learning_rate=1e-5"])
+    assert shop == load(
+        ["experiment=toy", "algorithm.entropy_coef=0.25", "learner.epochs=3", "run.name=mine"]
+        + ["model=tiny_shopper", "env=webshop", "learner.learning_rate=1e-5"]
+    )
+
+
+def test_a_preset_of_the_environment_or_model_takes_along_what_its_predecessor_set(saved: Callable[..., str]) -> None:
+    config = load([saved("experiment=toy"), "env=corridor", "model=scratch"])
+    assert (config.env.name, config.engine.max_new_tokens, config.engine.max_length) == ("corridor", 1, 64)
+    assert (config.model.scratch.hidden_size, config.learner.learning_rate) == (64, 6e-4)
+    config = load([saved("experiment=quickstart", "env.webshop.results_per_page=9"), "model=scratch"])
+    default = Config()
+    assert config.engine == dataclasses.replace(config.engine, temperature=default.engine.temperature)
+    assert (config.engine.max_length, config.model.path) == (default.engine.max_length, "scratch")
+    assert (config.env.webshop.results_per_page, config.env.webshop.observation_mode) == (
+        9,
+        default.env.webshop.observation_mode,
+    )
+
+
+def test_a_preset_leaves_the_options_of_another_part_behind(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("algorithm:\n  credit:\n    name: group_relative\n    normalize_std: true\n")
+    assert load([f"experiment={tmp_path}/my.yaml", "algorithm=vtrace"]).algorithm.credit.name == "vtrace"
+    (tmp_path / "my.yaml").write_text("algorithm:\n  credit: group_relative\n  entropy_coef: 0.5\n")
+    config = load([f"experiment={tmp_path}/my.yaml", "algorithm=vtrace"])
+    assert (config.algorithm.credit.name, config.algorithm.entropy_coef) == ("vtrace", 0.5)
+    with pytest.raises(ConfigError, match="algorithm=nope is not known: choose one of"):
+        load([f"experiment={tmp_path}/my.yaml", "algorithm=nope"])
+
+
+def test_none_is_null_on_the_command_line() -> None:
+    config = load(["experiment=toy", "algorithm.max_staleness=None", "learner.sync_interval=None"])
+    assert config.algorithm.max_staleness is None and config.learner.sync_interval is None
 
 
 @pytest.mark.parametrize(
