@@ -101,7 +101,7 @@ class Trainer:
         self.monitor = MismatchMonitor(config, model, ranks.device)
         self.scorers = Scorers(config, model, ranks.device)
         self.entropy = EntropyControl(config.algorithm)
-        self.rewards = RewardScale(config.algorithm.normalize_reward)
+        self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
         self.complaints = RateLimitedWarnings(_COMPLAINT_INTERVAL_S)
         self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
@@ -295,17 +295,15 @@ class Trainer:
 
     def count(self, trajectories: Sequence[Trajectory], episode_returns: Sequence[float]) -> Denominators:
         """Return the denominators of the update over all ranks; its returns go to the scale of rewards."""
-        returns = [self.rewards.limited(value) for value in episode_returns]
-        tokens, turns, sequences, total, squares = self.ranks.sum(
+        tokens, turns, sequences, *of_returns = self.ranks.sum(
             [
                 sum(t.num_action_tokens for t in trajectories),
                 sum(len(t.turns) for t in trajectories),
                 len(trajectories),
-                sum(returns),
-                sum(value * value for value in returns),
+                *self.rewards.sums(episode_returns),
             ]
         )
-        self.rewards.observe(sequences, total, squares)
+        self.rewards.observe(*of_returns)
         self.log.add("optimizer/reward_divisor", self.rewards.divisor)
         return Denominators(tokens, turns, sequences)
 

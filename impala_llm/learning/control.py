@@ -4,7 +4,9 @@ Invariant: all observe sums over all ranks and have the same state on every rank
 """
 
 import math
+import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import AlgorithmConfig
@@ -16,6 +18,8 @@ _WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
 _ENOUGH_RETURNS = 64
 _FARTHEST_RETURN = 100.0
+_MOST_OUTLIERS = 1 / 8
+"""Share of the first returns; of fewer than 8 none is one."""
 _LEAST_VARIANCE = 1e-12
 _ROUNDING = 1e-10
 """Share of the mean square below which a variance is what rounding has left of the difference of two sums."""
@@ -37,28 +41,44 @@ class EntropyControl:
 class RewardScale:
     """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread.
 
-    A single return cannot dominate the scale: once there are enough, returns farther than 100 deviations from the mean
-    are clipped to that distance.
+    A few returns cannot dominate the scale: those farther than 100 deviations from the others are clipped to that
+    distance. The first returns are kept and judged anew with each batch, until there are enough to know the deviation.
+
+    Args:
+        num_ranks: that share the scale.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, enabled: bool, num_ranks: int = 1) -> None:
+        self._enabled, self._enough = enabled, _ENOUGH_RETURNS * num_ranks
+        self._first: list[float] = []
+        """Returns of this rank, until all ranks have enough."""
         self._count = self._sum = self._squares = 0.0
 
-    def limited(self, episode_return: float) -> float:
-        """Clip a return for `observe`."""
-        if self._count < _ENOUGH_RETURNS or not (deviation := self._deviation):
-            return episode_return
-        mean, farthest = self._sum / self._count, _FARTHEST_RETURN * deviation
-        return min(max(episode_return, mean - farthest), mean + farthest)
+    def sums(self, episode_returns: Sequence[float]) -> tuple[float, float, float]:
+        """Return what this rank has for `observe`: number, sum, and sum of squares of a batch's returns, clipped.
+
+        Those that are not finite are left out. While there are few, the first returns are in the sums as well.
+        """
+        returns = [value for value in episode_returns if math.isfinite(value)]
+        if self._count < self._enough:
+            self._first += returns
+            returns, (centre, farthest) = self._first, _range_of_most(self._first)
+        else:
+            centre, farthest = self._sum / self._count, _FARTHEST_RETURN * self._deviation or math.inf
+        clipped = [min(max(value, centre - farthest), centre + farthest) for value in returns]
+        return len(clipped), sum(clipped), sum(value * value for value in clipped)
 
     def observe(self, count: float, total: float, squares: float) -> None:
-        """Add the returns of a batch's episodes: number, sum, sum of squares. They are ignored if one is not finite."""
+        """Take in a batch. The arguments are the `sums` of all ranks together; ignored if one is not finite."""
         if not math.isfinite(total + squares):
             return
+        if self._count < self._enough:  # the sums have all returns so far
+            self._count = self._sum = self._squares = 0.0
         self._count += count
         self._sum += total
         self._squares += squares
+        if self._count >= self._enough:
+            self._first.clear()
 
     @property
     def divisor(self) -> float:
@@ -72,6 +92,24 @@ class RewardScale:
         mean, mean_square = self._sum / self._count, self._squares / self._count
         variance = mean_square - mean * mean
         return math.sqrt(variance) if variance > max(_LEAST_VARIANCE, _ROUNDING * mean_square) else 0.0
+
+
+def _range_of_most(returns: Sequence[float]) -> tuple[float, float]:
+    """Median, and 100 root mean square distances from it of the returns that are nearer than the first outlier.
+
+    An eighth of the returns at most are outliers. The distance is infinite where there is none.
+    """
+    if not returns:
+        return 0.0, math.inf
+    centre = statistics.median(returns)
+    distances = sorted(abs(value - centre) for value in returns)
+    squares = 0.0
+    for number, distance in enumerate(distances):
+        farthest = _FARTHEST_RETURN * math.sqrt(squares / max(1, number))
+        if number >= (1 - _MOST_OUTLIERS) * len(distances) and distance > farthest > 0:
+            return centre, farthest
+        squares += distance * distance
+    return centre, math.inf
 
 
 class CollapseAlarm:

@@ -32,10 +32,10 @@ def test_rewards_are_divided_by_the_standard_deviation_of_all_so_far() -> None:
     scale = RewardScale(True)
     assert scale.divisor == 1.0
     for batch in returns:
-        scale.observe(len(batch), batch.sum(), (batch**2).sum())
+        scale.observe(*scale.sums(batch.tolist()))
     assert scale.divisor == pytest.approx(returns.std())
     off = RewardScale(False)
-    off.observe(50, returns[0].sum(), (returns[0] ** 2).sum())
+    off.observe(*off.sums(returns[0].tolist()))
     assert off.divisor == 1.0
 
 
@@ -44,20 +44,60 @@ def test_a_single_return_does_not_make_all_others_vanish() -> None:
     returns[1][0] = 3e38
     scale = RewardScale(True)
     for batch in returns:
-        limited = [scale.limited(value) for value in batch]
-        scale.observe(len(limited), sum(limited), sum(value**2 for value in limited))
+        scale.observe(*scale.sums(batch))
     assert 3.0 < scale.divisor < 12.0
-    assert limited == batch, "what is no outlier counts as it is"
+    assert scale.sums(batch) == (64, sum(batch), sum(v * v for v in batch)), "what is no outlier counts as it is"
+
+
+@pytest.mark.parametrize("batch_size", [8, 64, 1])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_absurd_returns_at_the_start_do_not_make_all_others_vanish(batch_size: int, sparse: bool) -> None:
+    generator = np.random.default_rng(0)
+    returns = (generator.random(20_000) < 0.05) * 1.0 if sparse else generator.normal(1.0, 0.5, 20_000)
+    scale, others = RewardScale(True), returns.std()
+    given = returns.copy()
+    given[[3, 40]] = 1e6, -3e38
+    for begin in range(0, len(given), batch_size):
+        scale.observe(*scale.sums(given[begin : begin + batch_size].tolist()))
+        if begin + batch_size == 64:
+            assert scale.divisor < 40 * others
+    assert others <= scale.divisor < 2 * others
+
+
+def test_no_return_of_a_start_without_outliers_is_clipped() -> None:
+    for spread in (0.0, 1e-3, 1.0):
+        batch = np.random.default_rng(0).normal(0.0, spread, 64)
+        batch[:16] += 1.0  # a quarter of the episodes succeed
+        scale = RewardScale(True)
+        for part in batch.reshape(8, 8).tolist():
+            scale.observe(*scale.sums(part))
+        assert scale.divisor == pytest.approx(batch.std())
+
+
+def test_returns_that_are_not_finite_are_left_out_of_the_scale() -> None:
+    scale = RewardScale(True)
+    scale.observe(*scale.sums([1.0, float("nan"), 2.0, float("inf"), 3.0]))
+    assert scale.divisor == pytest.approx(np.std([1.0, 2.0, 3.0]))
+
+
+def test_ranks_that_share_a_scale_have_the_scale_of_one_with_all_returns() -> None:
+    returns = np.random.default_rng(0).normal(5.0, 3.0, (10, 2, 16))
+    ranks = [RewardScale(True, num_ranks=2), RewardScale(True, num_ranks=2)]
+    for batch in returns.tolist():
+        sums = [scale.sums(mine) for scale, mine in zip(ranks, batch, strict=True)]
+        for scale in ranks:
+            scale.observe(*np.sum(sums, axis=0).tolist())
+    assert ranks[0].divisor == ranks[1].divisor == pytest.approx(returns.std())
 
 
 def test_equal_rewards_are_left_as_they_are() -> None:
     scale = RewardScale(True)
-    scale.observe(3, 3.0, 3.0)
+    scale.observe(*scale.sums([1.0] * 3))
     assert scale.divisor == 1.0
     large = [1234.56] * 16
     scale = RewardScale(True)
     for _ in range(100):
-        scale.observe(len(large), sum(large), sum(value**2 for value in large))
+        scale.observe(*scale.sums(large))
     assert scale.divisor == 1.0, "what rounding leaves is no spread"
 
 
