@@ -319,37 +319,12 @@ class ActorChannel:
             self._learner_heard = self._clock.now
             self._patience_s = _PATIENCE_HEARTBEATS * self._pause_s
             self._next_connect = self._clock.now + self._patience_s
-            match message:
-                case HelloWanted():
-                    if not hello_wanted:
-                        events.append(message)
-                    hello_wanted = True
-                case Grant(tickets):
-                    fresh = tuple(ticket for ticket in tickets if ticket.ticket_id not in self._held)
-                    if fresh:
-                        self._held |= {ticket.ticket_id: ticket for ticket in fresh}
-                        events.append(Grant(fresh))
-                case Ack(sequences):
-                    self._settle(sequences)
+            if isinstance(message, HelloWanted):
+                if not hello_wanted:
                     events.append(message)
-                case Refused(sequence, _):
-                    events += [message, *self._revoked_by_refusal(sequence)]
-                    self._settle([sequence])
-                case WeightsAnnounced(version, heartbeat_s):
-                    # Several answers must come before the learner counts as silent.
-                    most_s = (self._learner_timeout_s or math.inf) / _PATIENCE_HEARTBEATS
-                    self._pause_s = max(self._heartbeat_s, min(heartbeat_s, most_s))
-                    if version != self._version:
-                        self._version = version
-                        events.append(message)
-                case RecordsWanted(sequences):
-                    self._offer(sequences, None)
-                case Revoked(ticket_ids):
-                    for ticket_id in ticket_ids:
-                        self._held.pop(ticket_id, None)
-                    events.append(message)
-                case Shutdown():
-                    events.append(message)
+                hello_wanted = True
+            else:
+                events += self._handle(message)
         if self._clock.now > self._next_connect:
             self._connect_again()
         if hello_wanted:
@@ -358,6 +333,41 @@ class ActorChannel:
             self._outbox.popleft()
         self._offer_unsent()
         self._send_due()
+        self._check_silence()
+        return events
+
+    def _handle(self, message: Message) -> list[Event]:
+        """Handle a message of the learner. Returns what the actor must know of it."""
+        match message:
+            case Grant(tickets):
+                fresh = tuple(ticket for ticket in tickets if ticket.ticket_id not in self._held)
+                self._held |= {ticket.ticket_id: ticket for ticket in fresh}
+                return [Grant(fresh)] if fresh else []
+            case Ack(sequences):
+                self._settle(sequences)
+                return [message]
+            case Refused(sequence, _):
+                revoked = self._revoked_by_refusal(sequence)
+                self._settle([sequence])
+                return [message, *revoked]
+            case WeightsAnnounced(version, heartbeat_s):
+                # Several answers must come before the learner counts as silent.
+                most_s = (self._learner_timeout_s or math.inf) / _PATIENCE_HEARTBEATS
+                self._pause_s = max(self._heartbeat_s, min(heartbeat_s, most_s))
+                is_new, self._version = version != self._version, version
+                return [message] if is_new else []
+            case RecordsWanted(sequences):
+                self._offer(sequences, None)
+            case Revoked(ticket_ids):
+                for ticket_id in ticket_ids:
+                    self._held.pop(ticket_id, None)
+                return [message]
+            case Shutdown():
+                return [message]
+        return []
+
+    def _check_silence(self) -> None:
+        """Log the learner's silence once; raise LearnerLost where it has lasted for too long."""
         silence = self._clock.now - self._learner_heard
         if self._learner_timeout_s is not None and silence > self._learner_timeout_s:
             raise LearnerLost(
@@ -370,7 +380,6 @@ class ActorChannel:
                 "the learner has been silent for %.0f s: waiting for it (pipeline.learner_timeout_s=%s)", silence, limit
             )
             self._is_waiting = True
-        return events
 
     def _connect(self) -> zmq.Socket[bytes]:
         identity = f"{self.actor_id}#{self._incarnation:016x}".encode()

@@ -11,9 +11,7 @@ changed and the error ends the peer's session; afterwards it is an IngestBroken.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,10 +46,12 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID,
     UNROLL_INDEX,
 )
-from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
+from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger, Verdict
-from impala_llm.trajectory import Trajectory, TrajectoryError
+from impala_llm.pipeline.transport.inbox import Inbox
+from impala_llm.pipeline.transport.offers import Chunk, Offers
+from impala_llm.trajectory import TrajectoryError
 
 _CLAIMED = np.array(
     [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
@@ -59,185 +59,9 @@ _CLAIMED = np.array(
 """Facts of which a `ledger.Claim` consists."""
 
 
-_MANY, _MANY_WORDS = 512, 1 << 20
-"""Records, and words, from which on a chunk is processed without waiting for more: earlier acknowledgements let actors
-go on earlier."""
-
-
 def too_long(num_tokens: int, max_tokens: int) -> str:
     """Reason for the refusal of a record with more tokens than `learner.token_budget`."""
     return f"it has {num_tokens} tokens, learner.token_budget is {max_tokens}: raise it, or lower engine.max_length"
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Records that were offered together.
-
-    Attributes:
-        rows: int64[n, 5], a `messages.Descriptor` each.
-        frames: one for each record, where records come as frames; else empty.
-    """
-
-    rows: np.ndarray
-    frames: list[bytes]
-
-    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
-        """Split into the first `count` records and the others."""
-        return _Chunk(self.rows[:count], self.frames[:count]), _Chunk(self.rows[count:], self.frames[count:])
-
-    def only(self, places: list[int]) -> _Chunk:
-        """Select the records at these indices."""
-        return _Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
-
-
-@dataclass(slots=True)
-class Offers:
-    """Records that an actor process has offered and that were not answered yet.
-
-    Attributes:
-        reader: of its arena; None where its records come as frames.
-        first_sequence: sequence below which all were answered before.
-        refused: reasons of the refusals, by sequence.
-        queue: chunks to take, oldest first.
-        early: (version, chunk) of records that wait for the announcement of that version.
-    """
-
-    reader: ArenaReader | None
-    first_sequence: int = 0
-    refused: dict[int, str] = field(default_factory=dict)
-    queue: deque[_Chunk] = field(default_factory=deque)
-    early: deque[tuple[int, _Chunk]] = field(default_factory=deque)
-    # Sequences that were seen: all below, and these.
-    _seen_below: int = field(init=False)
-    _seen: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._seen_below = self.first_sequence
-
-    def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
-        """Queue new records.
-
-        Args:
-            rows: int64[n, 5], a `messages.Descriptor` each.
-            frames: a record each, or none at all.
-
-        Returns:
-            Sequences of records that were settled before, to be answered again.
-        """
-        # A writable copy, as rows of several chunks are: numba would compile its code once more for read-only rows.
-        rows = rows.copy()
-        sequences = rows[:, 0]
-        follows = not self._seen and sequences[0] == self._seen_below
-        if follows and (len(rows) == 1 or (np.diff(sequences) == 1).all()):
-            self._seen_below += len(rows)
-            self.queue.append(_Chunk(rows, frames))
-            return []
-        waiting = self._waiting()
-        settled: list[int] = []
-        new: list[int] = []
-        for place, sequence in enumerate(sequences.tolist()):
-            if sequence >= self._seen_below and sequence not in self._seen:
-                self._seen.add(sequence)
-                waiting.add(sequence)
-                new.append(place)
-            elif sequence not in waiting:
-                settled.append(sequence)
-        self._close_gap()
-        if new:
-            self.queue.append(_Chunk(rows, frames).only(new))
-        return settled
-
-    def announced(self, version: int) -> None:
-        """Queue the records that waited for this version or an older one."""
-        while self.early and self.early[0][0] <= version:
-            self.queue.append(self.early.popleft()[1])
-
-    def look_up(self, sequences: list[int]) -> tuple[list[int], list[int]]:
-        """Classify records that are named without their bytes.
-
-        Returns:
-            Sequences that were settled before, and sequences that never arrived.
-        """
-        waiting = self._waiting()
-        lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
-        return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
-
-    def _waiting(self) -> set[int]:
-        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
-        return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
-
-    def answered_below(self, sequence: int) -> None:
-        """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
-        if sequence > self._seen_below:
-            self._seen_below = sequence
-            self._seen = {later for later in self._seen if later >= sequence}
-            self._close_gap()
-
-    def _close_gap(self) -> None:
-        while self._seen_below in self._seen:
-            self._seen.remove(self._seen_below)
-            self._seen_below += 1
-
-    def next_chunk(self) -> _Chunk:
-        """Take the chunk that was offered first, joined with later ones that can be processed together with it."""
-        chunks = [self.queue.popleft()]
-        num_records = num_words = 0
-        while self.queue:
-            rows = chunks[-1].rows
-            num_records, num_words = num_records + len(rows), num_words + int(rows[:, NUM_WORDS].sum())
-            if num_records >= _MANY or num_words >= _MANY_WORDS:
-                break
-            chunks.append(self.queue.popleft())
-        if len(chunks) == 1:
-            return chunks[0]
-        frames = [frame for chunk in chunks for frame in chunk.frames]
-        return _Chunk(np.concatenate([chunk.rows for chunk in chunks]), frames)
-
-    @property
-    def num_gaps(self) -> int:
-        """Number of records that arrived before one with a smaller sequence. Small for an actor without defects."""
-        return len(self._seen)
-
-
-class ReceiverError(RuntimeError):
-    """The receiver has died. Its `__cause__` is the reason."""
-
-
-class Inbox:
-    """A queue for any number of threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._trajectories: list[Trajectory] = []
-        self._error: BaseException | None = None
-
-    def __len__(self) -> int:
-        return len(self._trajectories)
-
-    def put(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append trajectories."""
-        with self._lock:
-            self._trajectories.extend(trajectories)
-
-    def fail(self, error: BaseException) -> None:
-        """Make `drain` raise from now on."""
-        self._error = error
-
-    def is_ready(self) -> bool:
-        """Return whether `drain` would return something, or raise."""
-        return bool(self._trajectories) or self._error is not None
-
-    def drain(self) -> list[Trajectory]:
-        """Take everything out, oldest first.
-
-        Raises:
-            ReceiverError: the receiver has died.
-        """
-        if self._error is not None:
-            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
-        with self._lock:
-            trajectories, self._trajectories = self._trajectories, []
-        return trajectories
 
 
 class IngestBroken(RuntimeError):
@@ -309,7 +133,7 @@ class Ingest:
             raise IngestBroken(f"the records of {actor_id} could not be validated: {error!r}") from error
         return settled
 
-    def _possible(self, chunk: _Chunk, actor_id: str, settled: Settled) -> _Chunk:
+    def _possible(self, chunk: Chunk, actor_id: str, settled: Settled) -> Chunk:
         """Refuse records of impossible sizes. Returns the chunk without them."""
         sizes = chunk.rows[:, NUM_WORDS]
         largest = self._arena.capacity // 8
@@ -333,7 +157,7 @@ class Ingest:
             self._refuse(row, actor_id, reason, settled)
         return chunk.only(good)
 
-    def _copy(self, offers: Offers, chunk: _Chunk, starts: np.ndarray) -> np.ndarray:
+    def _copy(self, offers: Offers, chunk: Chunk, starts: np.ndarray) -> np.ndarray:
         """Copy and check records.
 
         Returns:
@@ -358,7 +182,7 @@ class Ingest:
         return facts
 
     def _judge(
-        self, chunk: _Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
+        self, chunk: Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
     ) -> list[int]:
         """Keep or refuse each record that was copied.
 
@@ -392,7 +216,7 @@ class Ingest:
 
     def _sort_out(
         self,
-        chunk: _Chunk,
+        chunk: Chunk,
         starts: np.ndarray,
         facts: np.ndarray,
         places: list[int],

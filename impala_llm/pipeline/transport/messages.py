@@ -23,7 +23,7 @@ that has not heard it yet: one on another host learns it from the learner's firs
     16    Revoked           learner  the time for these tickets is over: stop playing them
     17    RecordsWanted     learner  records that were named and are not here: send them
 
-Records: see record.py.
+Records: see record.py. The types and their checks stand together in this one file, as the table does.
 """
 
 from __future__ import annotations
