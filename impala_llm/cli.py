@@ -3,9 +3,12 @@
 import dataclasses
 import difflib
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from impala_llm.config import ConfigError, load
@@ -15,36 +18,49 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.settings import Config, model_directory
 
 USAGE = """\
-impala-llm train [--config FILE] [--dry-run] [key=value ...]     train on this host: learner and actors, supervised
-impala-llm actors [--config FILE] [--num-actors N] [key=value ...]   actors alone, for a learner started elsewhere
-impala-llm evaluate [--config FILE] [--json] [key=value ...]     play held-out tasks with a policy
-impala-llm bench NAME [--json] [--option value ...]              measure a part, beside others' (no NAME: the list)
-impala-llm keys --dir DIR [--actors NAME,NAME,...]               make keys for actors on other hosts
+impala-llm train [--config FILE] [--dry-run] [key=value ...]
+    trains on this host: learner and actors, supervised
+impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
+    starts actors alone, for a learner started elsewhere
+impala-llm evaluate [--config FILE] [--json] [key=value ...]
+    plays held-out tasks with a policy
+impala-llm bench NAME [--json] [--option value ...]
+    measures a part, beside others' (no NAME: the list)
+impala-llm keys --dir DIR [--actors NAME,NAME,...]
+    makes keys for actors on other hosts
+impala-llm --version
 
-`impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the settings whose key contains WORD.
+`impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the
+settings that have WORD in their key or meaning.
 Start with: impala-llm train experiment=quickstart"""
 
 HELP = {
     "train": """\
 impala-llm train [--config FILE] [--dry-run] [key=value ...]
 
-Starts a learner and its actors on this host, starts again what dies, and ends when training has ended. With
-actor.num_actors=0 the learner waits for actors that `impala-llm actors` starts, here or on other hosts.
-  --config FILE   settings from a YAML file, such as the config.yaml in a run's folder; the same as experiment=FILE
-  --dry-run       print every setting and every process, and start nothing""",
+Starts a learner and its actors on this host, starts again what dies, and ends
+when training has ended. With actor.num_actors=0 the learner waits for actors
+that `impala-llm actors` starts, here or on other hosts.
+  --config FILE   settings from a YAML file, such as the config.yaml in a run's
+                  folder; the same as experiment=FILE
+  --dry-run       check settings, model and host, print every setting and every
+                  process, and start nothing""",
     "actors": """\
 impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
 
-Starts actors for a learner that was started by hand on this host, or on the one that pipeline.connect names. Both
-sides need the same settings. Ends when the learner says stop (status 0), or when an actor is lost for good or finds its
+Starts actors for a learner that was started by hand on this host, or on the one
+that pipeline.connect names. Both sides need the same settings. Ends when the
+learner says stop (status 0), or when an actor is lost for good or finds its
 learner gone (status 1).
   --config FILE     settings from a YAML file; the same as experiment=FILE
-  --num-actors N    the same as actor.num_actors=N; with engine=sglang the default is one for each share of the GPUs""",
+  --num-actors N    the same as actor.num_actors=N; with engine=sglang the
+                    default is one for each share of the GPUs""",
     "evaluate": """\
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
 
-Plays held-out tasks greedily and prints scores, intervals and some episodes to read. The policy is that of model.path;
-with the config.yaml of a run's folder, and no model.path beside it, the one that the run has learned.
+Plays held-out tasks greedily and prints scores, intervals and some episodes to
+read. The policy is that of model.path; with the config.yaml of a run's folder,
+and no model.path beside it, the one that the run has learned.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
 }
@@ -69,6 +85,9 @@ def run_command(words: Sequence[str]) -> int:
     if command in ("-h", "--help"):
         print(USAGE)
         return 0
+    if command == "--version":
+        print(f"impala-llm {version('impala_llm')}")
+        return 0
     if command == "bench":
         from impala_llm.bench.frame import main as bench
 
@@ -85,7 +104,9 @@ def run_command(words: Sequence[str]) -> int:
         print(unknown if command else USAGE, file=sys.stderr)
         return 2
     if "-h" in rest or "--help" in rest:
-        return show_help(command, next((word for word in rest if not word.startswith("-")), ""))
+        before = ["", *rest]  # of a setting or an option's value nothing is searched
+        free = [word for last, word in zip(before, rest, strict=False) if last not in ("--config", "--num-actors")]
+        return show_help(command, next((word for word in free if not word.startswith("-") and "=" not in word), ""))
     commands: dict[str, Callable[[Config, list[str], bool], int]] = {
         "train": train,
         "actors": actors,
@@ -100,12 +121,13 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def show_help(command: str, word: str) -> int:
-    """Print what the command does and the settings whose key contains the word. Returns the exit code."""
+    """Print what the command does and the settings that have the word in key or meaning. Returns the exit code."""
     from impala_llm.settings_reference import reference
 
-    settings = reference(word)
+    settings = reference(word, min(shutil.get_terminal_size((80, 24)).columns, 120))
     if word and not settings:
-        print(f"impala-llm: no setting has {word!r} in its key: see `impala-llm {command} --help`", file=sys.stderr)
+        unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
+        print(unknown, file=sys.stderr)
         return 2
     if not word:
         print(f"{HELP[command]}\n\nSettings, with default, range and meaning:\n")
@@ -159,12 +181,21 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
             from impala_llm.evaluate import compare
         compare(config)
     if code != BAD_SETTINGS and (folder / "policy").is_dir():
-        print(f"evaluate it: impala-llm evaluate --config {folder}/config.yaml")
+        print(f"evaluate it: {program('impala-llm')} evaluate --config {shlex.quote(f'{folder}/config.yaml')}")
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
     if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
-        print(f"see its curves: tensorboard --logdir {folder}")
+        print(f"see its curves: {program('tensorboard')} --logdir {shlex.quote(str(folder))}")
     print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
     return code
+
+
+def program(name: str) -> str:
+    """The word by which a shell calls a program of this environment: its path where PATH has another or none."""
+    ours = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not ours.is_file() or (found and Path(found).absolute() == ours):
+        return name
+    return shlex.quote(str(ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours))
 
 
 def actors(config: Config, overrides: list[str], _flagged: bool) -> int:

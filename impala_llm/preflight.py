@@ -99,9 +99,11 @@ def _earlier_run(config: Config) -> list[str]:
             + (onward if trained.is_dir() else "")
         ]
     if not config.run.resume and holds_run(folder):
+        trained = folder / "policy"
+        onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
         return [
             f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, and run.dir where it "
-            "is given, or " + ("run.resume=true to go on with it" if left is not None else "remove the folder")
+            f"is given{onward}, or " + ("run.resume=true to go on with it" if left is not None else "remove the folder")
         ]
     return []
 

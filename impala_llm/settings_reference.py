@@ -44,17 +44,24 @@ class Entry:
 
 
 def reference(word: str = "", width: int = 100) -> str:
-    """All settings whose key contains `word`, in the order of settings.py, as lines of at most `width` characters.
+    """All settings that have `word` in their key or meaning, in any case, as lines of at most `width` characters.
 
-    Empty where there is none.
+    In the order of settings.py, those with the word in their key first. Empty where there is none.
     """
     lines: list[str] = []
-    for entry in _entries(settings.Config(), ""):
-        if word in entry.key:
-            allowed = f"({entry.allowed})" if entry.allowed else ""
-            lines.append("  ".join(filter(None, (f"{entry.key}={entry.default}", allowed))))
+    entries = list(_entries(settings.Config(), ""))
+    named = [entry for entry in entries if word.lower() in entry.key.lower()]
+    for entry in [*named, *(e for e in entries if e not in named and word.lower() in e.meaning.lower())]:
+        allowed = f"({entry.allowed})" if entry.allowed else ""
+        head = "  ".join(filter(None, (f"{entry.key}={entry.default}", allowed)))
+        for text, indent in ((head, ""), (entry.meaning, "    ")):
             lines += textwrap.wrap(
-                entry.meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+                text,
+                width,
+                initial_indent=indent,
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+                break_long_words=False,
             )
     return "\n".join(lines)
 

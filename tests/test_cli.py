@@ -3,6 +3,8 @@
 import json
 import shutil
 import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,61 @@ def test_help_of_a_command_shows_every_setting(command: str, capsys: pytest.Capt
 def test_help_with_a_word_shows_its_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "staleness"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("algorithm.max_staleness=2  (at least 0)") and "learner." not in printed
+    assert printed.startswith("algorithm.max_staleness=2  (at least 0)") and "learner.batch_size" not in printed
     assert cli.main(["train", "--help", "nosuchthing"]) == 2
+
+
+def test_help_searches_keys_and_meanings_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("gpu", "GPU"):
+        assert cli.main(["train", "--help", word]) == 0
+        assert "engine.memory_fraction=" in capsys.readouterr().out
+    assert cli.main(["train", "--help", "STALE"]) == 0
+    assert capsys.readouterr().out.startswith("algorithm.max_staleness=")
+
+
+def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "max_staleness"]) == 0
+    alone = capsys.readouterr().out
+    for words in (["experiment=toy", "--help", "max_staleness"], ["--config", "my.yaml", "max_staleness", "--help"]):
+        assert cli.main(["train", *words]) == 0
+        assert capsys.readouterr().out == alone
+    assert cli.main(["train", "experiment=quickstart", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("impala-llm train")
+
+
+@pytest.mark.parametrize("words", [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate"))])
+def test_help_fits_a_terminal_of_80_columns(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(words) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"impala-llm {version('impala_llm')}\n"
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_commands_are_printed_as_a_shell_finds_them(
+    is_on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "venv" / "bin"
+    own.mkdir(parents=True)
+    for name in ("python", "impala-llm", "tensorboard"):
+        (own / name).touch(0o755)
+    for name in ("policy", "tensorboard"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setattr(launch, "supervise", lambda config, overrides: 0)
+    monkeypatch.setenv("PATH", str(own) if is_on_path else "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "experiment=toy", f"run.dir={tmp_path}/run", "evaluation.before_and_after=false"]) == 0
+    printed = capsys.readouterr().out
+    folder = "" if is_on_path else "venv/bin/"
+    assert f"evaluate it: {folder}impala-llm evaluate --config {tmp_path}/run/config.yaml\n" in printed
+    assert f"see its curves: {folder}tensorboard --logdir {tmp_path}/run\n" in printed
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -54,6 +54,9 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_ways_out(refused: Callabl
     curve.write_text('{"step": 1}\n')
     said = refused()
     assert f"run.dir={tmp_path / 'out'}" in said and "run.name" in said and "remove the folder" in said
+    assert "model.path" not in said
+    shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "out" / "policy")
+    assert f"model.path={tmp_path}/out/policy goes on from its policy" in refused()
 
 
 def test_a_run_that_left_nothing_cannot_be_resumed(refused: Callable[..., str], tmp_path: Path) -> None:
