@@ -11,6 +11,7 @@ on from its content. A learner that dies again and again without publishing a ve
 import contextlib
 import os
 import signal
+import stat
 import sys
 import time
 import uuid
@@ -26,7 +27,7 @@ from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import SUPERVISED
+from impala_llm.supervised import SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -35,6 +36,8 @@ MAX_LEARNER_RESTARTS = 3
 """Restarts of a learner without a version published in between, however long it ran."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
 """Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone."""
+NOT_SAVED = 4
+"""Exit code of a learner whose policy could not be saved, see learner.py: it stays in the run's folder."""
 
 
 def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
@@ -95,7 +98,7 @@ def dry_run(config: Config, overrides: Sequence[str]) -> str:
 
 
 def supervise(config: Config, overrides: Sequence[str]) -> int:
-    """Run to the end of training. Returns the learner's exit code, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run to the end of training. Returns the learner's exit code, 130 after Ctrl-C, 129 or 143 after another signal.
 
     Raises RunDirectoryError where a living process has a run of this name.
     """
@@ -106,7 +109,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
         say(f"start actors with {how_to_join(config)}")
-    final = (STOPPED, BAD_SETTINGS)
+    final = (STOPPED, BAD_SETTINGS, NOT_SAVED)
     with (
         _stop_signal() as stop_signal,
         RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir,
@@ -127,8 +130,12 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
         finally:
             _show(learner, view)
             view.status("the processes are ending")
-            end(children, polite=not stop_signal() and learner.poll() == 0)
+            end(children, polite=not stop_signal() and learner.poll() in (STOPPED, NOT_SAVED))
+            _show(learner, view)  # where the policy is
+            at_step = view.step
     if stop_signal():
+        name, steps = signal_name(stop_signal()), config.learner.total_updates
+        say(f"the run was interrupted by {name} at step {at_step} of {steps}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]
@@ -137,7 +144,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
         return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
-    if code:
+    if code not in (STOPPED, NOT_SAVED):
         say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
 
@@ -160,7 +167,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     On another host than the learner's (`pipeline.connect`) it also brings the weights there, once for all actors.
 
     Returns 0 then, 1 if one was lost for good or found its learner gone, 2 for settings that will fail again, 130 after
-    Ctrl-C, 143 after SIGTERM.
+    Ctrl-C, 129 or 143 after another signal.
     """
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
@@ -223,19 +230,35 @@ def _away_from_learner(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[], int]]:
-    """Only note SIGINT and SIGTERM while the context is open. Yields a function: the one that came, 0 for none."""
+    """Only note SIGINT, SIGTERM and SIGHUP while the context is open. Yields a function: the one that came, 0 for none.
+
+    A hang-up that is ignored, as under nohup, stays so.
+    """
     received = 0
 
     def remember(number: int, _frame: object) -> None:
         nonlocal received
         received = number
+        if number == signal.SIGHUP:
+            _leave_terminal()
 
-    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    noted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        noted.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, remember) for number in noted}
     try:
         yield lambda: received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Discard what is printed from now on to a terminal that is gone: writing there is an error."""
+    with open(os.devnull, "w") as nowhere:
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere.fileno(), descriptor)
 
 
 @contextlib.contextmanager

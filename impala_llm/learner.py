@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
@@ -56,14 +57,22 @@ from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
 
+NOT_SAVED = 4
+"""Exit code: training is over, and its policy could not be saved."""
 
-def learn(config: Config, ranks: Ranks) -> None:
-    """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy."""
+
+def learn(config: Config, ranks: Ranks) -> bool:
+    """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy.
+
+    Returns:
+        Whether it could be saved.
+    """
     torch.manual_seed(config.run.seed)
     with ExitStack() as stack:
         learner = Learner(config, ranks, stack)
         while learner.progress < 1.0 and learner.step():
             pass
+    return learner.is_saved
 
 
 class Learner:
@@ -110,7 +119,9 @@ class Learner:
         self.meters = Meters(self.receiver, ranks, staleness)
         self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.replay_fraction)
         if ranks.is_main:
-            stack.push(partial(save_what_was_learned, self.trainer, self.run_folder / "policy", self.files))
+            stack.push(self.save_what_was_learned)
+        self.is_saved = True
+        """Whether no policy had to be left in shared memory."""
         self.connected: set[str] = set()
         """Actors that were connected when it was last said which are."""
         self.progress = self.version / config.learner.total_updates
@@ -143,11 +154,46 @@ class Learner:
             self.meters.observe(self.feed, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.version % save_every == 0 and self.ranks.is_main:
-                self.model.save(self.run_folder / f"policy-{self.version}", self.files)
+                self.save(self.run_folder / f"policy-{self.version}")
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
         self.show(self.meters.gather())
         return True
+
+    def save(self, target: Path) -> bool:
+        """Save the policy; nobody sees half of it. Returns whether the disk has taken it, and says so if not."""
+        aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+        try:
+            self.model.save(aside, self.files)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            reason = " ".join(str(error).split())
+            say(f"learner: the policy of version {self.version} cannot be saved on the disk of {target}: {reason}")
+            return False
+        return True
+
+    def save_what_was_learned(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Save the policy at the end of training, or when this process is told to stop.
+
+        Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
+        weights. What cannot be saved stays in shared memory.
+        """
+        if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
+            return
+        target = self.run_folder / "policy"
+        if self.save(target):
+            say(f"learner: the policy is saved in {target}, at version {self.version}")
+            return
+        self.is_saved = False
+        self.publisher.keep(self.version)
+        self.endpoint.run_dir.keep()
+        say(
+            f"learner: version {self.version} stays in {self.endpoint.run_dir.path}, in memory until this host is "
+            f"restarted: make room on the disk of {self.run_folder}, then the same command with run.resume=true goes "
+            "on from there and saves it"
+        )
 
     def while_waiting(self, what: str) -> None:
         """Called while there is no batch. what: is missing."""
@@ -191,22 +237,6 @@ def tell_of_actors(receiver: Receiver, connected: set[str]) -> None:
             say(f"learner: {who} {what}, {len(now)} connected")
     connected.clear()
     connected.update(now)
-
-
-def save_what_was_learned(
-    trainer: Trainer, target: Path, files: dict[str, bytes], kind: type[BaseException] | None, *_: object
-) -> None:
-    """Save the policy at the end of training, or when this process is told to stop. Nobody sees half of it.
-
-    Not after an error, which another learner goes on from, nor where the signal has come amid a change of the weights.
-    """
-    if kind is not None and (trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
-        return
-    aside = target.with_name(f"{target.name}.new-{os.getpid()}")
-    trainer.model.save(aside, files)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    print(f"learner: the policy is saved in {target}", flush=True)
 
 
 def end_of_time(config: LearnerConfig, began_at: float) -> float:
@@ -292,7 +322,7 @@ def keep_settings(config: Config) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
-    too long, 130 after Ctrl-C, 143 after SIGTERM."""
+    too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
     end_with_supervisor()
     try:
         config = load(argv)
@@ -303,13 +333,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     # As an exception it undoes everything on its way out: sockets, shared memory, files.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
     disable_progress_bar()
     ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
     try:
-        learn(config, ranks)
+        return 0 if learn(config, ranks) else NOT_SAVED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Stalled as error:
@@ -325,7 +357,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     finally:
         ranks.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -177,6 +177,11 @@ class VersionPublisher:
         receiver.announce_late(version)
         return sent
 
+    def keep(self, version: int) -> None:
+        """Put the learner's version on the board of kept versions, unless it lies on a board. For rank 0 alone."""
+        if version not in (self._reader.latest(), WeightReader(self._kept.directory).latest()):
+            write_to_board(self._kept, _KEEP_TIMEOUT_S, self._model, version)
+
     def _send_together(self, version: int, is_due: bool, may_skip: bool) -> dict[str, float] | None:
         """Deliver a version from the rank where it is due. All ranks call it, and return once it is sent or skipped.
 

@@ -71,6 +71,8 @@ class TerminalView:
         self, num_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_steps = num_steps
+        self.step = 0
+        """The last step that was shown."""
         self._stream = stream or sys.stdout
         self._clock = clock
         self._started = self._last_update = clock()
@@ -127,6 +129,7 @@ class TerminalView:
         self._seen.update(metrics)
         self._last_update = now = self._clock()
         self._status = ""
+        self.step = step
         share = step / max(1, self._num_steps) if progress is None else progress
         self._position = f"{step} ({share:.0%})"
         # The time before the first step was start-up: it does not tell the duration of the other steps.

@@ -1,6 +1,7 @@
 """What cannot work, told to a user: through the real command, with its exit code, in at most three lines that name the
 key, the value and the fix, and with nothing left behind. Nothing is started, which the folder of the logs shows."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.settings import ASSETS
-from tests.system.runs import ROOT
+from tests.system.runs import ROOT, START_S, Run
 
 KINDS = {
     "GPT-2 with too few positions": (
@@ -334,10 +335,11 @@ def test_a_command_that_does_not_exist_is_named_in_a_line(tmp_path: Path) -> Non
 
 
 @contextmanager
-def small_disk(path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
+def small_disk(path: Path, size_mb: int = 1) -> Iterator[Path]:
+    """A file system of so many megabytes."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    size = f"size={size_mb}m"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", path], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("this user may not mount a file system")
     try:
@@ -351,6 +353,36 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         said = refused("train", [f"run.dir={disk}/run"], tmp_path)
     assert f"run.dir={disk}/run has 1 MB of free disk space" in said and "make room" in said
+
+
+@pytest.mark.system
+def test_a_run_whose_disk_fills_up_goes_on_and_its_policy_is_saved_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 40) as disk:
+        settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100")
+        with Run(tmp_path / "shown", *settings) as run:
+            run.settings[1] = f"run.dir={disk}/run"
+            train = run.train()
+            metrics = disk / "run" / "tensorboard" / "metrics.jsonl"
+            run.wait_for(lambda: metrics.exists() and metrics.stat().st_size, "an update")
+            fill(disk / "much")
+            assert train.wait(START_S) == 4
+            said = run.log.read_text()
+            assert said.count("is full: metric writer") == 1 and f"the disk of {disk}/run/tensorboard is full" in said
+            assert f"cannot be saved on the disk of {disk}/run/policy" in said and "No space left on device" in said
+            assert "version 100 stays in /dev/shm/" in said and "run.resume=true" in said
+            assert "died" not in said and "Traceback" not in said
+            (disk / "much").unlink()
+            run.settings.append("run.resume=true")
+            assert run.train().wait(START_S) == 0, run.printed()
+            assert (disk / "run" / "policy" / "model.safetensors").is_file()
+            run.assert_gone()
+
+
+def fill(path: Path) -> None:
+    """Write a file until the disk is full."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            continue
 
 
 @pytest.mark.system

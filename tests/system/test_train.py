@@ -76,7 +76,7 @@ def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: int, tmp_path: Path) -> None:
     with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", "learner.save_every=0", ENDLESS) as run:
         errors = tmp_path / "errors"
@@ -86,6 +86,7 @@ def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: i
         assert supervisor.wait(STOP_S) == 128 + number
         run.assert_gone()
         assert len(errors.read_text().splitlines()) <= 3 and "Traceback" not in errors.read_text()
+        assert f"interrupted by {signal.Signals(number).name} at step " in errors.read_text()
         assert "the policy is saved in" in (tmp_path / "run" / "logs" / "learner.log").read_text()
         evaluation = ("--config", str(tmp_path / "run" / "config.yaml"), "evaluation.num_tasks=8")
         played = subprocess.run(

@@ -16,6 +16,7 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/<actor id>.arena       the arena of an actor
     <run id>/weights/               the weight board
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
+    <run id>/unsaved                there where the owner must leave all of this, see `RunDirectory.keep`
     <run id>/began                  the time at which the run began to train
 """
 
@@ -132,6 +133,7 @@ class RunDirectory:
                 run_id = 1 + secrets.randbelow(2**63 - 1)
             run = cls(root, run_id, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
+            run._unsaved.unlink(missing_ok=True)
             new = root / (_RUN_FILE + ".new")
             new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid(), "server_key": server_key}))
             os.replace(new, root / _RUN_FILE)  # last: a process that finds it finds all other files
@@ -229,8 +231,19 @@ class RunDirectory:
         """API key of the SGLang servers that the run starts, for all who may read the run's folder."""
         return str(_read(self._root)["server_key"])
 
+    @property
+    def _unsaved(self) -> Path:
+        return self.path / "unsaved"
+
+    def keep(self) -> None:
+        """Have the owner leave the directory at its end, as a killed one would: it holds a policy that no disk has.
+
+        The next owner resumes the run, or removes it, see `create`.
+        """
+        self._unsaved.touch()
+
     def remove(self) -> None:
-        """Delete the directory and everything in it. A second call does nothing.
+        """Delete the directory and everything in it, unless `keep` was called. A second call does nothing.
 
         Raises:
             RunDirectoryError: this process attached to it, and does not own it.
@@ -238,8 +251,9 @@ class RunDirectory:
         if not self._owned:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
         if self._lock is not None:
-            _empty(self._root)
-            self._root.rmdir()
+            if not self._unsaved.exists():
+                _empty(self._root)
+                self._root.rmdir()
             os.close(self._lock)
             self._lock = None
 

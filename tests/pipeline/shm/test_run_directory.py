@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, remove_run_dir
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 
 OWNER = """
@@ -187,3 +187,13 @@ def test_a_socket_path_that_the_system_cannot_hold_is_refused(tmp_path: Path) ->
     deep.mkdir()
     with RunDirectory.create("run", deep) as run, pytest.raises(RunDirectoryError, match="shorter run name"):
         run.endpoint(0)
+
+
+def test_what_must_be_kept_outlives_its_owner_until_the_run_is_resumed(tmp_path: Path) -> None:
+    with RunDirectory.create("run", tmp_path) as owned:
+        (owned.path / "policy").touch()
+        RunDirectory.attach("run", tmp_path).keep()
+    assert find_run("run", tmp_path) == owned.run_id
+    with RunDirectory.create("run", tmp_path, take_over=True) as resumed:
+        assert resumed.run_id == owned.run_id and (resumed.path / "policy").exists()
+    assert list(tmp_path.iterdir()) == []
