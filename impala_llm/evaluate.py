@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -30,6 +31,8 @@ from impala_llm.trajectory import Trajectory
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
+NEGLIGIBLE = 0.01
+"""Difference of scores, which lie in [0, 1], below which policies count as equally good, however sure it is."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Result:
     """Outcome of a policy on a set of tasks."""
 
     label: str
-    """Which policy."""
+    """Which policy: before | after | its model.path."""
     tasks: str
     """Which tasks: environment, catalogue, goals, split."""
     num_tasks: int
@@ -95,7 +98,7 @@ def evaluate(
     limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
     bar = _progress_bar()
-    shown = bar.add_task(f"{label}: {tasks_label}", total=len(tasks))
+    shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
 
     async def play_all() -> list[Trajectory]:
         engine = make_engine(config, policy, version=0)
@@ -182,6 +185,12 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     return results, examples
 
 
+def short_label(label: str) -> str:
+    """The name of a policy for a narrow column: of a path its last part, and of a run's policy the run's folder."""
+    path = Path(label)
+    return path.parent.name if path.name == "policy" and path.parent.name else path.name
+
+
 def num_tasks_said(wanted: int, there: int) -> str:
     """A sentence on how many of a split's tasks are played, with the key that changes it."""
     if wanted > there:
@@ -198,14 +207,19 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
         for turn in example.turns:
             console.print(f"  {turn.observation.strip()}", style="dim", highlight=False, markup=False)
             console.print(f"  > {turn.action}", style="bold", highlight=False, markup=False)
-    for tasks, group in itertools.groupby(results, key=lambda r: (r.tasks, r.num_tasks)):
-        table = Table(title=f"{tasks[0]}: {tasks[1]} tasks, greedy, 95 % intervals", title_justify="left")
-        table.add_column("policy", overflow="fold")
+    for (tasks, num_tasks), group in itertools.groupby(results, key=lambda r: (r.tasks, r.num_tasks)):
+        rows = list(group)
+        # A policy alone has its name, which may be long, above the table and not in a narrow column.
+        alone = f"{short_label(rows[0].label)}: " if len(rows) == 1 else ""
+        title = f"{alone}{tasks}: {num_tasks} tasks, greedy, 95 % intervals"
+        table = Table(title=escape(title), title_justify="left")
+        if not alone:
+            table.add_column("policy", overflow="fold")
         for column in ("score", "success", "turns", "tokens"):
             table.add_column(column, justify="right", no_wrap=True)
-        for r in group:
+        for r in rows:
             table.add_row(
-                r.label,
+                *([] if alone else [short_label(r.label)]),
                 f"{r.score:.3f}  [{r.score_interval[0]:.3f}, {r.score_interval[1]:.3f}]",
                 f"{r.success:.3f}  [{r.success_interval[0]:.3f}, {r.success_interval[1]:.3f}]",
                 f"{r.turns:.1f}",
@@ -215,13 +229,19 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
 
 
 def difference(before: Result, after: Result) -> str:
-    """A sentence on how the second policy differs from the first on the same tasks, each compared with itself."""
+    """A sentence on how the second policy differs from the first on the same tasks, each compared with itself.
+
+    A difference whose interval lies within `NEGLIGIBLE` of zero is no progress, even where it is significant.
+    """
     change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
     low, high = mean_interval(change)
-    verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
+    if -NEGLIGIBLE < low <= high < NEGLIGIBLE:
+        verdict = f"practically the same, by less than {NEGLIGIBLE}"
+    else:
+        verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
     return (
-        f"{after.tasks}: {after.label} - {before.label}: score {np.mean(change):+.3f} [{low:+.3f}, {high:+.3f}] over "
-        f"{len(change)} tasks: {verdict}"
+        f"{after.tasks}: {after.label} - {before.label}: score {before.score:.3f} to {after.score:.3f}, "
+        f"{np.mean(change):+.3f} [{low:+.3f}, {high:+.3f}] over {len(change)} tasks: {verdict}"
     )
 
 

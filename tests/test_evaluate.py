@@ -152,10 +152,27 @@ def test_how_many_of_the_tasks_are_played_is_said_with_its_key(
 
 def test_the_difference_is_paired_task_by_task() -> None:
     def result(label: str, scores: list[float]) -> Result:
-        return Result(label, "toy", len(scores), 0.0, (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores))
+        return Result(
+            label, "toy", len(scores), float(np.mean(scores)), (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores)
+        )
 
     # Differences 0, 1, 1, 0: see test_mean_interval_by_hand. Each alone the two score alike: 0, 1, 0, 1 and 0, 2, 1, 1.
     said = difference(result("before", [0.0, 1.0, 0.0, 1.0]), result("after", [0.0, 2.0, 1.0, 1.0]))
-    assert "after - before: score +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
+    assert "after - before: score 0.500 to 1.000, +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
     assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
     assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")
+    # A difference of 0.004 in each task is sure, and no success.
+    said = difference(result("before", [0.0, 0.1]), result("after", [0.004, 0.104]))
+    assert said.endswith(
+        "score 0.050 to 0.054, +0.004 [+0.004, +0.004] over 2 tasks: practically the same, by less than 0.01"
+    )
+
+
+def test_a_table_of_80_columns_names_a_run_in_one_line() -> None:
+    label = "/home/user/outputs/a_run_of_mine/policy"
+    result = Result(label, "toy, split test", 500, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 1234.4, (0.5,) * 500)
+    console = Console(file=io.StringIO(), width=80)
+    show([result], [], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert len([line for line in printed.splitlines() if "a_run_of_mine" in line]) == 1
+    assert json.loads(results_json([result]))[0]["label"] == label
