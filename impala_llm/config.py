@@ -7,7 +7,7 @@ Nobody else reads raw Hydra dicts.
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,10 @@ def load(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            raw = compose("config", overrides=_hydra_words([word for word in overrides if _kind_of(word) is None]))
+            words = _hydra_words([word for word in overrides if _kind_of(word) is None])
+            raw = compose("config", overrides=words)
+            if "experiment=file" in words:
+                _leave_options_behind(raw, words)
         OmegaConf.resolve(raw)
         composed = OmegaConf.to_object(raw)
     except ConfigError:
@@ -113,16 +116,14 @@ def algorithm_parts() -> dict[str, Kind]:
 
 def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Section:
     """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
-    name, options = name_part(kind, section.name, _values(section.options), _words_of(kind, overrides))
+    in_files = section.options if isinstance(section.options, dict) else {}
+    name, options = name_part(kind, section.name, in_files, _words_of(kind, overrides))
     return replace(section, name=name, options=options)
 
 
 def _values(in_files: Any) -> dict[str, Any]:
-    """The settings of a part as files compose them, its name alone where that is all; none where there is something
-    else."""
-    if isinstance(in_files, str):
-        return {"name": in_files}
-    return in_files if isinstance(in_files, dict) else {}
+    """The settings of a part as files compose them: what is no mapping stands for its name."""
+    return in_files if isinstance(in_files, dict) else {"name": in_files}
 
 
 def _words_of(kind: Kind, overrides: Sequence[str]) -> list[str]:
@@ -146,11 +147,33 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
             settings = _with_presets(_settings_file(Path(value)), overrides)
             ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
+            defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
+            ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
             word = "experiment=file"
         elif value.startswith("~/"):  # which no shell expands there, and Hydra does not read
             word = f"{key}={os.path.expanduser(value)}"
         words.append(word)
     return words
+
+
+def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
+    """Remove the options of a preset's credit or loss where a file of settings names another one.
+
+    Args:
+        raw: composed from presets and file; changed in place.
+        words: that it was composed with.
+    """
+    file = ConfigStore.instance().load("experiment/file.yaml").node
+    presets = compose(
+        "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
+    )
+    for kind in algorithm_parts().values():
+        own = OmegaConf.select(file, kind.key)
+        if isinstance(own, DictConfig) and "name" in own:
+            node, of_preset = (OmegaConf.to_container(OmegaConf.select(each, kind.key)) for each in (raw, presets))
+            if _values(node).get("name") != _values(of_preset).get("name"):
+                kept = {option: value for option, value in _values(node).items() if option in own}
+                OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def _with_presets(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -247,6 +270,7 @@ FAMILIAR_NAMES = {
     "advantage": "algorithm.credit",
     "advantage_estimator": "algorithm.credit",
     "batch": "learner.batch_size",
+    "is_cap": "algorithm.loss.cap",
     "mini_batches": "learner.minibatches",
     "num_epochs": "learner.epochs",
     "ppo_epochs": "learner.epochs",
@@ -270,13 +294,25 @@ FAMILIAR_NAMES = {
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
     """A sentence with the setting that an unknown key may stand for."""
+    meant = _meant(key, known)
+    return f"did you mean {meant}?" if meant else "run `impala-llm train --help` to see all keys"
+
+
+def _meant(key: str, known: Sequence[str]) -> str | None:
+    """The setting that an unknown key may stand for."""
     last = key.rsplit(".", 1)[-1]
     same = [name for name in known if name.rsplit(".", 1)[-1] == last]
     meant = FAMILIAR_NAMES.get(last.lower())
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    for name in (*same, *([meant] if meant else ()), *close):
-        return f"did you mean {name}?"
-    return "run `impala-llm train --help` to see all keys"
+    return next(iter([*same, *([meant] if meant else ()), *close]), None)
+
+
+def _unknown_in(file: str, known: Mapping[str, object]) -> list[str]:
+    """Keys of a file that are no settings, each with the setting that it may stand for."""
+    keys = [key for key, _ in _flat(OmegaConf.to_container(_settings_file(Path(file))))]
+    unknown = [key for key in keys if key not in known and key != "defaults" and _kind_of(key) is None]
+    meant = {key: _meant(key, list(known)) for key in unknown}
+    return [f"{key} (did you mean {name}?)" if name else key for key, name in meant.items()]
 
 
 def _groups() -> list[str]:
@@ -333,6 +369,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, OverrideParseException):
             return f"{cause.override} cannot be read: quote a value with special characters, as in \"key='a=b'\""
         if isinstance(cause, ConfigKeyError) and full_key:
+            if where and len(unknown := _unknown_in(file, known)) > 1:
+                return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
             value = given.get(full_key) or (OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")

@@ -170,7 +170,7 @@ def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str
             given[key.removeprefix(f"{kind.options_key}.")] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    return str(chosen), given if chosen != name else {**values, **given}
+    return "null" if chosen is None else str(chosen), given if chosen != name else {**values, **given}
 
 
 def option_fields(part: type) -> list[Field[Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.algorithms.advantages import GAE
+from impala_llm.algorithms.advantages import GAE, GroupRelative
 from impala_llm.algorithms.losses import GSPO, PPOClip, TruncatedIS
 from impala_llm.algorithms.registry import CREDITS, LOSSES
 from impala_llm.algorithms.vtrace import VTrace
@@ -74,6 +74,47 @@ def test_options_of_a_part_that_was_replaced_are_left_behind() -> None:
     assert load([*own, "algorithm.credit=gae"]).algorithm.credit == GAE(name="gae")
     gspo = ["model=scratch", "algorithm=group_relative", "algorithm.loss=gspo"]
     assert load([*gspo, "algorithm.loss.dual_clip=2"]).algorithm.loss == GSPO(name="gspo", dual_clip=2.0)
+
+
+def test_options_of_a_presets_part_that_a_file_replaces_are_left_behind(tmp_path: Path) -> None:
+    preset = "defaults: [override /algorithm: group_relative_by_std]\n"
+    file = tmp_path / "mine.yaml"
+    words = ["model=scratch", f"experiment={file}"]
+    file.write_text(preset + "algorithm: {credit: {name: rloo, discount: 0.5}}")
+    assert load(words).algorithm.credit == CREDITS["rloo"](name="rloo", discount=0.5)
+    assert load([*words, "algorithm=group_relative_by_std"]).algorithm.credit.normalize_std  # type: ignore[attr-defined]
+    for same in ("{name: group_relative, discount: 0.5}", "{discount: 0.5}"):
+        file.write_text(f"{preset}algorithm: {{credit: {same}}}")
+        assert load(words).algorithm.credit == GroupRelative(name="group_relative", normalize_std=True, discount=0.5)
+    file.write_text(preset + "algorithm: {credit: {name: rloo, normalize_std: true}}")
+    with pytest.raises(ConfigError, match="normalize_std=True is no option of algorithm.credit=rloo"):
+        load(words)
+
+
+@pytest.mark.parametrize(("value", "said"), [("null", "null"), ("{name: null}", "null"), ("5", "5")])
+def test_what_is_no_name_in_a_file_is_refused_as_it_stands_there(tmp_path: Path, value: str, said: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"algorithm: {{credit: {value}}}")
+    with pytest.raises(ConfigError, match=f"^algorithm.credit={said} is not known: choose one of .*rloo"):
+        load(["model=scratch", f"experiment={tmp_path}/mine.yaml"])
+
+
+def test_all_unknown_keys_of_a_file_are_named_with_the_settings_they_may_be(tmp_path: Path) -> None:
+    old = "advantage: gae, normalize_std: true, is_cap: 2, clip_low: 0.2, loss: ppo_clip, group_size: 4"
+    (tmp_path / "old.yaml").write_text(f"algorithm: {{{old}}}\nlearner: {{lr: 1e-4}}")
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", f"experiment={tmp_path}/old.yaml"])
+    said = str(caught.value)
+    assert len(said.splitlines()) == 1 and f"{tmp_path}/old.yaml: 5 keys are unknown" in said
+    now = {
+        "algorithm.advantage": "algorithm.credit",
+        "algorithm.normalize_std": "algorithm.credit.normalize_std",
+        "algorithm.is_cap": "algorithm.loss.cap",
+        "algorithm.clip_low": "algorithm.loss.clip_low",
+        "learner.lr": "learner.learning_rate",
+    }
+    for key, name in now.items():
+        assert f"{key} (did you mean {name}?)" in said
+    assert "group_size" not in said
 
 
 def test_what_is_printed_is_in_force_and_loads_again(tmp_path: Path) -> None:
