@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.algorithms.advantages import GAE, GroupRelative, episode_return
 from impala_llm.algorithms.interface import Credit, LossOutput, Scored
@@ -454,3 +455,137 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
     for mine, other, together in zip(alone, results[0], results[1], strict=True):
         assert torch.equal(other, together)
         torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
+
+
+# --- an update by its definition
+
+
+def group_advantages(batch: Batch) -> np.ndarray:
+    """Of each trajectory: its return less the mean return of all, which are one group."""
+    returns = np.array([float(t.rewards.sum()) for t in batch.trajectories])
+    return returns - returns.mean()
+
+
+def defined_loss(lm: PreTrainedModel, batch: Batch, aggregate: str, temperature: float) -> torch.Tensor:
+    """REINFORCE of the batch, a trajectory at a time; weights of the draw have mean 1."""
+    weights = np.array(batch.weights) / np.mean(batch.weights)
+    total, num_tokens = torch.zeros(()), sum(int(t.action_mask.sum()) for t in batch.trajectories)
+    for t, advantage, weight in zip(batch.trajectories, group_advantages(batch), weights, strict=True):
+        tokens = torch.from_numpy(np.asarray(t.tokens)).long()
+        log_probs = (lm(tokens[None]).logits[0] / temperature).log_softmax(-1)
+        actions = np.flatnonzero(t.action_mask)
+        of_tokens = -weight * advantage * log_probs[actions - 1, tokens[actions]]
+        total = (
+            total
+            + {
+                "token_mean": of_tokens.sum() / num_tokens,
+                "sequence_mean_token_sum": of_tokens.sum() / len(batch.trajectories),
+                "sequence_mean_token_mean": of_tokens.mean() / len(batch.trajectories),
+            }[aggregate]
+        )
+    return total
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"])
+@pytest.mark.parametrize("token_budget", [41, 1000], ids=["cut", "whole"])
+def test_loss_and_gradient_are_those_of_the_whole_batch_however_it_is_cut(
+    tmp_path: Path, aggregate: str, token_budget: int
+) -> None:
+    trainer, loss = watching_trainer(tmp_path, GroupRelative(), aggregate=aggregate)
+    trainer.entropy.coef = 0.0
+    trainer.config.learner.token_budget = token_budget
+    batch = dataclasses.replace(varied(), weights=(1.0, 0.5, 0.25, 1.0, 0.1, 0.7))
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = defined_loss(lm, batch, aggregate, trainer.config.engine.temperature)
+    gradients = torch.autograd.grad(expected, list(lm.parameters()))
+    trainer.update(batch, version=3, progress=0.0)
+    found = trainer.log.flush()
+    assert (len(loss.seen) > 1) == (token_budget == 41)
+    assert found["loss/policy"] == found["loss/total"] == pytest.approx(float(expected.detach()), rel=1e-4)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    assert found["optimizer/gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    advantages = np.repeat(group_advantages(batch), [t.num_action_tokens for t in batch.trajectories])
+    assert found["advantage/mean"] == pytest.approx(advantages.mean(), abs=1e-5), "a mean over tokens"
+
+
+class Priorities(NoPriorities):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[int, float]] = []
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        self.told.append(dict(zip(ids, values, strict=True)))
+
+
+@pytest.mark.parametrize("cut", [{}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2}], ids=str)
+def test_the_buffer_is_told_once_of_each_item_the_largest_advantage_of_its_trajectories(
+    tmp_path: Path, cut: dict[str, int]
+) -> None:
+    trainer, _ = recording_trainer(tmp_path, **cut)
+    trainer.buffer = buffer = Priorities()  # type: ignore[assignment]
+    batch = dataclasses.replace(varied(), item_ids=(7, 7, 8, 9, 9, 9))
+    trainer.update(batch, version=3, progress=0.0)
+    sizes = np.abs(group_advantages(batch))
+    expected = {7: sizes[:2].max(), 8: sizes[2], 9: sizes[3:].max()}
+    [told] = buffer.told
+    assert told == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:
+    """Weights after it are those of a trainer that has never seen it; so are the moments, which the next steps show."""
+    good = varied()
+    bad = dataclasses.replace(good, trajectories=(endless(good.trajectories[0]), *good.trajectories[1:]))
+    ends = []
+    for batches in ([bad, good, bad, good], [good, good]):
+        trainer, _ = recording_trainer(tmp_path)
+        for batch in batches:
+            trainer.update(batch, version=3, progress=0.0)
+        ends.append([p.detach().clone() for p in trainer.model.parameters()])
+    for with_bad, without in zip(*ends, strict=True):
+        torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
+
+
+class RecordedRanks(ThreadRanks):
+    """Remembers the sums that it was asked for, by their lengths."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
+        super().__init__(rank, meeting, table)
+        self.asked: list[int] = []
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        self.asked.append(len(numbers))
+        return super().sum(numbers)
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        self.asked.append(-1)
+        super().sum_gradients(model)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
+def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batches_are(
+    tmp_path: Path, algorithm: str
+) -> None:
+    """Rank 0 has six episodes that differ; rank 1 six that are equal, then six of which one is not finite."""
+    policy = save_lm(tmp_path)
+    words = [f"algorithm={algorithm}", "algorithm.group_size=6", "algorithm.whiten_advantages=true"]
+    config = load(["model=scratch", *words, "learner.batch_size=12", "learner.epochs=2", "learner.minibatches=2"])
+    models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
+    meeting, table = threading.Barrier(2), {}
+    ranks = [RecordedRanks(rank, meeting, table) for rank in (0, 1)]
+    differing = varied().trajectories
+    equal = (differing[0],) * 6
+    batches = [[differing, differing], [equal, (endless(differing[0]), *differing[1:])]]
+
+    def work(rank: int) -> None:
+        trainer = Trainer(config, ranks[rank], models[rank], Finite(), MetricLog())  # type: ignore[arg-type]
+        for version, trajectories in enumerate(batches[rank], start=3):
+            trainer.update(dataclasses.replace(varied(), trajectories=trajectories), version, 0.0)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ranks[0].asked == ranks[1].asked
+    assert ranks[0].asked.count(-1) == 2 * 4, "a gradient for each minibatch of each pass"
