@@ -156,23 +156,27 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
             overrides.append(word)
     if len(sources := [word for word in overrides if word.startswith("experiment=")]) > 1:
         raise ConfigError(f"{' and '.join(sources)} are two sources of settings (--config is one): leave one out")
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
+    if twice := [word for key, word in dict(zip(keys, overrides, strict=True)).items() if keys.count(key) > 1]:
+        print(f"impala-llm: given more than once, the last one counts: {' '.join(twice)}", file=sys.stderr)
     return flagged, overrides
 
 
 def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     """Train, then show before and after if `evaluation.before_and_after`; or only say what would be started."""
+    from impala_llm.observability.terminal import working
+
     if is_dry:
         from impala_llm.launch import dry_run
 
-        print(dry_run(config, overrides))
-        return 0
-    from impala_llm.observability.terminal import working
-
+        print(dry_run(config, overrides), flush=True)  # and, beside it, what refuses the start
     with working("checking settings, model and host"):
         from impala_llm.launch import BAD_SETTINGS, supervise
         from impala_llm.preflight import check_training
 
         check_training(config)
+    if is_dry:
+        return 0
 
     code = supervise(config, overrides)
     folder = Path(config.run.dir)

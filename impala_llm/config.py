@@ -236,7 +236,7 @@ def _settings_file(path: Path) -> DictConfig:
         line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"settings file {path}{line}: this is not YAML ({reason}): correct it") from None
-    if not isinstance(settings, DictConfig):
+    if not isinstance(settings, DictConfig) or not settings:
         raise ConfigError(f"settings file {path} holds no settings: write lines such as `learner: {{batch_size: 32}}`")
     return settings
 
@@ -373,7 +373,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
-            value = given.get(full_key) or (OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
+            value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]
             return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
     return f"{f'settings file {file}: ' if file else ''}{str(causes[-1]).splitlines()[0]}: correct this setting"

@@ -5,6 +5,7 @@ and fix. Nothing here imports torch: a refusal takes about a second.
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import math
@@ -72,15 +73,21 @@ def _folder(config: Config) -> list[str]:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
+    # What follows may refuse the start, and a dry run starts nothing: what is made here goes again.
+    missing = [part for part in (folder / "logs", folder, *folder.parents) if not part.exists()]
+    done = "made"
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return [f"run.dir={folder} cannot be made ({error.strerror}): name another folder"]
-    try:
+        done = "written to"
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"a disk that is full refuses this")
     except OSError as error:
-        return [f"run.dir={folder} cannot be written to ({error.strerror}): name another folder, or put that right"]
+        fix = "name another folder" + (", or put that right" if done == "written to" else "")
+        return [f"run.dir={folder} cannot be {done} ({error.strerror}): {fix}"]
+    finally:
+        for part in missing:
+            with contextlib.suppress(OSError):  # another process uses it by now, or it could not be made
+                part.rmdir()
     return []
 
 
@@ -294,7 +301,8 @@ def _disk(config: Config) -> list[str]:
     """Disk space for the last policy: a run that cannot save it has learned for nothing."""
     directory, folder = model_directory(config.model.path), Path(config.run.dir)
     needed = DISK_SPARE + (0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors"))))
-    if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:
+    there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
+    if (free := shutil.disk_usage(there).free) >= needed:
         return []
     return [
         f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policy and logs take "

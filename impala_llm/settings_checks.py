@@ -23,7 +23,7 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
-from impala_llm.settings import ASSETS, Config, EngineConfig, model_directory, other_models
+from impala_llm.settings import ASSETS, Config, EngineConfig, LearnerConfig, model_directory, other_models
 from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -41,6 +41,7 @@ def problems(config: Config) -> list[str]:
         *_sampling_problems(config),
         *_batch_problems(config),
         *_memory_problems(config),
+        *_schedule_problems(config),
         *_algorithm_problems(config),
         *_replay_problems(config),
         *_pipeline_problems(config),
@@ -119,6 +120,24 @@ def _batch_problems(config: Config) -> list[str]:
             f"learner.token_budget={learner.token_budget} cannot hold an episode of "
             f"engine.max_length={engine.max_length} "
             f"tokens: raise it to at least {engine.max_length}"
+        )
+    return found
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    """Phases that outlast the run."""
+    learner, found = config.learner, []
+    total = learner.total_updates
+    # A run of a few updates, to try something, may keep the default.
+    if learner.warmup_updates > max(total, LearnerConfig().warmup_updates):
+        found.append(
+            f"learner.warmup_updates={learner.warmup_updates} is more than learner.total_updates={total}, and the "
+            f"learning rate would never be reached: set it to at most {total}, or raise learner.total_updates"
+        )
+    if learner.value_warmup_updates >= total:
+        found.append(
+            f"learner.value_warmup_updates={learner.value_warmup_updates} leaves no update of learner.total_updates="
+            f"{total} to the policy: set it to less than {total}, or raise learner.total_updates"
         )
     return found
 

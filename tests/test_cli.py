@@ -123,7 +123,10 @@ def test_unknown_options_are_refused(words: list[str], capsys: pytest.CaptureFix
     assert words[1] in said and "--help" in said
 
 
-def test_settings_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_come_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     saved = tmp_path / "my.yaml"
     assert cli.main(["train", "experiment=corridor", "algorithm=dpo", "learner.batch_size=16", "--dry-run"]) == 0
     first = capsys.readouterr().out.partition("# threads")[0]
@@ -166,12 +169,44 @@ def test_bad_settings_stop_before_anything_is_started(command: str, capsys: pyte
     assert "algorithm.max_staleness=-1" in said and "at least 0" in said
 
 
-def test_a_dry_run_prints_settings_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_settings_and_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "experiment=toy", "--dry-run", "run.name=dry"]) == 0
     printed = capsys.readouterr().out
     for word in ("name: dry", "# learner: ", "# actor 0: ", "run.name=dry"):
         assert word in printed
     assert "--dry-run" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_dry_run_refuses_what_the_start_refuses_and_neither_leaves_a_folder(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for word in ("model.device=cuda", "run.dir=/proc/nope"):
+        assert cli.main(["train", "experiment=toy", word, *flags]) == 2
+        assert word in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "outputs" / "toy" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "outputs" / "toy" / "tensorboard" / "metrics.jsonl").write_text("{}\n")
+    assert cli.main(["train", "experiment=toy", *flags]) == 2
+    assert "run.dir=outputs/toy holds a run already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "outputs" / "toy").iterdir()] == ["tensorboard"]
+
+
+def test_a_key_that_is_given_twice_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=toy", "learner.epochs=2", "run.seed=3", "learner.epochs=4"]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "impala-llm: given more than once, the last one counts: learner.epochs=4\n"
+    assert "epochs: 4" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,15 @@ def test_none_is_null_on_the_command_line() -> None:
             ["engine.max_length=8192", "learner.batch_size=2048", "algorithm.group_size=8", "replay.capacity_mb=512"],
             ["replay.capacity_mb=512", "6144 episodes", "822 MiB", "at least 822", "algorithm.max_staleness"],
         ),
+        (
+            ["learner.warmup_updates=1000", "learner.total_updates=150"],
+            ["learner.warmup_updates=1000", "learner.total_updates=150", "at most 150"],
+        ),
+        (
+            ["learner.value_warmup_updates=150", "learner.total_updates=150"],
+            ["learner.value_warmup_updates=150", "learner.total_updates=150", "less than 150"],
+        ),
+        (["learner.batch_size="], ["learner.batch_size= has the wrong type", "Integer", "64"]),
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
         (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
