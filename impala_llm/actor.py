@@ -36,7 +36,16 @@ from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.actor_channel import LearnerLost
-from impala_llm.pipeline.transport.messages import Ack, Engines, Grant, HelloWanted, Revoked, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.transport.messages import (
+    RUN_OVER,
+    Ack,
+    Engines,
+    Grant,
+    HelloWanted,
+    Revoked,
+    Shutdown,
+    WeightsAnnounced,
+)
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell
@@ -194,6 +203,8 @@ class Actor:
                     task.cancel()
         elif isinstance(event, Shutdown):
             self.stopping = True
+            if event.reason != RUN_OVER:
+                self.failure = ActorRefused(event.reason)
 
     def start_episodes(self) -> None:
         """Start waiting episodes, in the order of the tickets, while there is room and the weights are new enough."""
@@ -317,6 +328,10 @@ def actor_name(config: Config, index: int) -> str:
     return f"{host}-actor-{index}"
 
 
+class ActorRefused(RuntimeError):
+    """The learner does not take this actor; another attempt may succeed. The message is the learner's."""
+
+
 class EnvironmentBroken(RuntimeError):
     """The environment fails again and again. The message has the last reason."""
 
@@ -394,7 +409,8 @@ class Reporter:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the learner said stop, 2 for an error that will come again, 3 when the learner is gone."""
+    """Exit code: 0 when the learner said stop, 1 where it refused this actor, 2 for an error that will come again, 3
+    when the learner is gone."""
     end_with_supervisor()
     words = list(argv)
     index = 0
@@ -418,6 +434,9 @@ def main(argv: Sequence[str]) -> int:
     except (LearnerLost, RunDirectoryError) as error:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3
+    except ActorRefused as error:
+        print(f"actor {index}: refused by the learner: {error}", file=sys.stderr)
+        return 1
     print(f"actor {index}: the learner has ended the run", flush=True)
     return 0
 

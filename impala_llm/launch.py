@@ -9,13 +9,14 @@ on from its content. A learner that dies again and again without publishing a ve
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
@@ -24,6 +25,7 @@ from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
+from impala_llm.pipeline.shm.actor_claims import claimed_indices
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
@@ -40,8 +42,12 @@ NOT_SAVED = 4
 """Exit code of a learner whose policy could not be saved, see learner.py: it stays in the run's folder."""
 
 
-def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
-    """The processes of a run: the learner first, then the actors. ConfigError where GPUs are too few."""
+def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None = None) -> list[Child]:
+    """The processes of a run: the learner first, then the actors. ConfigError where GPUs are too few.
+
+    Args:
+        indices: of the actors; None: from 0 on.
+    """
     gpus = deal_gpus(config, visible_gpus())
     environment = {**child_environment(config, gpus.learner), SUPERVISED: "1"}
     if config.engine.transfer != "distributed":  # which may go to servers on other hosts
@@ -50,11 +56,13 @@ def plan(config: Config, overrides: Sequence[str]) -> list[Child]:
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
     log = Path(config.run.dir) / "logs" / "learner.log"
     learner = Child("learner", command, log, environment, config.learner.num_ranks)
-    return [learner, *plan_actors(config, overrides, gpus)]
+    return [learner, *plan_actors(config, overrides, gpus, indices)]
 
 
-def plan_actors(config: Config, overrides: Sequence[str], gpus: GpuShares) -> list[Child]:
-    """The actors of this host, with their share of its cores and GPUs."""
+def plan_actors(
+    config: Config, overrides: Sequence[str], gpus: GpuShares, indices: Iterable[int] | None = None
+) -> list[Child]:
+    """The actors of this host, with their share of its cores and GPUs. indices: as for `plan`."""
     logs = Path(config.run.dir) / "logs"
     return [
         Child(
@@ -63,7 +71,7 @@ def plan_actors(config: Config, overrides: Sequence[str], gpus: GpuShares) -> li
             logs / f"actor-{index}.log",
             child_environment(config, own),
         )
-        for index, own in enumerate(gpus.actors)
+        for index, own in zip(itertools.count() if indices is None else indices, gpus.actors, strict=False)
     ]
 
 
@@ -102,9 +110,15 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
     Raises RunDirectoryError where a living process has a run of this name.
     """
+    with claimed_indices(config.run.name, config.actor.num_actors) as indices:
+        return _supervise(config, overrides, indices)
+
+
+def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
+    """See `supervise`. indices: of the actors."""
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
-    children = plan(config, overrides)
+    children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
@@ -169,14 +183,22 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     Returns 0 then, 1 if one was lost for good or found its learner gone, 2 for settings that will fail again, 130 after
     Ctrl-C, 129 or 143 after another signal.
     """
+    with claimed_indices(config.run.name, config.actor.num_actors) as indices:
+        return _supervise_actors(config, overrides, indices)
+
+
+def _supervise_actors(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
+    """See `supervise_actors`. indices: of the actors, after those of other supervisors of this host."""
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()))
+    actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()), indices)
     if not actors:
         raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
     where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
-    say(f"starting {len(actors)} actors for the learner {where}; logs are in {config.run.dir}/logs")
+    names = actors[0].name if len(actors) == 1 else f"{actors[0].name} to {actors[-1].name}"
+    say(f"starting {names} for the learner {where}; logs are in {config.run.dir}/logs")
     with _stop_signal() as stop_signal, _away_from_learner(config), _terminal_view(config) as view:
         at_play: dict[str, list[float]] = {}
+        waiting = f"waiting for the learner of run {config.run.name!r} {where}"
         try:
             for actor in actors:
                 actor.start()
@@ -184,7 +206,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
                 final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
                 if not any([keep_alive(actor, final) for actor in actors]):
                     break
-                view.status(_actors_status(actors, at_play))
+                view.status(_actors_status(actors, at_play) or waiting)
                 time.sleep(POLL_S)
         finally:
             end(actors, polite=False)
@@ -199,7 +221,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
 
 def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> str:
-    """Summary of the actors' activity, from the messages that they have sent.
+    """Summary of the actors' activity, from the messages that they have sent; empty where none plays.
 
     Args:
         at_play: name -> numbers of its latest message; it is updated.
@@ -210,7 +232,7 @@ def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> 
         if actor.poll() is not None:
             at_play.pop(actor.name, None)
     if not at_play:
-        return "waiting for the learner"
+        return ""
     episodes, tokens_per_s = map(sum, zip(*at_play.values(), strict=True))
     return f"{len(at_play)} of {len(actors)} actors play: {episodes:.0f} episodes under way, {tokens_per_s:,.0f} tok/s"
 

@@ -32,4 +32,5 @@ class RateLimitedWarnings:
             return
         self._last[kind] = now
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        _log.warning("%s: %s (%d more like it not shown)", kind, shown, self._num_silent.pop(kind, 0))
+        num_silent = self._num_silent.pop(kind, 0)
+        _log.warning("%s: %s%s", kind, shown, f" ({num_silent} more like it not shown)" if num_silent else "")

@@ -67,6 +67,14 @@ def test_a_run_is_a_learner_and_its_actors() -> None:
         assert actor.log == Path(config.run.dir) / "logs" / f"actor-{index}.log"
 
 
+def test_actors_beside_those_of_another_supervisor_have_names_and_logs_of_their_own() -> None:
+    config = load(["experiment=toy", "actor.num_actors=2"])
+    actors = launch.plan_actors(config, [], deal_gpus(config, []), [3, 5])
+    assert [actor.name for actor in actors] == ["actor 3", "actor 5"]
+    assert [actor.command[3] for actor in actors] == ["3", "5"]
+    assert actors[1].log == Path(config.run.dir) / "logs" / "actor-5.log"
+
+
 def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     config = load(OVERRIDES)

@@ -51,7 +51,7 @@ def sglang_engine(setup: EngineSetup) -> Engine:
     config, engine, policy = setup.config, setup.config.engine, setup.policy
     servers: Any
     if engine.urls is not None:
-        own = engine.urls[setup.index :: max(1, config.actor.num_actors)]
+        own = engine.urls[setup.index % max(1, config.actor.num_actors) :: max(1, config.actor.num_actors)]
         servers = partial(find_servers, own, engine.start_timeout_s)
     else:
         settings = ServerSettings(

@@ -154,6 +154,8 @@ class ActorChannel:
         """Seconds between two heartbeats."""
         self._next_due = time.monotonic() + heartbeat_s
         self._next_heartbeat = self._next_due
+        self._is_hello_due = False
+        self._next_hello = 0.0
         self._next_sequence = 0
         self._want: int | None = None
         self._engines: Engines | None = None
@@ -327,7 +329,11 @@ class ActorChannel:
                 events += self._handle(message)
         if self._clock.now > self._next_connect:
             self._connect_again()
-        if hello_wanted:
+        self._is_hello_due = self._is_hello_due or hello_wanted
+        # Not at once each time: where another process has this name, each introduction is answered like this.
+        if self._is_hello_due and time.monotonic() >= self._next_hello:
+            self._is_hello_due = False
+            self._next_hello = time.monotonic() + self._heartbeat_s / 4
             self._introduce_again()
         while self._outbox and self._lay(*self._outbox[0]):
             self._outbox.popleft()

@@ -42,6 +42,8 @@ from impala_llm.pipeline.shm.run_directory import check_name
 from impala_llm.pipeline.tickets.ledger import Ticket
 
 SCHEMA_VERSION = 4
+RUN_OVER = "the run is over"
+"""Reason of the `Shutdown` that ends all actors for good."""
 UNKNOWN_RUN = 0
 MAX_MESSAGE_BYTES = 8 << 20
 """Limit of a message; the records that follow it have a limit of their own."""
@@ -292,7 +294,7 @@ class Shutdown:
     """Order to end.
 
     Attributes:
-        reason: for the log.
+        reason: `RUN_OVER`, or why this actor is refused.
     """
 
     reason: str

@@ -28,6 +28,7 @@ from impala_llm.pipeline.transport.inbox import Inbox
 from impala_llm.pipeline.transport.ingest import Ingest, too_long
 from impala_llm.pipeline.transport.leader_follower import LeaderFollower
 from impala_llm.pipeline.transport.message_loop import MessageLoop
+from impala_llm.pipeline.transport.messages import RUN_OVER
 from impala_llm.pipeline.transport.sessions import SessionLimits, SessionRegistry
 from impala_llm.trajectory import Trajectory
 
@@ -262,7 +263,7 @@ class Receiver:
             "arena_fill": self._arena.used / self._arena.capacity,
         }
 
-    def shutdown(self, reason: str = "the run is over") -> None:
+    def shutdown(self, reason: str = RUN_OVER) -> None:
         """Tell all actors to end, later ones too. No ticket is granted from now on."""
         self._loop.shutdown_reason = reason
         self._leadership.wake(urgent=True)

@@ -270,7 +270,11 @@ class WeightRelay:
 
     def _reconnect(self) -> None:
         self.stats.reconnects += 1
-        self._warnings.log("the weight server does not answer", "connecting anew")
+        self._warnings.log(
+            "the weight server does not answer",
+            "connecting anew; if that goes on: are address and port of pipeline.connect those of pipeline.bind on the "
+            "learner's host, and is the key in pipeline.keys among those that are authorised there?",
+        )
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -20,7 +20,7 @@ def test_what_a_peer_says_forges_no_line_of_the_log(caplog: pytest.LogCaptureFix
     RateLimitedWarnings().log("an episode failed", "größer\n12:00 ERROR all is lost\r\x1b[2J\u202e\ud800")
     [record] = caplog.records
     shown = "größer\\n12:00 ERROR all is lost\\r\\x1b[2J\\u202e\\ud800"
-    assert record.message == f"an episode failed: {shown} (0 more like it not shown)"
+    assert record.message == f"an episode failed: {shown}"
 
 
 def test_repeated_complaints_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,6 +30,6 @@ def test_repeated_complaints_are_counted_and_not_logged(caplog: pytest.LogCaptur
             complaints.log("malformed", f"number {number}")
         complaints.log("other", "once")
     assert [record.message for record in caplog.records] == [
-        "malformed: number 0 (0 more like it not shown)",
-        "other: once (0 more like it not shown)",
+        "malformed: number 0",
+        "other: once",
     ]

@@ -94,6 +94,25 @@ def test_two_living_processes_of_one_name_do_not_take_turns(pair: Pair, caplog: 
     second.close()
 
 
+def test_an_actor_that_is_asked_for_its_name_again_and_again_answers_now_and_then(pair: Pair) -> None:
+    """As where another process has its name: each of its messages is answered like this."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
+        learner.bind(pair.run_dir.endpoint(0))
+        actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=60.0)
+        actor.hello()
+        heard: list[messages.Message] = []
+        for _ in range(50):
+            if learner.poll(100):
+                address, frame = learner.recv_multipart()
+                heard.append(messages.decode(frame))
+                learner.send_multipart([address, messages.encode(messages.HelloWanted(), pair.run_dir.run_id)])
+            actor.request(1)
+            actor.poll(0.01)
+        actor.close()
+    Path(pair.run_dir.endpoint(0).removeprefix("ipc://")).unlink(missing_ok=True)
+    assert len(heard) == 50 and sum(isinstance(message, messages.Hello) for message in heard) == 2
+
+
 def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(pair: Pair) -> None:
     first = pair.receiver(batch_size=8)
     actor = pair.actor(want=4)
