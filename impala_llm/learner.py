@@ -91,7 +91,7 @@ class Learner:
         self.endpoint = stack.enter_context(
             LearnerEndpoint(config, ranks.rank, ranks.world_size, ranks.barrier, self.files)
         )
-        self.model, self.version = start_model(config, self.endpoint.newest_weights())
+        self.model, self.version = start_model(config, self.endpoint.newest_weights(), ranks.is_main)
         self.model.to(ranks.device)
         ranks.broadcast(self.model.parameters())
         self.model.check(config.engine.max_length)
@@ -252,11 +252,12 @@ def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
     return min(1.0, share)
 
 
-def start_model(config: Config, newest: WeightReader | None) -> tuple[PolicyModel, int]:
+def start_model(config: Config, newest: WeightReader | None, is_main: bool = True) -> tuple[PolicyModel, int]:
     """The policy to go on from, and its version.
 
     Args:
         newest: board with what a killed learner published or kept last; None: the configured start.
+        is_main: whether this rank says where it goes on from.
     """
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
     if newest is None:
@@ -264,7 +265,8 @@ def start_model(config: Config, newest: WeightReader | None) -> tuple[PolicyMode
     with newest.lease() as lease:
         model = PolicyModel.from_pretrained(lease.path, *sizes)
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
-        say(f"learner: going on from version {lease.version}; {anew} anew")
+        if is_main:
+            say(f"learner: going on from version {lease.version}; {anew} anew")
         return model, lease.version
 
 

@@ -36,7 +36,9 @@ def test_a_run_is_over_by_updates_or_by_time() -> None:
 
 
 @pytest.mark.parametrize("last", ["published", "kept"])
-def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path: Path, last: str) -> None:
+def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
+    tmp_path: Path, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = Config()
     config.model.path = str(save_lm(tmp_path / "policy"))
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
@@ -52,7 +54,9 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(tmp_path:
                 p.data.add_(0.125 * number)
             publisher.publish(number, receiver)
         resumed, version = start_model(config, newest_board(run))
+        start_model(config, newest_board(run), is_main=False)
     assert version == 2
+    assert capsys.readouterr().out.count("going on from version 2") == 1, "one rank says so for all"
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {
         n: p.tolist() for n, p in model.named_parameters()
     }
