@@ -122,6 +122,8 @@ class Learner:
             stack.push(self.save_what_was_learned)
         self.is_saved = True
         """Whether no policy had to be left in shared memory."""
+        self.is_refusal_said = False
+        """Whether it was said that a connection was refused."""
         self.connected: set[str] = set()
         """Actors that were connected when it was last said which are."""
         self.progress = self.version / config.learner.total_updates
@@ -199,8 +201,19 @@ class Learner:
         """Called while there is no batch. what: is missing."""
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
         if self.view is not None:
-            tell_of_actors(self.receiver, self.connected)
+            self.tell_of_actors()
             self.view.wait(what)
+
+    def tell_of_actors(self) -> None:
+        """Say which actors have come or gone, and the first time that a connection was refused."""
+        tell_of_actors(self.receiver, self.connected)
+        is_open = self.config.pipeline.bind is not None
+        if is_open and not self.is_refusal_said and self.receiver.counters()["peers_refused"]:
+            self.is_refusal_said = True
+            say(
+                f"learner: a connection to pipeline.bind={self.config.pipeline.bind} was refused, the log says why: "
+                "the key of an actor must be authorised in pipeline.keys here"
+            )
 
     def make_view(self, stack: ExitStack) -> View | None:
         """View of the run in the terminal: the supervisor's, where there is one."""
@@ -215,7 +228,7 @@ class Learner:
         if self.writer is not None:
             self.writer.write(self.version, summary)
         if self.ranks.is_main:
-            tell_of_actors(self.receiver, self.connected)
+            self.tell_of_actors()
         if self.view is not None:
             self.view.update(self.version, summary, self.progress)
 
