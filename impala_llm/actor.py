@@ -329,7 +329,7 @@ def actor_name(config: Config, index: int) -> str:
 
 
 class ActorRefused(RuntimeError):
-    """The learner does not take this actor; another attempt may succeed. The message is the learner's."""
+    """The learner of a run that goes on does not take this actor. The message is the learner's."""
 
 
 class EnvironmentBroken(RuntimeError):
@@ -409,8 +409,8 @@ class Reporter:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the learner said stop, 1 where it refused this actor, 2 for an error that will come again, 3
-    when the learner is gone."""
+    """Exit code: 0 when the learner said stop, 2 for an error that will come again, 3 when it is gone or refuses this
+    actor."""
     end_with_supervisor()
     words = list(argv)
     index = 0
@@ -435,8 +435,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3
     except ActorRefused as error:
+        # The supervisor of a whole run starts it again; one of actors alone does not know whose learner that is by now.
         print(f"actor {index}: refused by the learner: {error}", file=sys.stderr)
-        return 1
+        return 3
     print(f"actor {index}: the learner has ended the run", flush=True)
     return 0
 

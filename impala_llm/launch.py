@@ -37,7 +37,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MAX_LEARNER_RESTARTS = 3
 """Restarts of a learner without a version published in between, however long it ran."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
-"""Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone."""
+"""Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone, or refuses it."""
 NOT_SAVED = 4
 """Exit code of a learner whose policy could not be saved, see learner.py: it stays in the run's folder."""
 
