@@ -26,8 +26,9 @@ INTRODUCTION = """\
 # Settings
 
 Written by `python -m impala_llm.settings_reference > docs/settings.md` from the fields in `impala_llm/settings.py`;
-`impala-llm train --help` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. None is
-written `null`.
+`impala-llm train --help` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. `null`
+is no value. A preset beside a file, such as `algorithm=vtrace`, goes over it: what the presets of its group set comes
+from the one that is named, all else in the file stays.
 """
 
 
