@@ -562,13 +562,14 @@ class RecordedRanks(ThreadRanks):
         super().sum_gradients(model)
 
 
+@pytest.mark.parametrize("whitens", ["true", "false"])
 @pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
 def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batches_are(
-    tmp_path: Path, algorithm: str
+    tmp_path: Path, algorithm: str, whitens: str
 ) -> None:
     """Rank 0 has six episodes that differ; rank 1 six that are equal, then six of which one is not finite."""
     policy = save_lm(tmp_path)
-    words = [f"algorithm={algorithm}", "algorithm.group_size=6", "algorithm.whiten_advantages=true"]
+    words = [f"algorithm={algorithm}", "algorithm.group_size=6", f"algorithm.whiten_advantages={whitens}"]
     config = load(["model=scratch", *words, "learner.batch_size=12", "learner.epochs=2", "learner.minibatches=2"])
     models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
     meeting, table = threading.Barrier(2), {}
