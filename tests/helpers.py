@@ -1,5 +1,7 @@
-"""What several test modules build: so far, the tiny random policy."""
+"""Builders for several test modules: the tiny random policy, programs that run Python code."""
 
+import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -59,3 +61,12 @@ def make_tiny_model(directory: Path, seed: int = 0) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def write_program(path: Path, code: str) -> Path:
+    """A program that runs Python code, with this interpreter: a shebang of its own could hold no path with spaces."""
+    script = path.with_name(f"{path.name}.py")
+    script.write_text(code)
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
+    path.chmod(0o755)
+    return path

@@ -19,11 +19,11 @@ import pytest
 
 from impala_llm.engines.sglang.launch_args import BadServerSettings, ServerError, ServerSettings
 from impala_llm.engines.sglang.server import GUARD, SGLangServer
+from tests.helpers import write_program
 from tests.system.sglang import ROOT, cpu_settings, descendants, needs_sglang, tiny_checkpoint
 
 DEADLINE_S = 30.0
-STAND_IN = """#!{python}
-# Speaks like an interpreter that has SGLang, and like its server.
+STAND_IN = """# Speaks like an interpreter that has SGLang, and like its server.
 import http.server, mmap, os, pathlib, subprocess, sys, threading, time
 if sys.argv[1] == "-c":
     print("0.5.21")
@@ -77,16 +77,14 @@ def stand_in(tiny_model: Path, tmp_path: Path) -> Callable[[str], ServerSettings
     """Settings with an interpreter whose "SGLang" runs this code."""
 
     def make(code: str) -> ServerSettings:
-        program = tmp_path / "python"
-        program.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path), code=code))
-        program.chmod(0o755)
+        program = write_program(tmp_path / "python", STAND_IN.format(folder=str(tmp_path), code=code))
         return ServerSettings(model=tiny_model, log=tmp_path / "log", python=str(program), max_length=512)
 
     return make
 
 
 def without_guard(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if "sglang_guard" not in " ".join(each.cmdline())]
+    return [each for each in processes if "sglang/guard.py" not in " ".join(each.cmdline())]
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:

@@ -30,7 +30,7 @@ def servers_of(run: Run) -> list[psutil.Process]:
     found = []
     for process in run.processes("sglang.launch_server"):
         with suppress(psutil.Error):
-            if not any("sglang_guard" in word for word in process.cmdline()):
+            if not any("sglang/guard.py" in word for word in process.cmdline()):
                 found.append(process)
     return found
 

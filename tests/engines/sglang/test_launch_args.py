@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from impala_llm.engines.sglang.launch_args import (
     environment,
 )
 from impala_llm.engines.sglang.server import SGLangServer
+from tests.helpers import write_program
 
 
 def value(words: list[str], option: str) -> str:
@@ -122,9 +122,7 @@ def test_a_history_longer_than_the_model_is_refused_with_the_longest_that_fits(
 
 def interpreter(path: Path, code: str) -> str:
     """A program that runs this code, whatever it is asked."""
-    path.write_text(f"#!{sys.executable}\n{code}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(write_program(path, code))
 
 
 @pytest.mark.parametrize(
