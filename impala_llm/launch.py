@@ -189,10 +189,10 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise_actors(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise_actors`. indices: of the actors, after those of other supervisors of this host."""
-    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()), indices)
     if not actors:
         raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
+    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     where = "on this host" if config.pipeline.connect is None else f"at {config.pipeline.connect}"
     names = actors[0].name if len(actors) == 1 else f"{actors[0].name} to {actors[-1].name}"
     say(f"starting {names} for the learner {where}; logs are in {config.run.dir}/logs")

@@ -4,6 +4,7 @@ key, the value and the fix, and with nothing left behind. Nothing is started, wh
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -85,7 +86,7 @@ def open_keys(path: Path) -> None:
 
 
 def interpreter_without_packages(path: Path) -> None:
-    (path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     (path / "python").chmod(0o755)
 
 
