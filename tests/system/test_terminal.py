@@ -1,6 +1,7 @@
 """What people see of a run, in terminals of the usual widths."""
 
 import re
+import shlex
 import signal
 import sys
 import uuid
@@ -105,7 +106,8 @@ def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_
 
 @pytest.mark.system
 def test_seconds_are_counted_while_something_is_installed_and_its_exit_code_is_kept(tmp_path: Path) -> None:
-    script = f"set -e; venv=/none name=setup; . {ROOT}/tools/lib/venv.sh; counting sleep 2.5; counting bash -c 'exit 3'"
+    functions = shlex.quote(f"{ROOT}/tools/lib/venv.sh")
+    script = f"set -e; venv=/none name=setup; . {functions}; counting sleep 2.5; counting bash -c 'exit 3'"
     with Watched(80, ["bash", "-c", script], tmp_path) as watched:
         assert watched.wait(START_S) == 3
         assert {"setup: 1 s", "setup: 2 s"} <= {text for _, text in watched.seen}
