@@ -21,7 +21,7 @@ from tests.pipeline.support import make_trajectory, turns_until
 from tests.system.runs import ROOT, Run, column
 
 ENDLESS = "learner.total_updates=100000"
-STOP_S = 10.0
+STOP_S = 30.0
 """What the design allows from a signal to the end of everything."""
 
 
