@@ -31,7 +31,7 @@ from impala_llm.replay import ReplayBuffer, ReplayFraction
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
-_COMPLAINT_INTERVAL_S = 10.0
+_WARNING_INTERVAL_S = 10.0
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Trainer:
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
-        self.complaints = RateLimitedWarnings(_COMPLAINT_INTERVAL_S)
+        self.warnings = RateLimitedWarnings(_WARNING_INTERVAL_S)
         self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
         """Whether rewards are added to the environment's."""
         self.num_updates = 0
@@ -369,7 +369,7 @@ class Trainer:
         """Say why a step is left out."""
         first = culprits[0]
         others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
-        self.complaints.log(
+        self.warnings.log(
             "A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE",
             f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
             f"{episode_return(first, self.credit.discount):g}){others}, at version {version}: check its rewards, or "

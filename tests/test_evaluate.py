@@ -169,7 +169,7 @@ def test_the_difference_is_paired_task_by_task() -> None:
 
 
 def test_a_table_of_80_columns_names_a_run_in_one_line() -> None:
-    label = "/home/user/outputs/a_run_of_mine/policy"
+    label = "runs/of/a/long/name/outputs/a_run_of_mine/policy"
     result = Result(label, "toy, split test", 500, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 1234.4, (0.5,) * 500)
     console = Console(file=io.StringIO(), width=80)
     show([result], [], console)

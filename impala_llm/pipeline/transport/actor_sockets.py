@@ -32,7 +32,7 @@ Address = tuple[int, bytes]
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a receiver listens.
+    """Addresses at which a receiver listens.
 
     Attributes:
         local: `RunDirectory.endpoint(rank)`, or tcp://127.0.0.1:<port or *>.
