@@ -32,4 +32,4 @@ def listener() -> Iterator[Listener]:
     listener = Listener()
     yield listener
     listener.socket.close(0)
-    listener.context.term()
+    listener.context.destroy(linger=0)

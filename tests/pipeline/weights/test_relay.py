@@ -53,12 +53,13 @@ class Host:
         self.context = zmq.Context()
         self.folder = folder
         self.publisher = WeightPublisher(folder / "learner", num_slots, FILES)
-        self.endpoint = f"inproc://{next(_names)}"
         self.here = WeightReader(folder / "relay")
         self.relays: list[WeightRelay] = []
         self.server = self.serve()
 
     def serve(self) -> WeightServer:
+        # A name of its own: ZeroMQ gives the last server's name free some time after its socket was closed.
+        self.endpoint = f"inproc://{next(_names)}"
         socket = self.context.socket(zmq.ROUTER)
         socket.bind(self.endpoint)
         server = WeightServer(self.folder / "learner", socket)
@@ -106,7 +107,7 @@ class Host:
         for relay in self.relays:
             relay.close()
         self.server.close()
-        self.context.term()
+        self.context.destroy(linger=0)  # `term` would wait for ever for a socket that a failed test left open
 
 
 @pytest.fixture
