@@ -36,8 +36,8 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
+from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.cautions import cautions
-from impala_llm.learning.feed import Feed, Stalled
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
@@ -110,14 +110,16 @@ class Learner:
             sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
             self.publisher.transports.append(partial(send_to_servers, sender, self.receiver.engines))
 
-        self.feed = Feed(config, self.receiver, batch_size, config.run.seed + ranks.rank)
+        self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank)
         self.writer: MetricWriter | None = None
         if ranks.is_main:
             folder, names = self.run_folder / "tensorboard", config.run.metric_writers
             self.writer = stack.enter_context(MetricWriter(folder, names))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
-        self.trainer = Trainer(config, ranks, self.model, self.feed.buffer, self.meters.log, self.feed.replay_fraction)
+        self.trainer = Trainer(
+            config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
+        )
         if ranks.is_main:
             stack.push(self.save_what_was_learned)
         self.is_saved = True
@@ -136,7 +138,7 @@ class Learner:
         timer = self.trainer.timer
         with timer.stage("idle"):
             end = end_of_time(self.config.learner, self.began_at)
-            batch = self.feed.next_batch(self.version, end, self.while_waiting)
+            batch = self.batches.next_batch(self.version, end, self.while_waiting)
         # Ranks end together: where one has waited in vain for the rest of the time, all do.
         if self.config.learner.max_minutes is not None and self.ranks.sum([float(batch is None)])[0] > 0:
             return False
@@ -145,7 +147,7 @@ class Learner:
             self.began_at = self.ranks.sum([self.endpoint.run_dir.began_at() if self.ranks.is_main else 0.0])[0]
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
-        self.trainer.update(batch, self.version, self.progress, partial(self.feed.arrivals, self.version))
+        self.trainer.update(batch, self.version, self.progress, partial(self.batches.arrivals, self.version))
         with timer.stage("publish"):
             self.version += 1
             self.meters.log.update(self.publisher.publish(self.version, self.receiver))
@@ -153,7 +155,7 @@ class Learner:
             elapsed_s = time.monotonic() - self.began_at
             share = share_done(self.config.learner, self.version, elapsed_s) if self.ranks.is_main else 0.0
             self.progress = self.ranks.sum([share])[0]  # by rank 0's clock
-            self.meters.observe(self.feed, batch, self.version)
+            self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.version % save_every == 0 and self.ranks.is_main:
                 self.save(self.run_folder / f"policy-{self.version}")

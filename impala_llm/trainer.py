@@ -16,8 +16,8 @@ from impala_llm.algorithms.advantages import episode_return
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
-from impala_llm.learning.feed import Batch
 from impala_llm.learning.mismatch import MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective, score

@@ -15,7 +15,7 @@ from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs.base import Session
 from impala_llm.envs.webshop.suite import WebShopSuite
 from impala_llm.envs.webshop.synthetic import synthetic_catalogue
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks

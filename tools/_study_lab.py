@@ -1,9 +1,9 @@
 """One training run in one process, in which what the learner trains on is exactly `lag` versions old.
 
-In the whole system staleness depends on timing. Here the embedded engine plays, the learner's own `Feed` and `Trainer`
-train, and between them stands a `DelayLine` in place of the receiver. With B trajectories a batch and S samples per
-insert, N(v) = B + v B / S episodes have arrived before update v, and those that come with it were played by version
-max(0, v - lag).
+In the whole system staleness depends on timing. Here the embedded engine plays, the learner's own `BatchSource` and
+`Trainer` train, and between them stands a `DelayLine` in place of the receiver. With B trajectories a batch and S
+samples per insert, N(v) = B + v B / S episodes have arrived before update v, and those that come with it were played by
+version max(0, v - lag).
 
 Invariant: the settings and the seed decide everything; two runs that differ in `lag` or in the algorithm play equally
 many episodes of the same tasks in the same order and make equally many updates.
@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.envs.toy import CorridorSuite
-from impala_llm.learning.feed import Feed
+from impala_llm.learning.batch_source import BatchSource
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
@@ -76,7 +76,7 @@ class RunSettings:
 
 
 class DelayLine:
-    """Stands where the feed expects a receiver: gives out trajectories at the version at which they are due."""
+    """Stands where the source expects a receiver: gives out trajectories at the version at which they are due."""
 
     def __init__(self) -> None:
         self._due: list[Trajectory] = []
@@ -189,9 +189,9 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         resolve_policy(config), config.model.value_hidden_size, config.model.value_trunk_gradient
     )
     line = DelayLine()
-    feed = Feed(config, line, config.learner.batch_size, config.run.seed)  # type: ignore[arg-type]
+    source = BatchSource(config, line, config.learner.batch_size, config.run.seed)  # type: ignore[arg-type]
     log = MetricLog()
-    trainer = Trainer(config, Ranks("cpu"), model, feed.buffer, log)
+    trainer = Trainer(config, Ranks("cpu"), model, source.buffer, log)
     batch_size, reuse = config.learner.batch_size, config.replay.samples_per_insert
     under_way: list[Trajectory] = []
     num_arrived = num_tokens = 0
@@ -213,11 +213,11 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         num_arrived += num_new
         num_tokens += sum(t.num_action_tokens for t in arriving)
         line.put(arriving)
-        batch = feed.next_batch(version)
+        batch = source.next_batch(version)
         trainer.update(batch, version, progress=version / settings.num_updates)
         log.add("buffer/reuse", batch.mean_reuse)
-        feed.received.clear()
-        feed.evicted.clear()
+        source.received.clear()
+        source.evicted.clear()
         player.engine.load_state(model.lm.state_dict(), version + 1)
         if (version + 1) % settings.evaluate_every == 0 or version + 1 == settings.num_updates:
             await evaluate(version + 1)

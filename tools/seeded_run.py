@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.envs import make_suite
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy

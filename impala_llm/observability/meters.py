@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from impala_llm.learning.feed import Batch, Feed
+from impala_llm.learning.batch_source import Batch, BatchSource
 from impala_llm.learning.parallel import Ranks
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import METRICS, MetricLog
@@ -80,28 +80,28 @@ class Meters:
         # Counts that a killed process left behind belong to the first step.
         self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
 
-    def observe(self, feed: Feed, batch: Batch, version: int) -> None:
+    def observe(self, source: BatchSource, batch: Batch, version: int) -> None:
         """Episodes that arrived, the buffer, the tickets and the actors, as of now. version: made of the batch."""
         log = self.log
-        for t in feed.received:
+        for t in source.received:
             self._observe_arrival(t)
         # The step was made from the version before.
         oldest = 0 if self._max_staleness is None else version - 1 - self._max_staleness
         for t in batch.trajectories:
             self._observe_lost(t, float((t.versions[t.action_mask] < oldest).mean()))
-        for t in feed.evicted:
+        for t in source.evicted:
             self._observe_lost(t, 1.0)
             log.add("buffer/evicted", 1)
             log.add(f"buffer/evicted_{_length_class(t.num_tokens)}", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
             log.add("buffer/evicted_reward", float(t.rewards.sum()))
-        log.add("buffer/refilled_groups", feed.num_refilled - self._num_refilled)
-        self._num_refilled = feed.num_refilled
-        log.add("buffer/yielded_groups", feed.num_yielded - self._num_yielded)
-        self._num_yielded = feed.num_yielded
-        feed.received.clear()
-        feed.evicted.clear()
-        stats = feed.buffer.stats()
+        log.add("buffer/refilled_groups", source.num_refilled - self._num_refilled)
+        self._num_refilled = source.num_refilled
+        log.add("buffer/yielded_groups", source.num_yielded - self._num_yielded)
+        self._num_yielded = source.num_yielded
+        source.received.clear()
+        source.evicted.clear()
+        stats = source.buffer.stats()
         log.add("buffer/fill", stats.fill)
         log.add("buffer/trajectories", stats.num_trajectories)
         log.add("buffer/size_gb", stats.num_bytes / 1e9)

@@ -13,7 +13,7 @@ import torch
 from impala_llm.algorithms.advantages import GroupRelative, group_relative
 from impala_llm.algorithms.losses import TruncatedIS
 from impala_llm.algorithms.vtrace import VTrace
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective

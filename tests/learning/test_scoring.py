@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.preference import Preference, pair_advantages
 from impala_llm.config import load
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks

@@ -19,7 +19,7 @@ from impala_llm.algorithms.losses import PPOClip, Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import load
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impala_llm.learning.feed import Batch
+from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.meters import EpisodeWindow, Meters
 from impala_llm.replay import OldestFirst, ReplayBuffer
@@ -24,7 +24,7 @@ class QuietReceiver:
         return {}
 
 
-def played_feed(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Any:
+def played_source(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Any:
     return SimpleNamespace(
         received=list(received),
         evicted=list(evicted),
@@ -43,7 +43,7 @@ def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
     unrolls[:2] = [dataclasses.replace(t, score=0.0, stats={}) for t in unrolls[:2]]
     never_ending = dataclasses.replace(make_trajectory(continues=True), ticket_id=8)
     for t in (unrolls[0], whole, never_ending, unrolls[1], unrolls[2]):
-        meters.observe(played_feed(received=[t]), Batch((), (), (), 1.0), version=3)
+        meters.observe(played_source(received=[t]), Batch((), (), (), 1.0), version=3)
     found = meters.log.flush()
     assert found["rollout/episodes"] == 2
     assert found["rollout/score"] == 0.5
@@ -77,9 +77,9 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
 
     short, long = make_trajectory(num_tokens=40, version=3), make_trajectory(num_tokens=300)
     batch = Batch((short, old_in(long, 3)), (1.0, 1.0), (0, 1), 1.0)
-    feed = played_feed(evicted=[old_in(long, 0)])  # for want of room
+    source = played_source(evicted=[old_in(long, 0)])  # for want of room
     meters = Meters(QuietReceiver(), None, max_staleness=2)  # type: ignore[arg-type]
-    meters.observe(feed, batch, version=5)  # the batch was trained on from version 4
+    meters.observe(source, batch, version=5)  # the batch was trained on from version 4
     found = meters.log.flush()
     assert found["buffer/lost_tokens_below_256"] == 0.0
     num_long = long.num_action_tokens
@@ -95,7 +95,7 @@ def test_a_metric_that_only_another_release_knows_is_counted_and_left_out(caplog
             return {"actor-0": strange | {"actor/idle_share": 0.25}}
 
     meters = Meters(Told(), Ranks("cpu"))  # type: ignore[arg-type]
-    meters.observe(played_feed(), Batch((), (), (), 1.0), 3)
+    meters.observe(played_source(), Batch((), (), (), 1.0), 3)
     found = meters.gather()
     assert found["actor/idle_share"] == 0.25 and found["learner/version"] == 3
     assert found["pipeline/unknown_figures"] == 5

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from impala_llm.config import load
-from impala_llm.learning.feed import Feed, Stalled
+from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.pipeline.shm import journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
@@ -169,7 +169,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     )
     receiver.log, receiver.sabotage, receiver.digests = log, settings.sabotage, {}
     receiver.start()
-    feed = Feed(config, receiver, BATCH_SIZE, settings.seed)
+    source = BatchSource(config, receiver, BATCH_SIZE, settings.seed)
     log.say("ready", receiver.counters()["recovered"])
     threading.Thread(target=report_memory, args=(log,), daemon=True).start()
 
@@ -190,11 +190,11 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     while True:
         if not batch:
             try:
-                batch = list(feed.next_batch(version).trajectories)
+                batch = list(source.next_batch(version).trajectories)
             except Stalled:
                 log.say("stalled")
-        feed.received.clear()
-        feed.evicted.clear()
+        source.received.clear()
+        source.evicted.clear()
         bits = meeting.exchange(HAS_BATCH * bool(batch) | WANTS_END * settings.calm.exists(), MEET_S)
         if any(value & WANTS_END for value in bits):
             break
@@ -211,9 +211,9 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     # The end: everything that was granted comes in, and what is left goes into a last step.
     settled_at = None
     while settled_at is None or time.monotonic() < settled_at + SETTLE_S:
-        feed.collect(version, 0.05)
-        feed.received.clear()
-        feed.evicted.clear()
+        source.collect(version, 0.05)
+        source.received.clear()
+        source.evicted.clear()
         if ledger.num_expected():
             settled_at = None
         elif settled_at is None:
@@ -221,13 +221,13 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     log.say("settled")
     receiver.shutdown()
     while not settings.actors_gone.exists():
-        feed.collect(version, 0.05)
+        source.collect(version, 0.05)
     receiver.close()
-    feed.collect(version, 0.0)
+    source.collect(version, 0.0)
     del batch
     meeting.exchange(0, START_S)
     step(list(receiver.digests))
-    del feed
+    del source
     gc.collect()
     arena.reserve(np.empty(0, np.int64))  # takes back what has been dropped
     counters = receiver.counters()

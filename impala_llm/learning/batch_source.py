@@ -1,4 +1,4 @@
-"""From the receiver's door to a batch: groups are put together, buffered, and drawn by priority.
+"""Batches from the trajectories that arrive: groups are put together, buffered, and drawn by priority.
 
 Invariant: every trajectory that comes out of the receiver is reported back once as trained or evicted; nothing waits in
 here for a group member that can never come. An unroll of an episode is a trajectory of its own.
@@ -49,7 +49,7 @@ class Batch:
         return sum(t.num_tokens for t in self.trajectories)
 
 
-class Feed:
+class BatchSource:
     """Owned by the learner's thread of one rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""The feed between a receiver that is played here and the buffer: groups, order, evictions, the way of every ticket."""
+"""Batch source between a receiver that is played here and the buffer: groups, order, evictions, tickets."""
 
 import dataclasses
 import random
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from impala_llm.config import load
-from impala_llm.learning.feed import Batch, Feed, Stalled
+from impala_llm.learning.batch_source import Batch, BatchSource, Stalled
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
@@ -41,7 +41,7 @@ def run_dir() -> Iterator[RunDirectory]:
 
 
 class PlayedReceiver:
-    """What the feed asks of a receiver; the test says what arrives and what is lost."""
+    """What the source asks of a receiver; the test says what arrives and what is lost."""
 
     def __init__(self) -> None:
         self.arriving: list[Trajectory] = []
@@ -63,11 +63,11 @@ class PlayedReceiver:
         return {"actors": 2.0, "open": 3.0, "failed": 1.0}
 
 
-def make_feed(*overrides: str, seed: int = 0, stall_timeout_s: float = 600.0) -> tuple[Feed, PlayedReceiver]:
+def make_source(*overrides: str, seed: int = 0, stall_timeout_s: float = 600.0) -> tuple[BatchSource, PlayedReceiver]:
     settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}", *overrides]
     receiver, config = PlayedReceiver(), load(settings)
     config.learner.stall_timeout_s = stall_timeout_s
-    return Feed(config, receiver, BATCH, seed), receiver  # type: ignore[arg-type]
+    return BatchSource(config, receiver, BATCH, seed), receiver  # type: ignore[arg-type]
 
 
 def members(group_id: int, version: int = 0, missing: int = 0) -> list[Trajectory]:
@@ -83,91 +83,91 @@ def tickets(batch: Batch | None) -> list[int]:
 
 def test_a_batch_is_whole_groups_in_the_order_of_their_tickets() -> None:
     for seed in range(3):
-        feed, receiver = make_feed()
+        source, receiver = make_source()
         receiver.arriving = members(1) + members(0)
         random.Random(seed).shuffle(receiver.arriving)
-        batch = feed.next_batch(version=0)
+        batch = source.next_batch(version=0)
         assert tickets(batch) == list(range(BATCH))
         assert batch.weights == (1.0,) * BATCH and batch.mean_reuse == 1.0
         assert len(set(batch.item_ids[:GROUP])) == len(set(batch.item_ids[GROUP:])) == 1
         assert batch.num_tokens == sum(t.num_tokens for t in batch.trajectories)
-        assert sorted(t.ticket_id for t in feed.received) == list(range(BATCH))
+        assert sorted(t.ticket_id for t in source.received) == list(range(BATCH))
         assert receiver.evicted_tickets == []
 
 
 def test_a_group_waits_for_its_members_and_a_batch_for_its_groups() -> None:
-    feed, receiver = make_feed(stall_timeout_s=0.0)
+    source, receiver = make_source(stall_timeout_s=0.0)
     receiver.arriving = members(0) + members(1)[1:]
-    feed.collect(version=0, timeout_s=0.0)
-    assert len(feed.buffer) == 1
+    source.collect(version=0, timeout_s=0.0)
+    assert len(source.buffer) == 1
     receiver.arriving = members(1)[:1]
-    assert tickets(feed.next_batch(version=0)) == list(range(BATCH))
+    assert tickets(source.next_batch(version=0)) == list(range(BATCH))
 
 
 def test_groups_of_one_are_drawn_as_they_come() -> None:
-    feed, receiver = make_feed("algorithm=vtrace", "algorithm.group_size=1")
+    source, receiver = make_source("algorithm=vtrace", "algorithm.group_size=1")
     receiver.arriving = [make_trajectory(ticket_id=ticket, group_id=ticket) for ticket in reversed(range(BATCH + 3))]
-    assert tickets(feed.next_batch(version=0)) == list(range(3, BATCH + 3))
-    assert len(feed.buffer) == 3
+    assert tickets(source.next_batch(version=0)) == list(range(3, BATCH + 3))
+    assert len(source.buffer) == 3
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_group_without_its_lost_members_takes_the_place_of_a_whole_one(max_staleness: int) -> None:
     """With max_staleness 0 no ticket beyond the batch is granted: one that waited for more would wait for ever."""
-    feed, receiver = make_feed(f"algorithm.max_staleness={max_staleness}", "learner.stall_timeout_s=1")
+    source, receiver = make_source(f"algorithm.max_staleness={max_staleness}", "learner.stall_timeout_s=1")
     for version in range(3):
         first = 2 * version
         receiver.arriving = members(first, version) + members(first + 1, version, missing=1)
-        feed.collect(version, timeout_s=0.0)
-        assert len(feed.buffer) == 1
+        source.collect(version, timeout_s=0.0)
+        assert len(source.buffer) == 1
         receiver.lost[first + 1] = 1  # from now on known to be lost
-        assert tickets(feed.next_batch(version)) == list(range(version * BATCH, (version + 1) * BATCH - 1))
+        assert tickets(source.next_batch(version)) == list(range(version * BATCH, (version + 1) * BATCH - 1))
     assert receiver.evicted_tickets == []
 
 
 def test_who_has_nobody_left_to_be_compared_with_is_evicted_and_so_is_who_comes_late() -> None:
-    feed, receiver = make_feed()
+    source, receiver = make_source()
     lonely, *late = members(0)
     receiver.arriving, receiver.lost[0] = [lonely], GROUP - 1
-    feed.collect(version=0, timeout_s=0.0)
-    assert receiver.evicted_tickets == [0] and len(feed.buffer) == 0
+    source.collect(version=0, timeout_s=0.0)
+    assert receiver.evicted_tickets == [0] and len(source.buffer) == 0
     receiver.arriving = late[:1]  # an attempt that was given up arrives after all
-    feed.collect(version=0, timeout_s=0.0)
+    source.collect(version=0, timeout_s=0.0)
     assert receiver.evicted_tickets == [0, 1]
-    assert [t.ticket_id for t in feed.evicted] == [0, 1] and [t.ticket_id for t in feed.received] == [0, 1]
+    assert [t.ticket_id for t in source.evicted] == [0, 1] and [t.ticket_id for t in source.received] == [0, 1]
 
 
 def test_what_became_too_old_is_evicted_and_reported() -> None:
-    feed, receiver = make_feed("algorithm.max_staleness=1")
+    source, receiver = make_source("algorithm.max_staleness=1")
     receiver.arriving = members(0, version=0)
-    feed.collect(version=0, timeout_s=0.0)
+    source.collect(version=0, timeout_s=0.0)
     receiver.arriving = members(1, version=1) + members(2, version=2)
-    assert tickets(feed.next_batch(version=2)) == list(range(GROUP, GROUP + BATCH))
+    assert tickets(source.next_batch(version=2)) == list(range(GROUP, GROUP + BATCH))
     assert receiver.evicted_tickets == list(range(GROUP))
     receiver.arriving = members(3, version=0)  # born too old
-    feed.collect(version=2, timeout_s=0.0)
+    source.collect(version=2, timeout_s=0.0)
     assert receiver.evicted_tickets == [*range(GROUP), *range(3 * GROUP, 4 * GROUP)]
 
 
 def test_a_group_of_which_one_member_took_long_is_drawn_with_those_that_waited_for_it() -> None:
-    feed, receiver = make_feed("algorithm.max_staleness=1")
+    source, receiver = make_source("algorithm.max_staleness=1")
     *waited, late = members(0, version=0)
     versions = np.where(late.action_mask, 0, late.versions).astype(np.int32)
     versions[np.flatnonzero(late.action_mask)[-1]] = 4
     receiver.arriving = [*waited, dataclasses.replace(late, versions=versions), *members(1, version=4)]
-    feed.collect(version=5, timeout_s=0.0)
+    source.collect(version=5, timeout_s=0.0)
     assert receiver.evicted_tickets == []
-    assert tickets(feed.next_batch(version=5)) == list(range(BATCH))
+    assert tickets(source.next_batch(version=5)) == list(range(BATCH))
 
 
 def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> None:
     # Another seed may leave one group for the last batch of two: it would wait for more, which never comes here.
-    feed, receiver = make_feed("replay=prioritised", "replay.uniform_floor=0", "algorithm.max_staleness=4", seed=2)
+    source, receiver = make_source("replay=prioritised", "replay.uniform_floor=0", "algorithm.max_staleness=4", seed=2)
     receiver.arriving = [t for group_id in range(4) for t in members(group_id)]
     drawn: Counter[int] = Counter()
     reuse = 0.0
     for _ in range(4):  # 2 samples per insert: 4 batches of 2 out of 4 groups
-        batch = feed.next_batch(version=0)
+        batch = source.next_batch(version=0)
         drawn.update(tickets(batch))
         reuse += batch.mean_reuse
         of_item = defaultdict(set)
@@ -175,32 +175,32 @@ def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> Non
             of_item[item_id].add((t.group_id, weight))
         assert sorted(len(pairs) for pairs in of_item.values()) == [1, 1]
         # priorities that differ, so that a weight on the wrong member would show
-        feed.buffer.update_advantages(list(of_item), [0.1 + item_id for item_id in of_item])
+        source.buffer.update_advantages(list(of_item), [0.1 + item_id for item_id in of_item])
     assert set(drawn.values()) == {2} and len(drawn) == 4 * GROUP
     assert reuse / 4 == pytest.approx(1.5)
 
 
 def test_the_same_seed_draws_the_same_batches() -> None:
     def draws(seed: int) -> list[list[int]]:
-        feed, receiver = make_feed("replay=prioritised", "algorithm.max_staleness=4", seed=seed)
+        source, receiver = make_source("replay=prioritised", "algorithm.max_staleness=4", seed=seed)
         receiver.arriving = [t for group_id in range(16) for t in members(group_id)]
-        return [tickets(feed.next_batch(version=0)) for _ in range(8)]
+        return [tickets(source.next_batch(version=0)) for _ in range(8)]
 
     assert draws(1) == draws(1) != draws(2)
 
 
 def test_no_batch_for_too_long_says_what_there_was() -> None:
-    feed, receiver = make_feed(stall_timeout_s=0.0)
+    source, receiver = make_source(stall_timeout_s=0.0)
     receiver.arriving = members(0) + members(1, missing=1)
     with pytest.raises(Stalled, match=r"stall_timeout_s.* 1 of 2 groups, 3 episodes under way, 2 actors, 3 traj"):
-        feed.next_batch(version=0)
+        source.next_batch(version=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
     """Members arrive in any order, some are lost, some are late, versions go on: nothing vanishes, nothing doubles."""
     rng = random.Random(seed)
-    feed, receiver = make_feed("algorithm.max_staleness=1")
+    source, receiver = make_source("algorithm.max_staleness=1")
     trained: Counter[int] = Counter()
     arrived: set[int] = set()
     version = 0
@@ -211,8 +211,8 @@ def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
             receiver.arriving += there
             arrived |= {t.ticket_id for t in there}
         rng.shuffle(receiver.arriving)
-        feed.collect(version, timeout_s=0.0)
-        while (batch := feed.next_batch(version, until=0.0)) is not None:
+        source.collect(version, timeout_s=0.0)
+        while (batch := source.next_batch(version, until=0.0)) is not None:
             assert tickets(batch) == sorted(tickets(batch))
             assert all(version - t.oldest_version <= 1 for t in batch.trajectories)
             trained.update(tickets(batch))
@@ -220,23 +220,23 @@ def test_every_ticket_is_handed_out_once_or_evicted_once(seed: int) -> None:
     evicted = Counter(receiver.evicted_tickets)
     assert max((trained + evicted).values()) == 1
     waiting = arrived - trained.keys() - evicted.keys()
-    assert len(waiting) == feed.buffer.stats().num_trajectories
+    assert len(waiting) == source.buffer.stats().num_trajectories
     assert trained and evicted
 
 
 def test_a_bounded_share_of_a_batch_was_used_before() -> None:
-    feed, receiver = make_feed(
+    source, receiver = make_source(
         "replay=prioritised", "replay.max_replays=4", "replay.max_replayed_share=0.5", "algorithm.max_staleness=8"
     )
     receiver.arriving = [t for group_id in range(4) for t in members(group_id)]
-    assert feed.next_batch(version=0).mean_reuse == 1.0, "nothing had been used before"
-    assert feed.next_batch(version=0).mean_reuse == 1.5, "one group of two"
-    assert feed.replay_fraction is not None
-    assert feed.next_batch(version=0).mean_reuse > 1.0
+    assert source.next_batch(version=0).mean_reuse == 1.0, "nothing had been used before"
+    assert source.next_batch(version=0).mean_reuse == 1.5, "one group of two"
+    assert source.replay_fraction is not None
+    assert source.next_batch(version=0).mean_reuse > 1.0
 
 
 def test_each_unroll_of_an_episode_is_an_item_of_its_own() -> None:
-    feed, receiver = make_feed("algorithm=vtrace", "algorithm.group_size=1", "algorithm.max_staleness=1")
+    source, receiver = make_source("algorithm=vtrace", "algorithm.group_size=1", "algorithm.max_staleness=1")
     unrolls = [
         dataclasses.replace(
             make_trajectory(version=index // 2, ticket_id=ticket, group_id=ticket),
@@ -248,23 +248,23 @@ def test_each_unroll_of_an_episode_is_an_item_of_its_own() -> None:
         for index in range(4)
     ]
     receiver.arriving = unrolls[::-1]
-    batch = feed.next_batch(version=2)
+    batch = source.next_batch(version=2)
     young = [t.unroll_id for t in unrolls if t.unroll_index >= 2]
     assert [t.unroll_id for t in batch.trajectories] == young, "by ticket, then by unroll"
     assert sorted([*receiver.evicted_tickets, *young]) == sorted(t.unroll_id for t in unrolls), "the others are too old"
 
 
 def test_the_oldest_incomplete_group_yields_when_nothing_more_can_come_in(caplog: pytest.LogCaptureFixture) -> None:
-    feed, receiver = make_feed("learner.stall_timeout_s=20")
+    source, receiver = make_source("learner.stall_timeout_s=20")
     receiver.is_full = True
     receiver.arriving = [*members(2, missing=1), *members(0, missing=3), *members(1, missing=2)]
-    batch = feed.next_batch(version=0)
+    batch = source.next_batch(version=0)
     assert tickets(batch) == [4, 5, 8, 9, 10]  # groups 1 and 2
     assert receiver.evicted_tickets == [0]  # nobody to compare it with
-    assert feed.num_yielded == 3
+    assert source.num_yielded == 3
     assert "group 0 goes on with 1 of 4" in caplog.text and "replay.capacity_mb" in caplog.text
     receiver.arriving = members(0)[1:] + members(1)[2:]  # too late
-    feed.collect(version=0, timeout_s=0.0)
+    source.collect(version=0, timeout_s=0.0)
     assert receiver.evicted_tickets == [0, 1, 2, 3, 6, 7]
 
 
@@ -280,7 +280,9 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
     receiver.start()
     actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, heartbeat_s=0.05)
     settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}"]
-    feed = Feed(load([*settings, "algorithm.max_staleness=2", "learner.stall_timeout_s=60"]), receiver, BATCH, 0)
+    source = BatchSource(
+        load([*settings, "algorithm.max_staleness=2", "learner.stall_timeout_s=60"]), receiver, BATCH, 0
+    )
     try:
         actor.hello()
         actor.request(24)
@@ -291,11 +293,11 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
         for ticket in (*first, *last):
             actor.send(make_record(ticket))
         turns_until(lambda: receiver.is_full, actor)
-        batch = feed.next_batch(version=0)
-        assert len(batch.trajectories) >= 2 and feed.num_yielded > 0
+        batch = source.next_batch(version=0)
+        assert len(batch.trajectories) >= 2 and source.num_yielded > 0
         receiver.trained([t.unroll_id for t in batch.trajectories])
         receiver.announce(1)
-        batch = feed.next_batch(version=1)
+        batch = source.next_batch(version=1)
         assert len(batch.trajectories) >= 2
     finally:
         actor.close()
@@ -303,9 +305,9 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
 
 
 def test_a_wait_says_what_is_missing_and_ends_with_the_time_of_the_run() -> None:
-    feed, _ = make_feed()
+    source, _ = make_source()
     said: list[str] = []
-    assert feed.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
+    assert source.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
     assert said and "0 of 2 groups" in said[0]
 
 
@@ -320,24 +322,24 @@ def scored(group_id: int, *returns: float) -> list[Trajectory]:
 
 
 def test_groups_without_variance_make_room_for_others_and_are_counted() -> None:
-    feed, receiver = make_feed("algorithm.refill=2")
+    source, receiver = make_source("algorithm.refill=2")
     receiver.arriving = scored(0, 0, 0, 0, 0) + scored(1, 0, 1, 0, 0) + scored(2, 1, 1, 1, 1) + scored(3, 1, 0.5, 1, 1)
-    assert tickets(feed.next_batch(version=0)) == [*range(4, 8), *range(12, 16)]
+    assert tickets(source.next_batch(version=0)) == [*range(4, 8), *range(12, 16)]
     assert sorted(receiver.evicted_tickets) == [*range(0, 4), *range(8, 12)], "so that others are granted"
-    assert feed.num_refilled == 2
+    assert source.num_refilled == 2
 
 
 def test_no_more_are_replaced_in_an_update_than_the_setting_says() -> None:
     """A policy that has solved its tasks must not wait for ever."""
-    feed, receiver = make_feed("algorithm.refill=0.5")
+    source, receiver = make_source("algorithm.refill=0.5")
     for version, first in enumerate((0, 3)):
         receiver.arriving = [t for group in range(first, first + 3) for t in scored(group, 1, 1, 1, 1)]
-        assert tickets(feed.next_batch(version)) == list(range(GROUP * (first + 1), GROUP * (first + 3)))
-        assert feed.num_refilled == version + 1
+        assert tickets(source.next_batch(version)) == list(range(GROUP * (first + 1), GROUP * (first + 3)))
+        assert source.num_refilled == version + 1
 
 
 def test_by_default_all_groups_are_trained_on() -> None:
-    feed, receiver = make_feed()
+    source, receiver = make_source()
     receiver.arriving = scored(0, 0, 0, 0, 0) + scored(1, 1, 1, 1, 1)
-    assert tickets(feed.next_batch(version=0)) == list(range(BATCH))
-    assert feed.num_refilled == 0 and receiver.evicted_tickets == []
+    assert tickets(source.next_batch(version=0)) == list(range(BATCH))
+    assert source.num_refilled == 0 and receiver.evicted_tickets == []
