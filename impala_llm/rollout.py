@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from impala_llm.engines.base import Generation, ModelRefused, SamplingParams, TokenGenerator
 from impala_llm.envs import contract
-from impala_llm.envs.base import Session
+from impala_llm.envs.base import AsyncSession, Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
 
 
@@ -153,7 +153,7 @@ class Turn:
 
 async def play_episode(
     spec: EpisodeSpec,
-    session: Session,
+    session: Session | AsyncSession,
     engine: TokenGenerator,
     chat: ChatFormat,
     limits: EpisodeLimits,
@@ -181,7 +181,7 @@ async def play_episode(
         EngineError: the engine refused the request or died.
         EnvironmentFault: the environment raised, or returned what it must not.
     """
-    observation = contract.reset(session, spec.task_id, spec.env)
+    observation = await contract.reset(session, spec.task_id, spec.env)
     info: dict[str, Any] = {}
     played = _Played(spec, chat.first(observation))
     terminated = truncated = False
@@ -200,7 +200,7 @@ async def play_episode(
                 truncated = True
                 break
             action, before = chat.text(answer.tokens), observation
-            observation, reward, terminated, truncated, info = contract.step(session, action, spec.env)
+            observation, reward, terminated, truncated, info = await contract.step(session, action, spec.env)
             played.add(answer, reward)
             if transcript is not None:
                 transcript.append(Turn(before, action, reward))

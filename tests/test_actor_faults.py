@@ -1,5 +1,6 @@
 """Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class WithoutScore:
 
 def fault(word: str = "door") -> EnvironmentFault:
     with pytest.raises(EnvironmentFault) as caught:
-        contract.step(Broken(), word, "maze")  # type: ignore[arg-type]
+        asyncio.run(contract.step(Broken(), word, "maze"))  # type: ignore[arg-type]
     return caught.value
 
 
@@ -55,7 +56,7 @@ def test_a_broken_contract_ends_the_actor_at_once() -> None:
     for _ in range(faults.MOST_IN_A_ROW):
         assert not faults.is_broken
         with pytest.raises(EnvironmentFault) as caught:
-            contract.step(WithoutScore(), "go", "maze")  # type: ignore[arg-type]
+            asyncio.run(contract.step(WithoutScore(), "go", "maze"))  # type: ignore[arg-type]
         faults.observe(caught.value)
     assert faults.is_broken
 
@@ -75,7 +76,7 @@ def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pyte
     said = capsys.readouterr().err
     assert said.count("raise KeyError(action)") == 1 and "first" in said and "second" not in said
     with pytest.raises(EnvironmentFault) as caught:
-        contract.reset(Broken(), 1, "maze")  # type: ignore[arg-type]
+        asyncio.run(contract.reset(Broken(), 1, "maze"))  # type: ignore[arg-type]
     faults.observe(caught.value)
     assert "has no attribute 'reset'" in capsys.readouterr().err
 

@@ -35,6 +35,18 @@ class Session(Protocol):
         ...
 
 
+class AsyncSession(Protocol):
+    """A `Session` that waits for something, such as a server, without holding up the other episodes of its actor."""
+
+    async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        """See `Session.reset`."""
+        ...
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """See `Session.step`."""
+        ...
+
+
 class Suite(Protocol):
     """The tasks of an environment and what their episodes share."""
 
@@ -46,7 +58,7 @@ class Suite(Protocol):
         """Task ids of a split, in canonical order, the same in every process. Splits are disjoint."""
         ...
 
-    def session(self, training: bool) -> Session:
+    def session(self, training: bool) -> Session | AsyncSession:
         """A fresh session. `training` switches on what only training does, such as an early end."""
         ...
 

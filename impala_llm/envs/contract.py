@@ -3,13 +3,14 @@
 Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from impala_llm.envs.base import Session, Split, Suite
+from impala_llm.envs.base import AsyncSession, Session, Split, Suite
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
@@ -29,9 +30,9 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
     return found
 
 
-def reset(session: Session, task_id: int, env: str) -> str:
+async def reset(session: Session | AsyncSession, task_id: int, env: str) -> str:
     """The first observation of a task. env: name for messages."""
-    result = _call(f"env {env}: reset({task_id})", lambda: session.reset(task_id))
+    result = await _call_session(f"env {env}: reset({task_id})", lambda: session.reset(task_id))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
         raise EnvironmentFault(
             f"env {env}: reset({task_id}) returned {_shown(result)}: (observation str, info) expected"
@@ -39,9 +40,9 @@ def reset(session: Session, task_id: int, env: str) -> str:
     return result[0]
 
 
-def step(session: Session, action: str, env: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """An action: (observation, reward, terminated, truncated, info). At an end `info` has `score` and `success`."""
-    result = _call(f"env {env}: step", lambda: session.step(action))
+    result = await _call_session(f"env {env}: step", lambda: session.step(action))
     if not (isinstance(result, tuple) and len(result) == 5):
         raise EnvironmentFault(
             f"env {env}: step returned {_shown(result)}: (observation, reward, terminated, truncated, info) is expected"
@@ -76,6 +77,17 @@ def step(session: Session, action: str, env: str) -> tuple[str, float, bool, boo
 def _call(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
+    except Exception as error:
+        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+async def _call_session(what: str, function: Callable[[], Any]) -> Any:
+    """Call a method that may be a coroutine function."""
+    result = _call(what, function)
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return await result
     except Exception as error:
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
 

@@ -1,5 +1,6 @@
 """What an environment must return, and what is said of one that does not."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Scripted:
     ],
 )
 def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
-    assert contract.step(Scripted(result), "go", "maze") == result
+    assert asyncio.run(contract.step(Scripted(result), "go", "maze")) == result
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
 )
 def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
     with pytest.raises(EnvironmentFault) as fault:
-        contract.step(Scripted(result), "go", "maze")
+        asyncio.run(contract.step(Scripted(result), "go", "maze"))
     for word in ["env maze", "step", *words]:
         assert word in str(fault.value)
 
@@ -72,7 +73,37 @@ def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
 @pytest.mark.parametrize("result", ["page", ("page",), (7, {}), RuntimeError("no such task")])
 def test_a_reset_that_returns_no_observation_is_named(result: Any) -> None:
     with pytest.raises(EnvironmentFault, match=r"env maze: reset\(3\)"):
-        contract.reset(Scripted(result), 3, "maze")
+        asyncio.run(contract.reset(Scripted(result), 3, "maze"))
+
+
+class Waiting:
+    """A session whose steps wait for its partner's."""
+
+    def __init__(self, mine: asyncio.Event, other: asyncio.Event) -> None:
+        self.mine, self.other = mine, other
+
+    async def reset(self, task_id: int) -> Any:
+        return "page", {}
+
+    async def step(self, action: str) -> Any:
+        self.mine.set()
+        await self.other.wait()
+        if action == "break":
+            raise KeyError("door")
+        return "page", 0.0, False, False, {}
+
+
+def test_a_session_of_coroutines_waits_without_holding_up_others() -> None:
+    async def both(word: str) -> list[Any]:
+        events = asyncio.Event(), asyncio.Event()
+        sessions = Waiting(*events), Waiting(*events[::-1])
+        assert [await contract.reset(session, 3, "maze") for session in sessions] == ["page", "page"]
+        steps = (contract.step(session, word, "maze") for session in sessions)
+        return await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), timeout=20)
+
+    assert asyncio.run(both("go")) == 2 * [("page", 0.0, False, False, {})]
+    for fault in asyncio.run(both("break")):
+        assert isinstance(fault, EnvironmentFault) and "env maze: step raised KeyError" in str(fault)
 
 
 class Tasks:
