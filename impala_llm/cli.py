@@ -24,6 +24,8 @@ impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
     starts actors alone, for a learner started elsewhere
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
     plays held-out tasks with a policy
+impala-llm doctor [--config FILE] [--json] [key=value ...]
+    looks at this host: what is wrong, and what to do
 impala-llm bench NAME [--json] [--option value ...]
     measures a part, beside others' (no NAME: the list)
 impala-llm keys --dir DIR [--actors NAME,NAME,...]
@@ -63,8 +65,17 @@ read. The policy is that of model.path; with the config.yaml of a run's folder,
 and no model.path beside it, the one that the run has learned.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
+    "doctor": """\
+impala-llm doctor [--config FILE] [--json] [key=value ...]
+
+Looks at versions, GPUs, memory, shared memory, disk, ports, keys, model, SGLang
+and a process group of two ranks, with the settings of a run: what is there,
+whether it is right, and what to do. Status 1 where something is wrong.
+With pipeline.connect it looks at the host of actors, else at the learner's.
+  --config FILE   settings from a YAML file; the same as experiment=FILE
+  --json          print the result as JSON""",
 }
-FLAGS = {"train": "--dry-run", "evaluate": "--json"}
+FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +125,10 @@ def run_command(words: Sequence[str]) -> int:
     }
     try:
         flagged, overrides = options(command, rest)
+        if command == "doctor":
+            from impala_llm.doctor import main as doctor
+
+            return doctor(overrides, as_json=flagged)
         return commands[command](load(overrides), overrides, flagged)
     except (ConfigError, EngineError, EnvironmentFault, RunDirectoryError) as error:
         print(f"impala-llm: {error}", file=sys.stderr)

@@ -331,13 +331,17 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def threads_per_process(config: Config) -> int:
     """Threads of each learner rank and actor, so that together they do not exceed the cores of this host.
 
     Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // (config.learner.num_ranks + config.actor.num_actors))
+    return max(1, num_cores() // (config.learner.num_ranks + config.actor.num_actors))
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

@@ -35,26 +35,57 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 """Any of them is enough."""
 
 
+Checks = dict[str, Sequence[Callable[[Config], list[str]]]]
+"""By the part that they look at. Each returns sentences with key, value and fix, none where all is well."""
+
+
 def check_training(config: Config) -> None:
     """Before `impala-llm train`. Raises ConfigError with all that was found."""
-    on_disk = (_own_learner, _folder, _earlier_run, _starting_policy, _model, _other_models)
-    _raise_for(config, (*on_disk, _device, _sglang, _servers, _learner_keys, _ports, _memory, _disk))
+    _raise_for(config, training_checks())
 
 
 def check_actors(config: Config) -> None:
     """Before `impala-llm actors`. Raises ConfigError with all that was found."""
-    _raise_for(config, (_folder, _model, _device, _sglang, _servers, _actor_keys, _learner_host))
+    _raise_for(config, actors_checks())
 
 
 def check_evaluation(config: Config) -> None:
     """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
     # A policy from scratch, and the logs of a server, lie in the run's folder.
     writes = config.model.path == "scratch" or config.engine.name == "sglang"
-    _raise_for(config, (*((_folder,) if writes else ()), _model, _device, _sglang, _servers))
+    _raise_for(config, {"run folder": (_folder,) if writes else (), "model": (_model,), **_engine_checks()})
 
 
-def _raise_for(config: Config, checks: Sequence[Callable[[Config], list[str]]]) -> None:
-    found = [problem for check in checks for problem in check(config)]
+def training_checks() -> Checks:
+    """For the host of `impala-llm train`."""
+    return {
+        "run folder": (_own_learner, _folder, _earlier_run),
+        "model": (_starting_policy, _model, _other_models),
+        **_engine_checks(),
+        "keys": (_learner_keys,),
+        "ports": (_ports,),
+        "shared memory": (_memory,),
+        "disk": (_disk,),
+    }
+
+
+def actors_checks() -> Checks:
+    """For a host of `impala-llm actors`."""
+    return {
+        "run folder": (_folder,),
+        "model": (_model,),
+        **_engine_checks(),
+        "keys": (_actor_keys,),
+        "ports": (_learner_host,),
+    }
+
+
+def _engine_checks() -> Checks:
+    return {"device": (_device,), "engine": (_sglang, _servers)}
+
+
+def _raise_for(config: Config, checks: Checks) -> None:
+    found = [problem for part in checks.values() for check in part for problem in check(config)]
     if found:
         raise ConfigError.of(found)
 
@@ -279,8 +310,7 @@ def _memory(config: Config) -> list[str]:
     num_ranks, num_actors = config.learner.num_ranks, config.actor.num_actors
     # A version that is not published may be kept, on a board of two slots.
     num_slots = config.pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
-    directory = model_directory(config.model.path)
-    weights = 0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors")))
+    weights = float32_bytes(config.model.path)
     parts = {
         "replay.capacity_mb": num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
         "pipeline.arena_mb": num_actors * config.pipeline.arena_mb * MEGABYTE,
@@ -299,8 +329,8 @@ def _memory(config: Config) -> list[str]:
 
 def _disk(config: Config) -> list[str]:
     """Disk space for the last policy: a run that cannot save it has learned for nothing."""
-    directory, folder = model_directory(config.model.path), Path(config.run.dir)
-    needed = DISK_SPARE + (0 if directory is None else sum(map(_float32_bytes, directory.glob("*.safetensors"))))
+    folder = Path(config.run.dir)
+    needed = DISK_SPARE + float32_bytes(config.model.path)
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
@@ -310,11 +340,18 @@ def _disk(config: Config) -> list[str]:
     ]
 
 
-def _float32_bytes(path: Path) -> int:
-    """Bytes that the tensors of a file take on the weight board, which holds the learner's float32."""
-    try:
-        with safe_open(path, "np") as file:
-            names = file.keys()  # it is no dict
-            return sum(4 * math.prod(file.get_slice(name).get_shape()) for name in names)
-    except (OSError, SafetensorError):
-        return 0  # which `_model` tells of
+def float32_bytes(path: str) -> int:
+    """Bytes that the weights of a model take on the weight board, which holds the learner's float32.
+
+    Args:
+        path: value of `model.path`.
+
+    Returns:
+        0 where the model is made from scratch, or cannot be read.
+    """
+    directory, total = model_directory(path), 0
+    for file in directory.glob("*.safetensors") if directory else ():
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:  # `_model` tells of it
+            names = tensors.keys()  # it is no dict
+            total += sum(4 * math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return total

@@ -24,7 +24,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_goes_to_stdout(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word]) == 0
     printed = capsys.readouterr()
-    for command in ("train", "actors", "evaluate", "bench", "keys"):
+    for command in ("train", "actors", "evaluate", "doctor", "bench", "keys"):
         assert f"impala-llm {command}" in printed.out
     assert printed.err == ""
 
@@ -64,7 +64,9 @@ def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("impala-llm train")
 
 
-@pytest.mark.parametrize("words", [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate"))])
+@pytest.mark.parametrize(
+    "words", [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate", "doctor"))]
+)
 def test_help_fits_a_terminal_of_80_columns(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

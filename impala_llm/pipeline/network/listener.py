@@ -1,4 +1,4 @@
-"""Listening sockets at which other processes meet this one to form a process group.
+"""Listening sockets at which other processes meet this one to form a process group, and trials of addresses and ports.
 
 Invariant: a socket is bound to the address by which this host reaches those processes, loopback for those on this host,
 never to all addresses.
@@ -60,6 +60,16 @@ def try_to_listen(endpoint: TcpEndpoint) -> None:
         # As ZeroMQ does: lingering connections of an earlier listener do not count.
         probe.setsockopt(system.SOL_SOCKET, system.SO_REUSEADDR, 1)
         probe.bind(address)
+
+
+def try_to_connect(endpoint: TcpEndpoint, timeout_s: float) -> None:
+    """Check that a process listens at an address and port. Sends nothing.
+
+    Raises:
+        OSError: none does, or nothing answers in time.
+    """
+    with system.create_connection((endpoint.host, endpoint.port or 0), timeout=timeout_s):
+        pass
 
 
 def listen_at(address: str) -> Listener:
