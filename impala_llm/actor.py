@@ -35,7 +35,7 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.transport.actor_channel import LearnerLost
+from impala_llm.pipeline.transport.learner_connection import LearnerLost
 from impala_llm.pipeline.transport.messages import (
     RUN_OVER,
     Ack,

@@ -29,6 +29,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore  # noqa: E4
 from impala_llm.pipeline.tickets.ledger import TicketLedger  # noqa: E402
 from impala_llm.pipeline.tickets.task_order import TaskOrder  # noqa: E402
 from impala_llm.pipeline.transport.actor_channel import ActorChannel  # noqa: E402
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes  # noqa: E402
 from impala_llm.pipeline.transport.messages import WeightsAnnounced  # noqa: E402
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits  # noqa: E402
 
@@ -93,7 +94,9 @@ def measure(num_actors: int, seconds: float, settle_s: float, is_away: bool) -> 
             for index in range(num_actors):
                 where = (there if is_away else here, f"actor-{index}", None if is_away else run, 1 << 12)
                 own_keys = load_actor_keys(keys) if is_away else None
-                channel = ActorChannel(*where, keys=own_keys, learner_timeout_s=START_S, context=context)
+                channel = ActorChannel(
+                    *where, keys=own_keys, times=ChannelTimes(learner_timeout_s=START_S), context=context
+                )
                 channel.hello()
                 channel.request(4)
                 channels.append(channel)

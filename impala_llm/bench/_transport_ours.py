@@ -17,6 +17,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 
@@ -57,7 +58,8 @@ class OurPipeline(Contender):
     def connect_producer(self, index: int, records: list[Record]) -> None:
         run = RunDirectory.attach(self._run_name, timeout_s=_ATTACH_S)
         self._actor_id = f"actor-{index}"
-        self._channel = ActorChannel(run.endpoint(0), self._actor_id, run, _ARENA_BYTES, learner_timeout_s=_PATIENCE_S)
+        times = ChannelTimes(learner_timeout_s=_PATIENCE_S)
+        self._channel = ActorChannel(run.endpoint(0), self._actor_id, run, _ARENA_BYTES, times=times)
         self._channel.hello()
         self._models = [record.trajectory for record in records]
         self._num_prepared = 0

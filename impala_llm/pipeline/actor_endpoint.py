@@ -7,7 +7,8 @@ from pathlib import Path
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
-from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
 from impala_llm.pipeline.transport.rank_channels import ActorChannels
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config
@@ -48,8 +49,7 @@ class ActorEndpoint:
             None if remote else self._run_dir,
             arena_bytes=(pipeline.arena_mb << 20) // self._config.learner.num_ranks,
             keys=load_actor_keys(Path(pipeline.keys).expanduser()) if remote and pipeline.keys else None,
-            heartbeat_s=pipeline.heartbeat_s,
-            learner_timeout_s=pipeline.learner_timeout_s,
+            times=ChannelTimes(pipeline.heartbeat_s, learner_timeout_s=pipeline.learner_timeout_s),
             arena_name=f"{self._actor_id}.rank-{rank}",
             context=context,
         )

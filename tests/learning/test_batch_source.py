@@ -18,6 +18,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import words_of
@@ -278,7 +279,7 @@ def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirect
         Endpoints(run_dir.endpoint(0)), ledger, RecordLimits(VOCAB_SIZE), run_dir, arena, SessionLimits(600.0)
     )
     receiver.start()
-    actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, heartbeat_s=0.05)
+    actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 18, times=ChannelTimes(0.05))
     settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}"]
     source = BatchSource(
         load([*settings, "algorithm.max_staleness=2", "learner.stall_timeout_s=60"]), receiver, BATCH, 0

@@ -13,6 +13,7 @@ from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.peers import Peer
@@ -83,7 +84,8 @@ class Pair:
         """is_shared: its records lie in shared memory; otherwise they travel."""
         endpoint = endpoint or self.run_dir.endpoint(0)
         run_dir = self.run_dir if is_shared else None
-        actor = ActorChannel(endpoint, actor_id, run_dir, arena_bytes, None, heartbeat_s, resend_s, learner_timeout_s)
+        times = ChannelTimes(heartbeat_s, resend_s, learner_timeout_s)
+        actor = ActorChannel(endpoint, actor_id, run_dir, arena_bytes, times=times)
         actor.hello()
         actor.request(want)
         self.actors.append(actor)

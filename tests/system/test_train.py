@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from impala_llm.envs.toy import CorridorSuite, ParrotSuite
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.messages import Grant, Refused
 from tests.pipeline.support import make_trajectory, turns_until
 from tests.system.runs import ROOT, Run, column
@@ -181,7 +182,7 @@ def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after
 def refuse_one_trajectory(run_name: str) -> None:
     """Play an actor whose only trajectory holds a token outside of the vocabulary."""
     run_dir = RunDirectory.attach(run_name)
-    intruder = ActorChannel(run_dir.endpoint(0), "intruder", run_dir, arena_bytes=1 << 16, heartbeat_s=0.1)
+    intruder = ActorChannel(run_dir.endpoint(0), "intruder", run_dir, arena_bytes=1 << 16, times=ChannelTimes(0.1))
     try:
         intruder.hello()
         intruder.request(1)

@@ -54,6 +54,7 @@ _MAX_TEXT = 4096
 _INT64 = 1 << 63
 _CRC = struct.Struct("<I")
 _RUN_ID = struct.Struct("<Q")
+_DESCRIPTOR = struct.Struct("<5q")
 _BODY_AT = _CRC.size + _RUN_ID.size
 
 
@@ -75,6 +76,10 @@ class Descriptor(NamedTuple):
     start: int
     num_words: int
     checksum: int
+
+    def pack(self) -> bytes:
+        """Encode as a row of `DescriptorBatch`."""
+        return _DESCRIPTOR.pack(*self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ class DescriptorBatch:
     @classmethod
     def of(cls, descriptors: Sequence[Descriptor]) -> DescriptorBatch:
         """Make a batch of descriptors."""
-        return cls(np.array(descriptors, "<i8").tobytes())
+        return cls(b"".join([descriptor.pack() for descriptor in descriptors]))
 
     @property
     def array(self) -> np.ndarray:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import zmq
 
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context, Event
+from impala_llm.pipeline.transport.actor_channel import ActorChannel, Event
+from impala_llm.pipeline.transport.learner_connection import Context
 from impala_llm.pipeline.transport.messages import Engines, Grant, WeightsAnnounced
 from impala_llm.trajectory import Trajectory
 

@@ -12,6 +12,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.messages import Shutdown
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, turns_until
@@ -40,7 +41,7 @@ class Host:
         where = (here, actor_id, self.run_dir, ARENA_BYTES, None)
         if key is not None:
             where = (there, actor_id, None, ARENA_BYTES, load_actor_keys(self.folder, key))
-        channel = ActorChannel(*where, heartbeat_s=0.05)
+        channel = ActorChannel(*where, times=ChannelTimes(0.05))
         channel.hello()
         channel.request(1)
         try:

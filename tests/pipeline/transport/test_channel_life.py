@@ -16,7 +16,8 @@ from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
-from impala_llm.pipeline.transport.actor_channel import ActorChannel, LearnerLost
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes, LearnerLost
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of, words_of
@@ -85,7 +86,7 @@ def test_two_living_processes_of_one_name_do_not_take_turns(pair: Pair, caplog: 
     receiver = pair.receiver()
     first = pair.actor()
     tickets = pair.tickets(first, 2)
-    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
+    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, times=ChannelTimes(0.05))
     second.hello()
     second.request(2)
     turns_until(lambda: "two processes have the name" in caplog.text, first, second)
@@ -98,7 +99,7 @@ def test_an_actor_that_is_asked_for_its_name_again_and_again_answers_now_and_the
     """As where another process has its name: each of its messages is answered like this."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
         learner.bind(pair.run_dir.endpoint(0))
-        actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=60.0)
+        actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, times=ChannelTimes(60.0))
         actor.hello()
         heard: list[messages.Message] = []
         for _ in range(50):
@@ -210,7 +211,7 @@ def test_an_actor_of_an_earlier_run_is_sent_home_and_ends_no_ticket(
 
 def test_an_actor_on_another_host_goes_home_when_another_run_takes_the_endpoint(pair: Pair) -> None:
     first = pair.receiver(endpoint="tcp://127.0.0.1:*")
-    actor = ActorChannel(first.endpoint, "actor-0", None, ARENA_BYTES, heartbeat_s=0.05)
+    actor = ActorChannel(first.endpoint, "actor-0", None, ARENA_BYTES, times=ChannelTimes(0.05))
     pair.actors.append(actor)
     actor.hello()
     actor.request(2)
@@ -229,7 +230,7 @@ def test_an_actor_on_another_host_goes_home_when_another_run_takes_the_endpoint(
 def test_an_actor_on_this_host_goes_home_when_another_run_takes_the_name() -> None:
     with tempfile.TemporaryDirectory() as base:
         with RunDirectory.create("t", Path(base)) as first:
-            actor = ActorChannel(first.endpoint(), "actor-0", first, ARENA_BYTES, heartbeat_s=0.02)
+            actor = ActorChannel(first.endpoint(), "actor-0", first, ARENA_BYTES, times=ChannelTimes(0.02))
             actor.hello()
         with RunDirectory.create("t", Path(base)), pytest.raises(LearnerLost, match="another run"):
             turns_until(lambda: False, actor)
@@ -447,7 +448,9 @@ def test_an_actor_waits_for_a_silent_learner_as_long_as_it_takes_and_says_so_onc
 
 def test_an_actor_does_not_wait_for_a_run_that_was_removed(tmp_path: Path) -> None:
     with RunDirectory.create("over", tmp_path):
-        actor = ActorChannel("tcp://127.0.0.1:1", "a", RunDirectory.attach("over", tmp_path), 1 << 16, heartbeat_s=0.02)
+        actor = ActorChannel(
+            "tcp://127.0.0.1:1", "a", RunDirectory.attach("over", tmp_path), 1 << 16, times=ChannelTimes(0.02)
+        )
     try:
         with pytest.raises(LearnerLost, match="has ended"):
             actor.poll(20.0)
@@ -457,7 +460,7 @@ def test_an_actor_does_not_wait_for_a_run_that_was_removed(tmp_path: Path) -> No
 
 def test_an_arena_that_the_learner_cannot_open_sends_the_actor_home(pair: Pair) -> None:
     pair.receiver()
-    actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, heartbeat_s=0.05)
+    actor = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, times=ChannelTimes(0.05))
     pair.actors.append(actor)
     pair.run_dir.arena_path("actor-0").unlink()
     actor.hello()

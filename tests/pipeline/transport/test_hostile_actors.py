@@ -16,6 +16,7 @@ from impala_llm.pipeline.shm.ring import ArenaWriter
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.transport import ingest, messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.trajectory import TrajectoryError
 from tests.pipeline.keeping import checksum_of, words_of
 from tests.pipeline.pair import Pair, counter, drain
@@ -190,7 +191,7 @@ def test_more_connections_than_descriptors_at_first_leave_room_for_actors() -> N
             for _ in range(300):
                 stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(run_dir.endpoint(0).removeprefix("ipc://"))
-            actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 16, heartbeat_s=0.05)
+            actor = ActorChannel(run_dir.endpoint(0), "actor-0", run_dir, 1 << 16, times=ChannelTimes(0.05))
             actor.hello()
             actor.request(1)
             turns_until(lambda: len(actor.held) == 1 or learner.poll() is not None, actor)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 
 import pytest
 import zmq
@@ -10,6 +10,7 @@ import zmq
 from impala_llm.pipeline.network import sockets
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from tests.pipeline.pair import ARENA_BYTES, Listener, Pair, counter
 from tests.pipeline.support import turns_until
 
@@ -53,20 +54,19 @@ def test_the_more_actors_the_fewer_heartbeats_each_is_asked_for(pair: Pair, crow
     assert crowd.ask(crowd.sockets[0], messages.Heartbeat((), {})) == messages.WeightsAnnounced(0, 2)
 
 
-def test_an_actor_sends_as_many_heartbeats_as_it_is_asked_for(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_actor_sends_as_many_heartbeats_as_it_is_asked_for(listener: Listener) -> None:
     now = 1000.0
-    monkeypatch.setattr("impala_llm.pipeline.transport.actor_channel.time", SimpleNamespace(monotonic=lambda: now))
-    actor = ActorChannel(listener.endpoint, "actor", None, ARENA_BYTES, heartbeat_s=1.0)
+    times = ChannelTimes(heartbeat_s=1.0, monotonic=lambda: now)
+    actor = ActorChannel(listener.endpoint, "actor", None, ARENA_BYTES, times=times)
     actor.hello()
     turns_until(lambda: listener.has_heard(0) and len(listener.others) > 0)
     listener.say(messages.WeightsAnnounced(0, 10))
     turns_until(lambda: bool(actor.poll()))
     listener.others.clear()
-    for _ in range(100):
+    for version in range(1, 101):
         now += 1.0
-        actor.poll()
+        listener.say(messages.WeightsAnnounced(version, 10))
+        turns_until(lambda: bool(actor.poll()))
     actor.request(7)
     turns_until(lambda: listener.has_heard(0) and messages.TicketRequest(7) in listener.others)
     assert len([message for message in listener.others if isinstance(message, messages.Heartbeat)]) == 10

@@ -13,7 +13,8 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport.actor_channel import ActorChannel, Context
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
 from impala_llm.pipeline.transport.messages import WeightsAnnounced
 from impala_llm.pipeline.transport.rank_channels import ActorChannels
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
@@ -46,7 +47,7 @@ class World:
     def connect(self, rank: int, context: Context) -> ActorChannel:
         return ActorChannel(
             *(self.run_dir.endpoint(rank), "actor-0", self.run_dir, 1 << 16),
-            heartbeat_s=0.05,
+            times=ChannelTimes(0.05),
             arena_name=f"actor-0.rank-{rank}",
             context=context,
         )

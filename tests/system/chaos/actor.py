@@ -14,6 +14,7 @@ from pathlib import Path
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.messages import Ack, Grant, Refused, Revoked, Shutdown, WeightsAnnounced
 from impala_llm.pipeline.weights.board import WeightReader
 from tests.system.chaos.content import digest, make_episode, scribble
@@ -42,16 +43,6 @@ class Playing:
     num_sent: int = 0
 
 
-class Holding(ActorChannel):
-    """Offers what it is given at once, or, told to hold back, at a later `poll`."""
-
-    holds_back = False
-
-    def _offer_unsent(self) -> None:
-        if not self.holds_back:
-            super()._offer_unsent()
-
-
 class Actor:
     def __init__(self, settings: Settings, index: int) -> None:
         self.settings = settings
@@ -60,14 +51,12 @@ class Actor:
         self.board = WeightReader(self.run_dir.weights_path)
         self.is_remote = is_remote(index)
         self.actor_id = f"actor-{index}"
-        self.channel = Holding(
+        self.channel = ActorChannel(
             settings.endpoint(index, self.run_dir),
             self.actor_id,
             None if self.is_remote else self.run_dir,
             ARENA_BYTES,
-            heartbeat_s=0.2,
-            resend_s=1.0,
-            learner_timeout_s=20.0,
+            times=ChannelTimes(heartbeat_s=0.2, resend_s=1.0, learner_timeout_s=20.0),
         )
         self.random = random.Random()  # chance is welcome here: what a ticket brings depends on it and the attempt
         self.waiting: list[Ticket] = []
@@ -160,8 +149,7 @@ class Actor:
         self.log.say("created", episode.name, unroll, ticket.ticket_id, digest(trajectory), flaw)
         self.sent.append((episode.name, unroll))
         # What somebody spoils, or claims, before the learner has heard of it.
-        self.channel.holds_back = flaw == "scribbled" or self.settings.sabotage == "claim_early"
-        self.channel.send(trajectory)
+        self.channel.send(trajectory, may_offer=flaw != "scribbled" and self.settings.sabotage != "claim_early")
         if goes_on:
             episode.num_sent += 1
             episode.version = max(episode.version, self.announced)
@@ -172,7 +160,6 @@ class Actor:
         if self.settings.sabotage == "claim_early" and attempt % 40 == 0:
             self.answer("acknowledged", len(self.sent) - 1)
             os.kill(os.getpid(), signal.SIGKILL)  # before the next `poll` offers it
-        self.channel.holds_back = False
 
 
 def main(arguments: list[str]) -> None:

@@ -28,6 +28,7 @@ from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of
@@ -208,7 +209,7 @@ class World:
                 talker.say(messages.Goodbye())
                 talker.beat(messages.Heartbeat((), {}))
             talker.granted = []
-        actor = ActorChannel(self.receiver.endpoint, "sound", self.run_dir, ARENA_BYTES, heartbeat_s=0.05)
+        actor = ActorChannel(self.receiver.endpoint, "sound", self.run_dir, ARENA_BYTES, times=ChannelTimes(0.05))
         actor.hello()
         actor.request(1)
         deadline = time.monotonic() + PATIENCE_S

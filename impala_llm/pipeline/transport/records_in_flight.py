@@ -1,0 +1,210 @@
+"""Records that an actor has handed over and that the learner has not answered.
+
+Invariant: a record stays here, and in the arena, until it is settled. Meanwhile it is offered once at first and then
+reminded of, ever more rarely; a record that the arena has no room for waits, and later ones behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from impala_llm.pipeline.shm.record import EncodedTrajectory, encode_record
+from impala_llm.pipeline.shm.ring import ArenaWriter, Place, RecordTooLarge
+from impala_llm.pipeline.transport.messages import Descriptor, DescriptorBatch
+from impala_llm.trajectory import Trajectory
+
+_MAX_RECORDS = 64
+"""Maximum of records in a message, and of records that wait for the next one."""
+_MAX_WAITING_WORDS = 1 << 20
+"""Words of unsent records from which on they are offered without waiting for more."""
+_MAX_INLINE_BYTES = 4 << 20
+"""Bytes from which on no further record goes into a message, where records travel in it."""
+_REMINDERS = 5
+"""Number of reminders of a record whose intervals double; later ones keep the last interval."""
+
+Offer = tuple[DescriptorBatch, list[memoryview]]
+"""Message, and the records that travel with it as frames."""
+
+
+class RecordInFlight(NamedTuple):
+    """Record in the arena.
+
+    Attributes:
+        descriptor: as it is sent.
+        place: in the arena.
+        continues: whether more unrolls of the episode are to come.
+    """
+
+    descriptor: Descriptor
+    place: Place
+    continues: bool
+
+
+class RecordsInFlight:
+    """Records without an answer, and when to offer them. Methods that return offers expect that all are sent.
+
+    Args:
+        arena: for the records; closed by its maker.
+        is_shared: whether the learner reads the arena; otherwise records travel as frames.
+        resend_s: seconds without an answer after which the learner is reminded of a record for the first time.
+        monotonic: source of time, in seconds.
+    """
+
+    def __init__(self, arena: ArenaWriter, is_shared: bool, resend_s: float, monotonic: Callable[[], float]) -> None:
+        self._arena = arena
+        self._is_shared = is_shared
+        self._resend_s = resend_s
+        self._monotonic = monotonic
+        self._next_sequence = 0
+        self._waiting: deque[tuple[int, bool, EncodedTrajectory]] = deque()
+        """(ticket, continues, record) without room in the arena."""
+        self._in_flight: dict[int, RecordInFlight] = {}
+        """By sequence."""
+        self._unsent: list[int] = []
+        self._unsent_words = 0
+        self._offered: list[deque[tuple[float, list[int]]]] = [deque() for _ in range(_REMINDERS)]
+        """(time, sequences) of offers, by the number of reminders before; each queue is in the order of time."""
+
+    def add(self, trajectory: Trajectory) -> bool:
+        """Take over a trajectory.
+
+        Returns:
+            True if it lies in the arena; False if it waits for room.
+
+        Raises:
+            RecordTooLarge: it does not fit even into an empty arena.
+            RecordError: its metadata is too large.
+        """
+        encoded = encode_record(trajectory)
+        if not self._waiting and self._lay(trajectory.ticket_id, trajectory.continues, encoded):
+            return True
+        if 8 * encoded.num_words > self._arena.capacity:
+            raise RecordTooLarge(
+                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {8 * encoded.num_words} "
+                f"bytes, the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
+            )
+        self._waiting.append((trajectory.ticket_id, trajectory.continues, encoded))
+        return False
+
+    def use_room(self) -> None:
+        """Write the records that wait into the arena, as far as it has room."""
+        while self._waiting and self._lay(*self._waiting[0]):
+            self._waiting.popleft()
+
+    def settle(self, sequences: Iterable[int]) -> list[RecordInFlight]:
+        """Free the records that the learner has answered.
+
+        Returns:
+            Those that were in flight.
+        """
+        settled: list[RecordInFlight] = []
+        for sequence in sequences:
+            record = self._in_flight.pop(sequence, None)
+            if record is not None:
+                self._arena.free(record.place.start)
+                settled.append(record)
+        return settled
+
+    @property
+    def first_sequence(self) -> int:
+        """Sequence below which all records have been answered."""
+        return min(self._in_flight, default=self._next_sequence)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Number of records in flight or without room."""
+        return len(self._in_flight) + len(self._waiting)
+
+    # --- offers
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether records were never offered."""
+        return bool(self._unsent)
+
+    @property
+    def is_offer_due(self) -> bool:
+        """Whether unsent records should not wait for more: the learner has nothing else of this actor, or many wait."""
+        num_unsent = len(self._unsent)
+        return (
+            num_unsent == len(self._in_flight) or num_unsent >= _MAX_RECORDS or self._unsent_words >= _MAX_WAITING_WORDS
+        )
+
+    def unsent(self) -> list[Offer]:
+        """Offer all records that were never offered."""
+        unsent = self._take_unsent()
+        return self._offers(unsent, 0) if unsent else []
+
+    def reminders(self) -> list[Offer]:
+        """Remind of the records whose answer is overdue: names without records."""
+        now = self._monotonic()
+        offers: list[Offer] = []
+        for reminders, queue in enumerate(self._offered):
+            overdue: list[int] = []
+            while queue and now - queue[0][0] > self._resend_s * 2**reminders:
+                overdue += queue.popleft()[1]
+            offers += self._offers(overdue, min(reminders + 1, _REMINDERS - 1), with_records=False)
+        return offers
+
+    def all_reminders(self) -> list[Offer]:
+        """Remind a learner of all records: names without records, of which it may lack some or all."""
+        self._take_unsent()
+        for queue in self._offered:
+            queue.clear()
+        return self._offers(self._in_flight, 0, with_records=False)
+
+    def wanted(self, sequences: Iterable[int]) -> list[Offer]:
+        """Offer the records that the learner has asked for; they keep their next reminder."""
+        return self._offers(sequences, None)
+
+    def _take_unsent(self) -> list[int]:
+        unsent, self._unsent = self._unsent, []
+        self._unsent_words = 0
+        return unsent
+
+    def _lay(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
+        """Write a record into the arena. Returns False where it has no room now."""
+        try:
+            place = self._arena.write(encoded)
+        except RecordTooLarge:
+            return False
+        if place is None:
+            return False
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        start = place.start if self._is_shared else 0
+        descriptor = Descriptor(sequence, ticket_id, start, place.num_words, place.checksum)
+        self._in_flight[sequence] = RecordInFlight(descriptor, place, continues)
+        self._unsent.append(sequence)
+        self._unsent_words += place.num_words
+        return True
+
+    def _offers(self, sequences: Iterable[int], reminders: int | None, with_records: bool = True) -> list[Offer]:
+        """Make offers of records, without those answered meanwhile.
+
+        Args:
+            reminders: number of reminders before, after which the next one is set; None: one is set already.
+        """
+        offers: list[Offer] = []
+        batch: list[int] = []
+        num_bytes = 0
+        for sequence in sequences:
+            if sequence not in self._in_flight:
+                continue
+            batch.append(sequence)
+            num_bytes += 8 * self._in_flight[sequence].place.num_words
+            if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
+                offers.append(self._offer(batch, reminders, with_records))
+                batch, num_bytes = [], 0
+        if batch:
+            offers.append(self._offer(batch, reminders, with_records))
+        return offers
+
+    def _offer(self, sequences: list[int], reminders: int | None, with_records: bool) -> Offer:
+        if reminders is not None:
+            self._offered[reminders].append((self._monotonic(), sequences))
+        records = [self._in_flight[sequence] for sequence in sequences]
+        frames = [self._arena.view(record.place) for record in records] if with_records and not self._is_shared else []
+        return DescriptorBatch.of([record.descriptor for record in records]), frames
