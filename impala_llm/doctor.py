@@ -28,7 +28,7 @@ from impala_llm.child_processes import Child, end
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process
 from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.gpus import deal_gpus, visible_gpus
-from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.launch import plan
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
@@ -272,19 +272,26 @@ def ports(config: Config) -> tuple[str, list[str]]:
     if connect is None:
         return "none: actors on other hosts need pipeline.bind", []
     problems = []
+    try:
+        first = resolve(rank_endpoint(connect, 0))
+        check_connect(first, has_keys=True)
+    except (OSError, ValueError) as error:
+        return f"learner at {connect}", [
+            f"pipeline.connect={connect}: there is no endpoint yet ({error}): start the learner"
+        ]
     for offset in range(num_ranks + 1):
-        end = TcpEndpoint.parse(rank_endpoint(connect, offset))
+        end = TcpEndpoint.parse(rank_endpoint(first, offset))
         whose = f"rank {offset}" if offset < num_ranks else "the weight server"
         try:
             try_to_connect(end, CONNECT_S)
         except OSError as error:
             problems.append(
                 f"pipeline.connect={connect}: port {end.port}, of {whose}, cannot be reached ({error}): start the "
-                f"learner with pipeline.bind=tcp://0.0.0.0:{TcpEndpoint.parse(connect).port} and open ports "
-                f"{TcpEndpoint.parse(connect).port} to {TcpEndpoint.parse(rank_endpoint(connect, num_ranks)).port}"
+                f"learner with pipeline.bind=tcp://0.0.0.0:{TcpEndpoint.parse(first).port} and open ports "
+                f"{TcpEndpoint.parse(first).port} to {TcpEndpoint.parse(rank_endpoint(first, num_ranks)).port}"
             )
             break  # the others have the same cause
-    return f"learner at {connect}", problems
+    return f"learner at {connect}" + ("" if first == connect else f", {first}"), problems
 
 
 def memory(config: Config) -> tuple[str, list[str]]:

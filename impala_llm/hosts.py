@@ -1,4 +1,4 @@
-"""Addresses of hosts: TCP endpoints, and the names of key files. Strings and paths only, no sockets.
+"""Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. No sockets.
 
 Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
 """
@@ -80,12 +80,40 @@ class TcpEndpoint:
 def rank_endpoint(endpoint: str, offset: int) -> str:
     """The endpoint `offset` ports above: learner rank r listens at offset r, the weight server at offset num_ranks.
 
+    Of @FILE it is that of the endpoint which the file holds when it is looked at, see `resolve`.
+
     ValueError where the endpoint is malformed or has no port, or the ports end before.
     """
+    if is_in_file(endpoint):
+        return f"{endpoint}+{offset}"
     first = TcpEndpoint.parse(endpoint)
     if first.port is None:
         raise ValueError(f"{endpoint!r} leaves the port open: give a number, so that others can find it")
     return str(replace(first, port=_check_port(endpoint, first.port, offset)))
+
+
+def is_in_file(endpoint: str) -> bool:
+    """Whether an endpoint stands in a file: @FILE."""
+    return endpoint.startswith("@")
+
+
+def resolve(endpoint: str) -> str:
+    """The endpoint as it is now.
+
+    Args:
+        endpoint: from `rank_endpoint`.
+
+    Raises:
+        OSError: its file cannot be read.
+        ValueError: its file holds no endpoint.
+    """
+    if not is_in_file(endpoint):
+        return endpoint
+    path, _, offset = endpoint[1:].rpartition("+")
+    written = Path(path).expanduser().read_text(errors="replace").strip()
+    if is_in_file(written):
+        raise ValueError(f"{written!r} is no TCP endpoint, but the name of another file")
+    return rank_endpoint(written, int(offset))
 
 
 def is_loopback_url(url: str) -> bool:
@@ -112,6 +140,8 @@ def check_connect(endpoint: str, has_keys: bool) -> None:
     """Raise ValueError where an actor must not talk to an endpoint: it is on another host, and there are no keys."""
     if _is_ipc(endpoint):
         return
+    if is_in_file(endpoint):
+        return  # what it holds is checked each time
     target = TcpEndpoint.parse(endpoint)
     if target.is_wildcard or target.port is None:
         raise ValueError(f"{endpoint!r} is no address to connect to: give the name or address of the learner's host")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from impala_llm.config import ConfigError
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
 from impala_llm.gpus import visible_gpus
-from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run, left_bytes, shared_memory
@@ -289,7 +289,18 @@ def _ports(config: Config) -> list[str]:
 
 def _learner_host(config: Config) -> list[str]:
     connect = config.pipeline.connect
-    return [] if connect is None else _unknown_host("pipeline.connect", connect, TcpEndpoint.parse(connect).host)
+    if connect is None:
+        return []
+    try:
+        endpoint = resolve(rank_endpoint(connect, 0))
+        check_connect(endpoint, has_keys=True)
+    except FileNotFoundError:
+        folder = Path(connect[1:]).expanduser().absolute().parent
+        # The learner may write it later.
+        return [] if folder.is_dir() else [f"pipeline.connect={connect}: there is no folder {folder}: correct the path"]
+    except (OSError, ValueError) as error:
+        return [f"pipeline.connect={connect}: {error}: the file must hold the learner's endpoint"]
+    return _unknown_host("pipeline.connect", connect, TcpEndpoint.parse(endpoint).host)
 
 
 def _servers(config: Config) -> list[str]:

@@ -364,7 +364,8 @@ class PipelineConfig:
     """TCP endpoint for actors on other hosts, such as tcp://0.0.0.0:7400; rank r listens at port + r, the weight server
     at port + learner.num_ranks. None: this host only."""
     connect: str | None = None
-    """On a host without learner: rank 0's TCP endpoint, such as tcp://learner-host:7400. None: the learner is here."""
+    """On a host without learner: rank 0's TCP endpoint, such as tcp://learner-host:7400, or @FILE, a file that holds it
+    and is read again while the learner is silent. None: the learner is here."""
     keys: str | None = None
     """Folder of keys that `impala-llm keys` made; needed with `bind` and `connect`."""
 

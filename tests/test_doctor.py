@@ -105,7 +105,11 @@ def test_a_host_of_actors_must_reach_every_port_of_its_learner(examine: Examine,
         path.unlink()
     with socket.create_server(("127.0.0.1", 0)) as rank:
         port = rank.getsockname()[1]
-        settings = [f"pipeline.connect=tcp://127.0.0.1:{port}", f"pipeline.keys={tmp_path / 'keys'}"]
+        address = tmp_path / "learner"
+        settings = [f"pipeline.connect=@{address}", f"pipeline.keys={tmp_path / 'keys'}"]
+        code, found = examine(*settings)
+        assert code == 1 and "there is no endpoint yet" in found["ports"]["problems"][0]
+        address.write_text(f"tcp://127.0.0.1:{port}")
         code, found = examine(*settings)
         assert code == 1
         [problem] = found["ports"]["problems"]

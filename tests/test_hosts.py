@@ -1,8 +1,10 @@
 """Endpoints: which are malformed, which can be reached from other hosts, and which ports the ranks get."""
 
+from pathlib import Path
+
 import pytest
 
-from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, rank_endpoint
+from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, rank_endpoint, resolve
 
 HERE = ["tcp://127.0.0.1:7400", "tcp://127.9.8.7:1", "tcp://[::1]:7400", "tcp://localhost:7400", "tcp://LOCALHOST:1"]
 WILDCARDS = ["tcp://*:7400", "tcp://0.0.0.0:7400", "tcp://[::]:7400"]
@@ -66,3 +68,16 @@ def test_ranks_listen_one_above_the_other() -> None:
 def test_ranks_without_a_port_are_refused(endpoint: str, offset: int) -> None:
     with pytest.raises(ValueError, match=endpoint.replace("*", r"\*")):
         rank_endpoint(endpoint, offset)
+
+
+def test_ranks_of_an_endpoint_in_a_file_are_those_of_what_it_holds_now(tmp_path: Path) -> None:
+    file = tmp_path / "a+b"
+    endpoint = rank_endpoint(f"@{file}", 2)
+    for written, read in (("tcp://a:7400", "tcp://a:7402"), ("  tcp://b:1\n", "tcp://b:3")):
+        file.write_text(written)
+        assert resolve(endpoint) == read
+    assert resolve(rank_endpoint("tcp://a:7400", 1)) == "tcp://a:7401"
+    for wrong in ("", "tcp://a", "tcp://a:65535", f"@{file}"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError):
+            resolve(endpoint)

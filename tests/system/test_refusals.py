@@ -261,6 +261,18 @@ REFUSALS = {
         command="actors",
         prepare=lambda path: make_keys(path / "keys", ["actor"]),
     ),
+    "a file with a learner's endpoint in no folder": Refusal(
+        ["pipeline.connect=@{path}/none/learner", KEYS],
+        ["pipeline.connect=@{path}/none/learner", "no folder {path}/none"],
+        command="actors",
+        prepare=lambda path: make_keys(path / "keys", ["actor"]),
+    ),
+    "a file that holds no endpoint": Refusal(
+        ["pipeline.connect=@{path}/learner", KEYS],
+        ["pipeline.connect=@{path}/learner", "tcp://ADDRESS:PORT"],
+        command="actors",
+        prepare=lambda path: (make_keys(path / "keys", ["actor"]), (path / "learner").write_text("learner-7")),
+    ),
     "a program that is no Python": Refusal(
         ["engine=sglang", "engine.python=/bin/true"], ["engine.python=/bin/true", "is it a Python?"]
     ),

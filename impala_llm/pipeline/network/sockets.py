@@ -15,7 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from impala_llm.hosts import TcpEndpoint, check_bind, check_connect
+from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, is_in_file, resolve
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.network.keys import ActorKeys
 from impala_llm.pipeline.network.zap_authenticator import ZAP_DOMAIN, ZapAuthenticator
 
@@ -34,6 +35,7 @@ _HEARTBEAT_TIMEOUT_MS = 15_000
 # Bytes that encryption adds to a message (RFC 26: 8 of command name, 8 of nonce, 16 of authenticator, 1 of flags).
 _CURVE_OVERHEAD = 33
 _DEFAULT_QUEUE = 1000
+_warnings = RateLimitedWarnings()
 
 
 def router(
@@ -103,6 +105,9 @@ def dealer(
 ) -> zmq.Socket[bytes]:
     """Make an actor's DEALER socket. It connects in the background, again whenever it must.
 
+    A name is looked up at each attempt; @FILE is read once, and a socket for a file that holds no endpoint connects to
+    nothing: the next one may.
+
     Args:
         endpoint: of a `router`, which need not exist yet.
         identity: routing id.
@@ -112,7 +117,11 @@ def dealer(
     Raises:
         ValueError: the endpoint needs keys or is malformed.
     """
-    check_connect(endpoint, has_keys=keys is not None)
+    address: str | None = endpoint
+    if is_in_file(endpoint):
+        address = _read_address(endpoint, keys)
+    else:
+        check_connect(endpoint, has_keys=keys is not None)
     socket = context.socket(zmq.DEALER)
     try:
         _set_common(socket, max_message_bytes, encrypted=keys is not None, queue_messages=queue_messages)
@@ -123,17 +132,29 @@ def dealer(
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.learner)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        if endpoint.startswith("tcp://"):
-            target = _numeric_localhost(TcpEndpoint.parse(endpoint))
+        if address is not None and address.startswith("tcp://"):
+            target = _numeric_localhost(TcpEndpoint.parse(address))
             socket.setsockopt(zmq.IPV6, int(_has_ipv6_only(target)))
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
             _set_tcp(socket, _HEARTBEAT_MS)
-            endpoint = str(target)
-        socket.connect(endpoint)
+            address = str(target)
+        if address is not None:
+            socket.connect(address)
     except BaseException:
         socket.close()
         raise
     return socket
+
+
+def _read_address(endpoint: str, keys: ActorKeys | None) -> str | None:
+    """Read the endpoint that a file holds; None, with a warning, where there is none to which this actor may talk."""
+    try:
+        address = resolve(endpoint)
+        check_connect(address, has_keys=keys is not None)
+    except (OSError, ValueError) as error:
+        _warnings.log("the learner's address cannot be read, it is tried again", f"{endpoint}: {error}")
+        return None
+    return address
 
 
 def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, encrypted: bool, queue_messages: int) -> None:

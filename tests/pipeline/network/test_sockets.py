@@ -49,6 +49,25 @@ def test_nothing_is_sent_to_other_hosts_without_keys(context: zmq.Context) -> No
         dealer(context, "tcp://10.0.0.1:7400", b"a", MAX_BYTES)
 
 
+def test_an_endpoint_in_a_file_is_read_anew_by_each_socket_and_needs_keys_as_any(
+    context: zmq.Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "learner"
+    for content in (None, "tcp://10.0.0.1:7400", "@other"):
+        if content is not None:
+            file.write_text(content)
+        nobody = dealer(context, f"@{file}+0", b"a", MAX_BYTES)
+        with pytest.raises(zmq.Again):
+            nobody.send(b"hello", zmq.NOBLOCK)  # it is connected to nothing
+    # Once in ten seconds, and not at all where that was a moment ago.
+    assert len(caplog.messages) <= 1 and all(str(file) in said for said in caplog.messages)
+    for _ in range(2):
+        listener = router(context, "tcp://127.0.0.1:*", MAX_BYTES)
+        endpoint, _, port = bound_to(listener).rpartition(":")
+        file.write_text(f"{endpoint}:{int(port) - 2}\n")
+        check_talk(listener, dealer(context, f"@{file}+2", b"a", MAX_BYTES))
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", "localhost"])
 def test_this_host_is_served_in_clear_text(context: zmq.Context, address: str) -> None:
     try:

@@ -209,6 +209,25 @@ def test_an_actor_of_an_earlier_run_is_sent_home_and_ends_no_ticket(
         context.term()
 
 
+def test_an_actor_follows_a_learner_that_moves_by_the_file_that_names_its_endpoint(pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "learner"
+    actor = pair.actor(want=4, endpoint=f"@{file}+0", is_shared=False)  # there is no file yet, and no learner
+    turns_until(lambda: True, actor)
+    first = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    file.write_text("no endpoint")
+    turns_until(lambda: True, actor)
+    file.write_text(f"{first.endpoint}\n")
+    tickets = pair.tickets(actor, 2)
+    pair.receivers.remove(first)
+    first.close()
+    sent = make_trajectory(tickets[0])
+    actor.send(sent)
+    second = pair.receiver(endpoint="tcp://127.0.0.1:*")
+    assert second.endpoint != first.endpoint
+    file.write_text(f"{second.endpoint}\n")
+    assert contents(drain(second, 1, actor)[0]) == contents(sent)
+
+
 def test_an_actor_on_another_host_goes_home_when_another_run_takes_the_endpoint(pair: Pair) -> None:
     first = pair.receiver(endpoint="tcp://127.0.0.1:*")
     actor = ActorChannel(first.endpoint, "actor-0", None, ARENA_BYTES, times=ChannelTimes(0.05))
