@@ -37,6 +37,7 @@ from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
 from impala_llm.learning.batch_source import BatchSource, Stalled
+from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.cautions import cautions
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
@@ -369,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (ArenaError, ConfigError, KeyFileError, MetricError, RunDirectoryError) as error:
+    except (ArenaError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:

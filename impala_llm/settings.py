@@ -24,6 +24,11 @@ def one_of(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
+def bounded_or(word: str, default: int, least: int) -> Any:
+    """A field for a number from a bound on, or a word."""
+    return field(default=default, metadata={"range": (least, math.inf), "choices": (word,)})
+
+
 @dataclass
 class RunConfig:
     name: str = "impala"
@@ -289,8 +294,16 @@ class LearnerConfig:
     max_minutes: float | None = bounded(None, least=0.001)
     """End after this much wall-clock time since the run first began to train, restarts included; the learning rate
     decays towards whichever end comes first."""
-    token_budget: int = bounded(8192, least=2)
-    """Tokens of a micro-batch."""
+    token_budget: int | str = bounded_or("auto", 8192, least=2)
+    """Tokens of a micro-batch; a longer row has one of its own. Where memory runs out the update is begun again with
+    half of it. auto: found by a trial on the first batch, on a GPU the largest that its memory holds, on a CPU the
+    fastest. Sums then have another order, and results other last digits: see docs/learner.md."""
+    precision: str = one_of("float32", "bfloat16")
+    """Arithmetic of the learner's matrix products and attention. Weights, gradients, optimizer, log-probabilities,
+    values and losses are float32 in both."""
+    activation_checkpointing: int = bounded(0, least=0)
+    """Layers of which only the input is kept for the backward pass, which computes them again: 0 none, 1 all, n every
+    n-th. Costs up to a third more time; see docs/learner.md."""
     learning_rate: float = bounded(3e-4, least=0, most=1)
     """Learning rate of the policy: the largest, after the warm-up."""
     value_learning_rate: float = bounded(1e-3, least=0, most=1)

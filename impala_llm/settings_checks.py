@@ -64,12 +64,15 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
     assert is_dataclass(part)
     for f in fields(part):
         key, value = prefix + f.name, getattr(part, f.name)
-        choices, (low, high) = f.metadata.get("choices"), f.metadata.get("range", (-math.inf, math.inf))
+        choices, bounds = f.metadata.get("choices"), f.metadata.get("range")
+        low, high = bounds or (-math.inf, math.inf)
+        is_number = isinstance(value, int | float)
         if is_dataclass(value):
             found += field_problems(value, f"{key}.")
-        elif choices and value not in choices:
-            found.append(f"{key}={value} is not known: choose one of {', '.join(choices)}")
-        elif isinstance(value, int | float) and not low <= value <= high:
+        elif choices and value not in choices and not (bounds and is_number):
+            number = f", or a number, {limits(low, high)}" if bounds else ""
+            found.append(f"{key}={value} is not known: choose one of {', '.join(choices)}{number}")
+        elif is_number and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
     return found
 
@@ -97,8 +100,8 @@ def _sampling_problems(config: Config) -> list[str]:
 
 
 def _batch_problems(config: Config) -> list[str]:
-    """Batches that cannot be divided among ranks, groups, minibatches and micro-batches."""
-    algorithm, learner, engine, found = config.algorithm, config.learner, config.engine, []
+    """Batches that cannot be divided among ranks, groups and minibatches."""
+    algorithm, learner, found = config.algorithm, config.learner, []
     share = learner.batch_size // learner.num_ranks
     if learner.batch_size % learner.num_ranks:
         found.append(
@@ -114,12 +117,6 @@ def _batch_problems(config: Config) -> list[str]:
         found.append(
             f"learner.minibatches={learner.minibatches} is more than the {share} trajectories of a rank's share of the "
             f"batch: set it to at most {share}"
-        )
-    if engine.max_length > learner.token_budget:
-        found.append(
-            f"learner.token_budget={learner.token_budget} cannot hold an episode of "
-            f"engine.max_length={engine.max_length} "
-            f"tokens: raise it to at least {engine.max_length}"
         )
     return found
 

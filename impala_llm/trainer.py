@@ -6,7 +6,7 @@ number that is not finite ends no rank: all leave the step out together, and the
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -17,12 +17,12 @@ from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.budget import TokenBudget
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
-from impala_llm.learning.mismatch import MismatchMonitor, compare
+from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective, score
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.limited_warnings import RateLimitedWarnings
@@ -97,8 +97,11 @@ class Trainer:
         declare("credit", self.credit.metrics)
         declare("loss", loss.metrics)
         self.timer = StageTimer()
+        # After its check, which is exact only in float32.
+        model.compute_in(config.learner.precision, config.learner.activation_checkpointing)
         self.optimizer = Optimizer(model, config.learner)
-        self.monitor = MismatchMonitor(config, model, ranks.device)
+        self.budget = TokenBudget(config.learner.token_budget)
+        self.monitor = MismatchMonitor(config, model, ranks.device, self.budget)
         self.scorers = Scorers(config, model, ranks.device)
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
@@ -120,6 +123,9 @@ class Trainer:
             progress: share of the run that is over.
             arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
         """
+        if not self.budget.is_chosen:
+            with self.timer.stage("forward"):
+                self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
         with self.timer.stage("pack"):
             update = self.prepare(batch, version)
         with self.timer.stage("forward"):
@@ -145,6 +151,14 @@ class Trainer:
         self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
         self.steer(update.weight_sums)
         self.log.add("optimizer/not_finite", len(update.culprits))
+
+    def trial(self, cpu_micro: PackedBatch) -> None:
+        """Compute a micro-batch forward and backward, for its time and memory alone."""
+        micro = cpu_micro.to(self.ranks.device)
+        scored = score(self.model, micro, self.config.engine.temperature, Rows(torch.ones(len(micro.lengths))), 0)
+        values = scored.values(micro.action_positions - 1)
+        (scored.log_probs.sum() + scored.entropy.sum() + values.sum()).backward()
+        self.model.zero_grad(set_to_none=True)
 
     def prepare(self, batch: Batch, version: int) -> _Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
@@ -206,18 +220,23 @@ class Trainer:
                 monitor may compare with the engine's.
         """
         taught = [update.batch.trajectories[i] for i in update.teaching]
-        for cpu_micro in pack(taught, self.config.learner.token_budget):
+
+        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, torch.Tensor, tuple[float, ...], Comparison]:
             places = [update.teaching[i] for i in cpu_micro.members]
-            trajectories = [update.batch.trajectories[i] for i in places]
             micro, rows = self.rows(update, cpu_micro, places)
-            scored = score(self.model, micro, self.config.engine.temperature, rows, update.version)
-            advantages = self.credit(scored, micro, rows.prepared).advantages.double()
-            found = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
-            update.moments = [total + part for total, part in zip(update.moments, found, strict=True)]
+            found = score(self.model, micro, self.config.engine.temperature, rows, update.version)
+            advantages = self.credit(found, micro, rows.prepared).advantages.double()
+            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
+            return places, rows, found.log_probs, sums, compare(found.log_probs, micro, update.version)
+
+        for places, rows, log_probs, sums, comparison in self.budget.run(taught, scored):
+            update.moments = [total + part for total, part in zip(update.moments, sums, strict=True)]
+            self.monitor.count(rows.recomputed, len(places))
             if keeps_log_probs:
-                self.monitor.record(compare(scored.log_probs, micro, update.version))
-                self.monitor.keep(trajectories, scored.log_probs)
-                parts = scored.log_probs.cpu().split([t.num_action_tokens for t in trajectories])
+                trajectories = [update.batch.trajectories[i] for i in places]
+                self.monitor.record(comparison)
+                self.monitor.keep(trajectories, log_probs)
+                parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
                 update.at_start |= dict(zip(places, parts, strict=True))
 
     def whitening(self, update: _Update) -> tuple[float, float]:
@@ -254,21 +273,27 @@ class Trainer:
         """
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
-        for cpu_micro in pack([update.batch.trajectories[i] for i in members], self.config.learner.token_budget):
+
+        def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, Outcome]:
             places = [members[i] for i in cpu_micro.members]
-            trajectories = [update.batch.trajectories[i] for i in places]
             with self.timer.stage("forward"):
                 micro, rows = self.rows(update, cpu_micro, places)
                 outcome = objective(self.config, self.model, micro, rows, rules)
             with self.timer.stage("backward"):
                 outcome.loss.backward()
                 if not update.culprits:
-                    update.culprits = self.not_finite(outcome, trajectories)
+                    update.culprits = self.not_finite(outcome, [update.batch.trajectories[i] for i in places])
+            return places, rows, replace(outcome, loss=outcome.loss.detach())
+
+        # Counted when all are done: where memory runs out they are computed once more.
+        trajectories = [update.batch.trajectories[i] for i in members]
+        for places, rows, outcome in self.budget.run(trajectories, learned, undo=self.model.zero_grad):
             update.add(outcome, places)
             self.log.add_all(outcome.metrics)
+            self.monitor.count(rows.recomputed, len(places))
             if not update.at_start:
                 self.monitor.record(outcome.comparison)
-                self.monitor.keep(trajectories, outcome.log_probs)
+                self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
 
     def compare_arrivals(self, version: int, arrivals: Callable[[], Sequence[Trajectory]]) -> None:
         """End the monitor's update, with what has arrived meanwhile where it has use for that."""
@@ -332,13 +357,16 @@ class Trainer:
                     share = overlong_share(t.num_tokens, limit, algorithm.overlong_tokens)
                     extra[-1] -= algorithm.overlong_penalty * share
         if algorithm.reward_kl_coef > 0:
-            for cpu_micro in pack(trajectories, self.config.learner.token_budget):
+
+            def divergences(cpu_micro: PackedBatch) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
                 micro = cpu_micro.to(self.ranks.device)
                 reference = self.scorers.reference(micro)
                 assert reference is not None
                 apart = turn_divergences(micro.behaviour_logprobs, reference, micro.turn_ids, len(micro.turn_rewards))
-                parts = apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
-                for place, part in zip(micro.members, parts, strict=True):
+                return micro.members, apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
+
+            for members, parts in self.budget.run(trajectories, divergences):
+                for place, part in zip(members, parts, strict=True):
                     found[place] -= algorithm.reward_kl_coef * part.numpy()
         if self.shapes:
             self.log.add("reward/shaping", float(np.mean([extra.sum() for extra in found])), len(found))
@@ -347,13 +375,16 @@ class Trainer:
     def log_probs(self, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[M] twice: log π and log π_ref of all action tokens of a trajectory together."""
         policy, reference = torch.zeros(len(trajectories)), torch.zeros(len(trajectories))
-        for cpu_micro in pack(trajectories, self.config.learner.token_budget):
+
+        def totals_of(cpu_micro: PackedBatch) -> None:
             micro = cpu_micro.to(self.ranks.device)
             theirs = self.scorers.reference(micro)
             assert theirs is not None
             ours = action_log_probs(self.model, micro, self.config.engine.temperature)
             for log_probs, totals in ((ours, policy), (theirs, reference)):
                 totals[list(micro.members)] = segment_sum(log_probs, micro.segment_ids, len(micro.members)).cpu()
+
+        self.budget.run(trajectories, totals_of)
         return policy, reference
 
     def not_finite(self, outcome: Outcome, rows: Sequence[Trajectory]) -> list[Trajectory]:

@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_made_is_refused(refused: Callable[..., str]) ->
 
 
 def test_a_longer_context_than_the_model_has_positions_is_refused(refused: Callable[..., str]) -> None:
-    said = refused("engine.max_length=4097", "learner.token_budget=4097")
+    said = refused("engine.max_length=4097")
     assert "engine.max_length=4097" in said and "4096" in said
 
 

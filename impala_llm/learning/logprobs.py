@@ -15,7 +15,12 @@ GPU_CHUNK = 1024
 
 
 def token_log_probs(
-    hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature) of the targets, and the entropy of that distribution.
 
@@ -24,6 +29,7 @@ def token_log_probs(
         head_weight: float[V, H]. head_bias: float[V].
         targets: int64[N].
         temperature: the one that the engine sampled with, > 0.
+        dtype: of the product of `hidden` and `head_weight`; None: theirs.
 
     Returns:
         float32[N] log-probabilities and float32[N] entropies, both in nats and differentiable.
@@ -32,7 +38,7 @@ def token_log_probs(
     chunk = chunk_tokens(len(head_weight), hidden.device.type)
     for start in range(0, max(1, len(targets)), chunk):
         part = slice(start, start + chunk)
-        arguments = (hidden[part], head_weight, head_bias, targets[part], temperature)
+        arguments = (hidden[part], head_weight, head_bias, targets[part], temperature, dtype)
         # a single chunk is held anyway: computing it again would only cost time
         if torch.is_grad_enabled() and len(targets) > chunk:
             log_prob, entropy = checkpoint(_chunk, *arguments, use_reentrant=False)
@@ -49,8 +55,11 @@ def chunk_tokens(vocabulary: int, device_type: str) -> int:
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
+    # Converted chunk by chunk, so that the chunks' gradients of the weight are added up in the weight's own type.
+    if dtype is not None:
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     # float32 whatever the compute type: bfloat16 would leave two digits of a log-probability. float64 stays.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature

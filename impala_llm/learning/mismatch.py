@@ -36,8 +36,8 @@ from torch import Tensor
 
 from impala_llm.algorithms.importance import kl_estimates
 from impala_llm.algorithms.interface import MetricValue, PackedBatch
+from impala_llm.learning.budget import TokenBudget
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import pack
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
@@ -77,6 +77,8 @@ class Recomputed:
     """float32[N]: the learner's where it has scored the row before, elsewhere the engine's."""
     is_new: Tensor
     """bool[N]: take those of the forward at hand instead, in which the row is scored for the first time."""
+    share: float
+    """Fraction of the micro-batch's rows that have another than the engine's."""
 
     def fill(self, log_probs: Tensor) -> Tensor:
         """float32[N] for the ratios, without gradient. log_probs: float32[N] of the forward at hand."""
@@ -113,6 +115,7 @@ class MismatchMonitor:
         for each micro-batch:
             recomputed = monitor.recomputed(micro, members)
             outcome = objective(..., recomputed)
+            monitor.count(recomputed, len(members))
             monitor.record(outcome.comparison)
             monitor.keep(members, outcome.log_probs)
         if monitor.wants_arrivals:
@@ -121,13 +124,14 @@ class MismatchMonitor:
 
     Args:
         model: the learner's, whose weights change between two updates alone.
+        budget: of its micro-batches.
     """
 
-    def __init__(self, config: Config, model: PolicyModel, device: torch.device) -> None:
+    def __init__(self, config: Config, model: PolicyModel, device: torch.device, budget: TokenBudget) -> None:
         self._mode = config.algorithm.recompute_behaviour
         self._threshold = config.algorithm.mismatch_alarm
         self._temperature = config.engine.temperature
-        self._token_budget = config.learner.token_budget
+        self._budget = budget
         self._dtype = config.engine.dtype
         self._model = model
         self._device = device
@@ -170,14 +174,19 @@ class MismatchMonitor:
         """
         kept = [self._kept.get(id(t.block)) for t in members]
         num_replaced = sum(self.recomputes or values is not None for values in kept)
-        self._metrics.append(("mismatch/recomputed_share", num_replaced / len(kept), float(len(kept))))
         if num_replaced == 0:
             return None
         of_engine = micro.behaviour_logprobs.cpu().split([t.num_action_tokens for t in members])
         log_probs = [mine if mine is not None else theirs for mine, theirs in zip(kept, of_engine, strict=True)]
         is_new = torch.tensor([values is None and self.recomputes for values in kept])
         device = micro.segment_ids.device
-        return Recomputed(torch.cat(log_probs).to(device), is_new.to(device)[micro.segment_ids])
+        share = num_replaced / len(kept)
+        return Recomputed(torch.cat(log_probs).to(device), is_new.to(device)[micro.segment_ids], share)
+
+    def count(self, recomputed: Recomputed | None, num_rows: int) -> None:
+        """Count the rows of a micro-batch that has been computed, and those of which the engine's were replaced."""
+        share = 0.0 if recomputed is None else recomputed.share
+        self._metrics.append(("mismatch/recomputed_share", share, float(num_rows)))
 
     def record(self, comparison: Comparison) -> None:
         self._metrics += comparison.metrics
@@ -232,11 +241,14 @@ class MismatchMonitor:
         self._score(chosen, version)
 
     def _score(self, trajectories: Sequence[Trajectory], version: int) -> None:
-        for cpu_micro in pack(trajectories, self._token_budget):
+        def scored(cpu_micro: PackedBatch) -> tuple[Sequence[int], Tensor, Comparison]:
             micro = cpu_micro.to(self._device)
             log_probs = action_log_probs(self._model, micro, self._temperature)
-            self.record(compare(log_probs, micro, version))
-            self.keep([trajectories[i] for i in micro.members], log_probs)
+            return micro.members, log_probs, compare(log_probs, micro, version)
+
+        for members, log_probs, comparison in self._budget.run(trajectories, scored):
+            self.record(comparison)
+            self.keep([trajectories[i] for i in members], log_probs)
 
     def _update_alarm(self) -> None:
         if self._num_tokens < ENOUGH_TOKENS:

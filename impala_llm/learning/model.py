@@ -5,17 +5,20 @@ Invariant: `hidden` of packed rows equals the plain forward of each row alone, s
 Hugging Face user would compute.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from impala_llm.engines.embedded.model_check import (
     check_agreement,
@@ -139,6 +142,7 @@ class PolicyModel(nn.Module):
         # Granite divides its logits, Cohere multiplies them.
         self._logit_scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1)
         self.value_trunk_gradient = value_trunk_gradient
+        self._dtype: torch.dtype | None = None
         width = config.hidden_size
         value_hidden_size = width if value_hidden_size is None else value_hidden_size
         last = nn.Linear(value_hidden_size or width, 1)
@@ -167,6 +171,20 @@ class PolicyModel(nn.Module):
         if saved.is_file():
             model.load_value_head(saved.read_bytes())
         return model
+
+    def compute_in(self, precision: str, checkpoint_every: int = 0) -> None:
+        """Set how products and attention are computed. Weights and gradients, the log-probabilities, and all that
+        follows from them stay float32.
+
+        Args:
+            precision: float32 | bfloat16.
+            checkpoint_every: every so many layers one keeps only its input for the backward pass, which computes the
+                layer again; 0: none. Called once with more.
+        """
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else None
+        layers = [module for module in self._trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for layer in layers[::checkpoint_every] if checkpoint_every else ():
+            layer.forward = partial(_checkpointed, layer.forward)
 
     def value_head_bytes(self) -> bytes:
         """The value head as a safetensors file."""
@@ -197,9 +215,10 @@ class PolicyModel(nn.Module):
             tokens: int64[M]. position_ids: int64[M], from 0 in each row. lengths: int64[num_segments], sum M.
         """
         plan = SegmentPlan(lengths.cpu()).to(tokens.device)
-        return self._trunk(
-            input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
-        ).last_hidden_state[0]
+        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None):
+            return self._trunk(
+                input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
+            ).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, vocabulary]."""
@@ -209,7 +228,7 @@ class PolicyModel(nn.Module):
         """See `logprobs.token_log_probs`."""
         head = self.lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return token_log_probs(hidden, head.weight, bias, targets, temperature / self._logit_scale)
+        return token_log_probs(hidden, head.weight, bias, targets, temperature / self._logit_scale, self._dtype)
 
     def values(self, hidden: Tensor) -> Tensor:
         """[N, H] → float32[N]. The LM gets a gradient through it only with `value_trunk_gradient`."""
@@ -279,6 +298,13 @@ class PolicyModel(nn.Module):
             (directory / name).write_bytes(content)
         self.lm.save_pretrained(directory)
         (directory / VALUE_HEAD_FILE).write_bytes(self.value_head_bytes())
+
+
+def _checkpointed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The forward of a layer, computed again in the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **options)
+    return checkpoint(forward, *arguments, use_reentrant=False, **options)
 
 
 def _write(tensor: Tensor, target: np.ndarray) -> None:

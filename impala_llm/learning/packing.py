@@ -19,18 +19,12 @@ __all__ = ["PackedBatch", "pack"]
 def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBatch]:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, long ones first (first-fit decreasing).
 
-    Raises:
-        ValueError: a trajectory that is longer than the budget.
+    A trajectory that is longer than the budget gets a micro-batch of its own.
     """
     order = sorted(range(len(trajectories)), key=lambda i: (-trajectories[i].num_tokens, i))
     bins: list[tuple[list[int], int]] = []
     for i in order:
         size = trajectories[i].num_tokens
-        if size > token_budget:
-            raise ValueError(
-                f"episode {trajectories[i].episode_id} has {size} tokens, "
-                f"learner.token_budget is {token_budget}: raise it"
-            )
         for place, (members, used) in enumerate(bins):
             if used + size <= token_budget:
                 members.append(i)

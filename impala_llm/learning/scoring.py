@@ -98,6 +98,7 @@ def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch
     assert directory is not None  # checked by config.problems
     model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
     model.check(config.engine.max_length)
+    model.compute_in(config.learner.precision)
     if model.vocab_size != policy.vocab_size:
         raise ValueError(
             f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "

@@ -112,7 +112,7 @@ class LearnerEndpoint:
         receiver = Receiver(
             Endpoints(run_dir.endpoint(self._rank), bind, keys),
             ledger,
-            RecordLimits(vocab_size, config.learner.token_budget),
+            RecordLimits(vocab_size, config.engine.max_length),
             run_dir,
             store,
             SessionLimits(heartbeat_timeout_s=pipeline.actor_timeout_s, ticket_timeout_s=pipeline.ticket_timeout_s),

@@ -14,6 +14,7 @@ from impala_llm.algorithms.advantages import GroupRelative, group_relative
 from impala_llm.algorithms.losses import TruncatedIS
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.budget import TokenBudget
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective
@@ -150,9 +151,9 @@ def test_only_action_tokens_enter(model: PolicyModel) -> None:
 
 def test_all_that_is_reported_is_declared(model: PolicyModel) -> None:
     names = set(measured(model, sampled_by(model, 0.1, [20, 19, 18, 17, 15, 2]), 20))
-    monitor = MismatchMonitor(settings("always"), model, CPU)
+    monitor = MismatchMonitor(settings("always"), model, CPU, TokenBudget(8192))
     rows = sampled_by(model)
-    monitor.recomputed(pack(rows, 1000)[0], rows)
+    monitor.count(monitor.recomputed(pack(rows, 1000)[0], rows), len(rows))
     names |= {name for name, _, _ in monitor.end()}
     assert names == {name for name in METRICS if name.startswith("mismatch/")}
 
@@ -167,7 +168,7 @@ def test_the_alarm_names_figure_threshold_and_fix_once_and_ends_with_the_mismatc
 ) -> None:
     config = settings(alarm=0.1)
     config.engine.dtype = "bfloat16"
-    monitor = MismatchMonitor(config, model, CPU)
+    monitor = MismatchMonitor(config, model, CPU, TokenBudget(8192))
     with caplog.at_level(logging.WARNING):
         assert judge(monitor, sampled_by(model, noise=0.05))["mismatch/alarm"] == 0
         assert not caplog.messages
@@ -187,14 +188,14 @@ def test_the_alarm_names_figure_threshold_and_fix_once_and_ends_with_the_mismatc
 
 
 def test_a_mismatch_that_is_no_number_raises_the_alarm(model: PolicyModel) -> None:
-    monitor = MismatchMonitor(settings(), model, CPU)
+    monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     with torch.no_grad():
         next(model.lm.parameters()).fill_(torch.nan)
     assert judge(monitor, make_batch() + make_batch())["mismatch/alarm"] == 1
 
 
 def test_few_tokens_are_judged_together_with_those_of_later_updates(model: PolicyModel) -> None:
-    monitor = MismatchMonitor(settings(), model, CPU)
+    monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     rows = sampled_by(model, noise=0.3)[:6]
     assert ENOUGH_TOKENS / 2 < sum(t.num_action_tokens for t in rows) < ENOUGH_TOKENS
     assert [judge(monitor, rows)["mismatch/alarm"] for _ in range(4)] == [0, 1, 1, 1]
@@ -207,14 +208,14 @@ def test_a_probe_takes_the_newest_rows_of_this_version_until_it_has_enough(model
         if t.oldest_version == VERSION and num_tokens < ENOUGH_TOKENS:
             newest.append(t)
             num_tokens += t.num_action_tokens
-    monitor = MismatchMonitor(settings(), model, CPU)
+    monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     seen = judge(monitor, rows)
     assert seen["mismatch/tokens"] == num_tokens
     assert seen["mismatch/logprob_mean"] == pytest.approx(abs(injected(model, newest)).mean(), abs=1e-5)
 
 
 def test_nothing_to_compare_leaves_no_metrics_and_the_alarm_as_it_was(model: PolicyModel) -> None:
-    monitor = MismatchMonitor(settings(), model, CPU)
+    monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     judge(monitor, sampled_by(model, noise=0.3))
     assert judge(monitor, []) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
     assert judge(monitor, sampled_by(model, versions=[VERSION - 1])) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
@@ -336,7 +337,7 @@ def test_on_mismatch_replaces_from_an_alarm_on_until_it_ends(tmp_path: Path) -> 
 
 
 def test_values_go_with_their_trajectories(model: PolicyModel) -> None:
-    monitor = MismatchMonitor(settings("always"), model, CPU)
+    monitor = MismatchMonitor(settings("always"), model, CPU, TokenBudget(8192))
     rows = sampled_by(model)
     monitor.look(rows, VERSION)
     assert len(monitor._kept) == len(rows)

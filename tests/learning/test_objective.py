@@ -213,7 +213,7 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
     (micro,) = pack(trajectories, 1000)
     counts = Denominators(len(micro.versions), len(micro.turn_ids), len(trajectories))
     is_new = micro.segment_ids % 2 == 0
-    recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new)
+    recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new, share=1.0)
     advantages = torch.linspace(-1, 1, 6)
     plain, replaced = (
         objective(

@@ -74,9 +74,9 @@ def test_dtypes() -> None:
         assert getattr(batch, name).dtype == torch.int64, name
 
 
-def test_a_trajectory_beyond_the_budget_names_the_key() -> None:
-    with pytest.raises(ValueError, match=r"episode-3.*40 tokens.*learner\.token_budget is 39"):
-        pack(make_batch(), token_budget=39)
+def test_a_trajectory_beyond_the_budget_has_a_micro_batch_of_its_own() -> None:
+    found = [[make_batch()[i].num_tokens for i in micro.members] for micro in pack(make_batch(), token_budget=32)]
+    assert found == [[40], [33], [20, 12], [9, 5]]
 
 
 def test_an_action_at_the_first_place_cannot_reach_packing() -> None:

@@ -415,7 +415,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     tmp_path: Path, credit: Credit
 ) -> None:
     trainer, loss = watching_trainer(tmp_path, credit, whiten_advantages=True)
-    trainer.config.learner.token_budget = 41
+    trainer.budget.tokens = 41
     trainer.update(varied(), version=3, progress=0.0)
     assert len(loss.seen) > 2
     advantages = torch.cat(loss.seen).double()
@@ -493,7 +493,7 @@ def test_loss_and_gradient_are_those_of_the_whole_batch_however_it_is_cut(
 ) -> None:
     trainer, loss = watching_trainer(tmp_path, GroupRelative(), aggregate=aggregate)
     trainer.entropy.coef = 0.0
-    trainer.config.learner.token_budget = token_budget
+    trainer.budget.tokens = token_budget
     batch = dataclasses.replace(varied(), weights=(1.0, 0.5, 0.25, 1.0, 0.1, 0.7))
     lm = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = defined_loss(lm, batch, aggregate, trainer.config.engine.temperature)

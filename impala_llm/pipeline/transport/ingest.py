@@ -60,8 +60,8 @@ _CLAIMED = np.array(
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    """Reason for the refusal of a record with more tokens than `learner.token_budget`."""
-    return f"it has {num_tokens} tokens, learner.token_budget is {max_tokens}: raise it, or lower engine.max_length"
+    """Reason for the refusal of a record with more tokens than `engine.max_length`."""
+    return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
 
 
 class IngestBroken(RuntimeError):
@@ -81,7 +81,7 @@ class Ingest:
 
     Args:
         vocab_size: bound that token ids must lie below.
-        max_tokens: of a record (learner.token_budget).
+        max_tokens: of a record (engine.max_length).
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def test_figures_without_a_name_are_no_trajectory(pair: Pair) -> None:
     still_serves(pair)
 
 
-def test_a_record_longer_than_a_micro_batch_is_refused_with_the_setting_to_change(pair: Pair) -> None:
+def test_a_record_longer_than_an_episode_may_be_is_refused_with_the_setting_to_change(pair: Pair) -> None:
     receiver, actor = pair.receiver(max_tokens=50), pair.actor(want=2)
     long, fits = pair.tickets(actor, 2)
     actor.send(make_trajectory(long, num_tokens=51))
@@ -92,11 +92,11 @@ def test_a_record_longer_than_a_micro_batch_is_refused_with_the_setting_to_chang
     turns_until(is_refused)
     [refused] = events
     assert isinstance(refused, messages.Refused) and refused.sequence == 0
-    assert refused.reason == ("it has 51 tokens, learner.token_budget is 50: raise it, or lower engine.max_length")
+    assert refused.reason == ("it has 51 tokens, the learner's engine.max_length is 50: give its actor the same")
     assert [t.ticket_id for t in drain(receiver, 1, actor)] == [fits.ticket_id]
 
 
-def test_a_long_record_that_an_earlier_process_took_is_dropped_by_one_with_a_smaller_budget(
+def test_a_long_record_that_an_earlier_process_took_is_dropped_by_one_with_a_smaller_limit(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, actor = pair.receiver(), pair.actor(want=2)
@@ -111,7 +111,7 @@ def test_a_long_record_that_an_earlier_process_took_is_dropped_by_one_with_a_sma
     second = pair.receiver(max_tokens=50)
     assert [t.ticket_id for t in second.drain(0.0)] == [fits.ticket_id]
     assert second.counters()["evicted"] == 1
-    assert f"ticket {long.ticket_id} has 51 tokens, learner.token_budget is 50" in caplog.text
+    assert f"ticket {long.ticket_id} has 51 tokens, the learner's engine.max_length is 50" in caplog.text
 
 
 def test_an_error_in_handling_a_peer_ends_its_session_and_no_other(

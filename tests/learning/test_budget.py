@@ -1,0 +1,191 @@
+"""The token budget: what a trial chooses, and what happens to an update that memory does not suffice for."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.budget import OutOfMemory, TokenBudget
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import pack
+from impala_llm.learning.parallel import Ranks
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.settings import Config, LearnerConfig
+from impala_llm.trainer import Trainer
+from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
+
+ERRORS = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: not enough memory"),
+    "python": MemoryError(),
+}
+
+
+class SmallMemory(PolicyModel):
+    """Has no memory for a micro-batch above a size, once it has computed some."""
+
+    most = 10**9
+    after = 0
+    error: Exception = ERRORS["cuda"]
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
+        if len(tokens) > self.most:
+            if self.after == 0:
+                raise self.error
+            self.after -= 1
+        return super().hidden(tokens, position_ids, lengths)
+
+
+def trained(directory: Path, config: Config, **limits: object) -> tuple[Trainer, dict[str, float]]:
+    """A trainer after an update, and its metrics."""
+    model = SmallMemory.from_pretrained(directory)
+    for name, value in limits.items():
+        setattr(model, name, value)
+    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer.update(Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0), version=3, progress=0.0)
+    return trainer, trainer.log.flush()
+
+
+def settings(token_budget: int | str, **learner: object) -> Config:
+    config = make_config(entropy_coef=0.01)
+    config.learner = LearnerConfig(token_budget=token_budget, warmup_updates=0, **learner)  # type: ignore[arg-type]
+    return config
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_update_that_ran_out_of_memory_is_that_of_the_smaller_budget(
+    tmp_path: Path, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the last bit, though there was a gradient already when memory ran out."""
+    save_lm(tmp_path)
+    # 119 tokens in micro-batches of 69 and 50, for the monitor's look at the first batch and then for the gradient.
+    trainer, seen = trained(tmp_path, settings(70), most=45, after=3, error=ERRORS[error])
+    expected, of_expected = trained(tmp_path, settings(40))
+    assert trainer.model.after == 0 and trainer.budget.tokens == 40
+    said = capsys.readouterr().out
+    for words in ("5 to 40 tokens", "learner.token_budget=70", "learner.activation_checkpointing=1"):
+        assert words in said
+    for name, value in of_expected.items():
+        assert seen[name] == (pytest.approx(value, abs=1e-5) if name.startswith("mismatch/") else value), name
+    for mine, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_nothing_is_counted_twice_wherever_memory_runs_out(tmp_path: Path, after: int) -> None:
+    """In one of two micro-batches of the look at the first batch, of that before the first step, and of two steps."""
+    save_lm(tmp_path)
+    reference = str(tmp_path)
+    found = []
+    for budget, limits in ((40, {}), (70, {"most": 45, "after": after})):
+        config = settings(budget, epochs=2)
+        config.algorithm = replace(
+            config.algorithm,
+            recompute_behaviour="always",
+            whiten_advantages=True,
+            reward_kl_coef=0.1,
+            reference=reference,
+        )
+        found.append(trained(tmp_path, config, **limits))
+    (_, expected), (trainer, seen) = found
+    assert trainer.budget.tokens == 40
+    for name in expected.keys() - {"advantage/std", "value/explained_variance"}:  # means over micro-batches
+        assert seen[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_row_for_which_memory_does_not_suffice_is_named_with_what_to_lower(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"a row of 40 tokens alone.*learner\.token_budget=1000.*engine\.max_length"):
+        trained(save_lm(tmp_path), settings(1000), most=39)
+
+
+def test_other_errors_of_the_model_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        trained(save_lm(tmp_path), settings(1000), most=39, error=RuntimeError("shapes cannot be multiplied"))
+
+
+def test_the_chosen_budget_is_said_and_kept_by_a_learner_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, _ = trained(save_lm(tmp_path), settings("auto"))
+    said = capsys.readouterr().out
+    assert re.search(r"learner\.token_budget=auto is \d+ tokens a micro-batch: .*tokens/s at 512", said)
+    budget = TokenBudget("auto")
+    assert not budget.is_chosen
+    budget.load_state_dict(trainer.budget.state_dict())
+    assert budget.is_chosen and budget.tokens == trainer.budget.tokens
+    other = TokenBudget(4096)
+    other.load_state_dict(trainer.budget.state_dict())
+    assert other.tokens == 4096, "a setting that was changed counts"
+
+
+def test_a_trial_leaves_no_gradient_and_no_other_weights(tmp_path: Path) -> None:
+    """The first update with a budget that was chosen is that with the same budget configured."""
+    save_lm(tmp_path)
+    chosen, seen = trained(tmp_path, settings("auto"))
+    expected, of_expected = trained(tmp_path, settings(chosen.budget.tokens))
+    assert seen == of_expected
+    for mine, other in zip(chosen.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+class Device:
+    """A rank whose device is said to be a GPU."""
+
+    device = torch.device("cuda", 0)
+    world_size, is_main = 1, True
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return numbers
+
+
+class Memory:
+    """A GPU of 2,000 bytes on which a trial takes 200 and half a byte a token, and what asks torch for it."""
+
+    total_memory = 2000
+
+    def __init__(self, says_so: bool) -> None:
+        self.says_so = says_so
+        self.tried: list[int] = []
+        self.peak = 0.0
+
+    def trial(self, micro: PackedBatch) -> None:
+        self.tried.append(len(micro.tokens))
+        self.peak = 200 + 0.5 * len(micro.tokens)
+        if self.peak > self.total_memory:
+            raise ERRORS["cuda"]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: self)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: self.peak if self.says_so else 0)
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["measured", "only by running out"])
+def test_on_a_gpu_the_largest_budget_is_chosen_that_its_memory_holds(
+    says_so: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, budget = Memory(says_so), TokenBudget("auto")
+    memory.install(monkeypatch)
+    # 4,096 tokens would take 2,248 bytes; 90 % of 2,000 bytes are left without an optimizer.
+    budget.choose(make_batch() * 100, memory.trial, torch.nn.Identity(), Device())  # type: ignore[arg-type]
+    assert budget.tokens == 2048
+    assert max(memory.tried) <= (2048 if says_so else 4096), "what is sure to fail is not tried"
+
+
+def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
+    budget, sizes = TokenBudget(119), list[int]()
+
+    def work(micro: PackedBatch) -> tuple[int, ...]:
+        sizes.append(len(micro.tokens))
+        if sizes[-1] > 60:
+            raise MemoryError
+        return micro.members
+
+    found = budget.run(make_batch(), work)
+    assert sorted(i for members in found for i in members) == list(range(6))
+    assert [len(micro.tokens) for micro in pack(make_batch(), budget.tokens)] == sizes[1:]
