@@ -1,10 +1,11 @@
 """What the tests of the pipeline build."""
 
+import contextlib
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 
 import numpy as np
 
@@ -82,6 +83,23 @@ def _until(timeout_s: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         yield
+
+
+@contextlib.contextmanager
+def at_each_line_of(module: ModuleType, moment: Callable[[], None]) -> Iterator[None]:
+    """Call a function before each line of a module that runs in this thread: a process may be killed there."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        moment()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def steps_of(work: Callable[[], object]) -> int:

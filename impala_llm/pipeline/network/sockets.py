@@ -10,7 +10,7 @@ import errno
 import os
 import socket as system
 import stat
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -20,22 +20,37 @@ from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.network.keys import ActorKeys
 from impala_llm.pipeline.network.zap_authenticator import ZAP_DOMAIN, ZapAuthenticator
 
-_LINGER_MS = 1000
 _BACKLOG = 1024
-_HANDSHAKE_MS = 10_000
 _CONNECT_MS = 5_000
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
-# A peer that neither sends nor answers for so long is disconnected, and connects again when it can. Any message counts,
-# so the largest one must arrive within this time.
-_HEARTBEAT_MS = 3_000
-# A learner has many peers, and each sends heartbeats of its own.
-_ROUTER_HEARTBEAT_MS = 15_000
-_HEARTBEAT_TIMEOUT_MS = 15_000
 # Bytes that encryption adds to a message (RFC 26: 8 of command name, 8 of nonce, 16 of authenticator, 1 of flags).
 _CURVE_OVERHEAD = 33
 _DEFAULT_QUEUE = 1000
 _warnings = RateLimitedWarnings()
+
+
+@dataclass(frozen=True, slots=True)
+class SocketTimes:
+    """Times of a socket, in milliseconds.
+
+    Attributes:
+        handshake_ms: that a peer may take for the handshake before it is disconnected.
+        heartbeat_ms: between ZeroMQ's heartbeats, over TCP.
+        heartbeat_timeout_ms: after which a peer that neither sends nor answers is disconnected, and connects again when
+            it can. Any message counts, so the largest one must arrive within this time.
+        linger_ms: that messages under way have left when the socket is closed.
+    """
+
+    handshake_ms: int = 10_000
+    heartbeat_ms: int = 3_000
+    heartbeat_timeout_ms: int = 15_000
+    linger_ms: int = 1_000
+
+
+# A learner has many peers, and each sends heartbeats of its own.
+_ROUTER_TIMES = SocketTimes(heartbeat_ms=15_000)
+_DEALER_TIMES = SocketTimes()
 
 
 def router(
@@ -44,6 +59,7 @@ def router(
     max_message_bytes: int,
     authenticator: ZapAuthenticator | None = None,
     queue_messages: int = _DEFAULT_QUEUE,
+    times: SocketTimes = _ROUTER_TIMES,
 ) -> zmq.Socket[bytes]:
     """Make and bind a learner's ROUTER socket.
 
@@ -55,6 +71,7 @@ def router(
         authenticator: of this context: the socket is encrypted and accepts authorised keys only; None: clear text, on
             this host only.
         queue_messages: maximum of messages that wait for, or from, each peer.
+        times: see `SocketTimes`.
 
     Raises:
         ValueError: the endpoint needs keys or is malformed.
@@ -66,7 +83,7 @@ def router(
     socket = context.socket(zmq.ROUTER)
     try:
         # In this order: the authenticator watches from before the first connection.
-        _set_common(socket, max_message_bytes, encrypted=authenticator is not None, queue_messages=queue_messages)
+        _set_common(socket, max_message_bytes + (authenticator is not None) * _CURVE_OVERHEAD, queue_messages, times)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         if authenticator is not None:
@@ -79,7 +96,7 @@ def router(
         if endpoint.startswith("tcp://"):
             target = _numeric_localhost(TcpEndpoint.parse(endpoint))
             socket.setsockopt(zmq.IPV6, int(target.is_ipv6))
-            _set_tcp(socket, _ROUTER_HEARTBEAT_MS)
+            _set_tcp(socket, times)
             endpoint = str(target)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -102,6 +119,7 @@ def dealer(
     max_message_bytes: int,
     keys: ActorKeys | None = None,
     queue_messages: int = _DEFAULT_QUEUE,
+    times: SocketTimes = _DEALER_TIMES,
 ) -> zmq.Socket[bytes]:
     """Make an actor's DEALER socket. It connects in the background, again whenever it must.
 
@@ -111,7 +129,7 @@ def dealer(
     Args:
         endpoint: of a `router`, which need not exist yet.
         identity: routing id.
-        max_message_bytes, queue_messages: as for `router`.
+        max_message_bytes, queue_messages, times: as for `router`.
         keys: of the actor; None: clear text, on this host only.
 
     Raises:
@@ -124,7 +142,7 @@ def dealer(
         check_connect(endpoint, has_keys=keys is not None)
     socket = context.socket(zmq.DEALER)
     try:
-        _set_common(socket, max_message_bytes, encrypted=keys is not None, queue_messages=queue_messages)
+        _set_common(socket, max_message_bytes + (keys is not None) * _CURVE_OVERHEAD, queue_messages, times)
         socket.setsockopt(zmq.ROUTING_ID, identity)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -136,7 +154,7 @@ def dealer(
             target = _numeric_localhost(TcpEndpoint.parse(address))
             socket.setsockopt(zmq.IPV6, int(_has_ipv6_only(target)))
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-            _set_tcp(socket, _HEARTBEAT_MS)
+            _set_tcp(socket, times)
             address = str(target)
         if address is not None:
             socket.connect(address)
@@ -157,18 +175,18 @@ def _read_address(endpoint: str, keys: ActorKeys | None) -> str | None:
     return address
 
 
-def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, encrypted: bool, queue_messages: int) -> None:
-    socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + encrypted * _CURVE_OVERHEAD)
+def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int, queue_messages: int, times: SocketTimes) -> None:
+    socket.setsockopt(zmq.LINGER, times.linger_ms)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, queue_messages)
     socket.setsockopt(zmq.RCVHWM, queue_messages)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, times.handshake_ms)
 
 
-def _set_tcp(socket: zmq.Socket[bytes], heartbeat_ms: int) -> None:
+def _set_tcp(socket: zmq.Socket[bytes], times: SocketTimes) -> None:
     # A lost network closes no socket. ZeroMQ's heartbeats detect it; the kernel's detect a peer whose ZeroMQ hangs.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, times.heartbeat_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, times.heartbeat_timeout_ms)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)

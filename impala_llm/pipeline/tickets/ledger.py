@@ -328,8 +328,8 @@ class TicketLedger:
 
         Totals since the start: granted, regranted, received, duplicates, failed, given_up (failed or lost too often),
         cut, trained, evicted, refused, quarantined. Current levels: ready, open, in_buffer (received and not ended),
-        charged (slots), version, staleness_in_flight (mean of the versions made since the first grant of an open
-        ticket).
+        charged (slots), waiting (unrolls to train on, with those that are expected), version, staleness_in_flight (mean
+        of the versions made since the first grant of an open ticket).
         """
         with self._lock:
             ages = [self._slots.version - e.born_version for e in self._table.entries.values() if e.state is State.OPEN]
@@ -339,6 +339,7 @@ class TicketLedger:
                 "open": float(self._table.num_open),
                 "in_buffer": float(len(self._table.entries) - len(self._table.ready) - self._table.num_open),
                 "charged": float(self._slots.charged.total()),
+                "waiting": float(self._slots.num_waiting(self._table.num_playing)),
                 "version": float(self._slots.version),
                 "staleness_in_flight": float(np.mean(ages)) if ages else 0.0,
             }

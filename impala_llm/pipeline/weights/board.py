@@ -51,8 +51,6 @@ __all__ = [
 ]
 
 _RETRY_S = 0.005
-_ALONE_S = 60.0
-"""Seconds to wait for another publisher that ends."""
 
 
 class WeightPublisher:
@@ -64,12 +62,19 @@ class WeightPublisher:
             the publisher.
         files: name -> contents of the files that, with the weights, make a slot a Hugging Face directory (config.json,
             tokenizer files).
+        takeover_s: seconds to wait for another publisher that ends.
 
     Raises:
         ValueError: num_slots is below 2, or a name in files is no plain file name.
     """
 
-    def __init__(self, directory: Path, num_slots: int = 3, files: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_slots: int = 3,
+        files: Mapping[str, bytes] | None = None,
+        takeover_s: float = 60.0,
+    ) -> None:
         if num_slots < 2:
             raise ValueError(
                 f"num_slots is {num_slots}: at least 2 are needed, the latest version is never overwritten"
@@ -78,6 +83,7 @@ class WeightPublisher:
             if Path(name).name != name or name in ("..", WEIGHTS_FILE):
                 raise ValueError(f"files has {name!r}: a plain file name other than {WEIGHTS_FILE} is expected")
         self.directory = directory
+        self._takeover_s = takeover_s
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / PUBLISHER_LOCK).touch()
         self._layout: Layout | None = None
@@ -146,7 +152,7 @@ class WeightPublisher:
                     f"{array.strides}: contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape "
                     f"{place.shape}"
                 )
-        with self._alone(begin + _ALONE_S):
+        with self._alone(begin + self._takeover_s):
             latest = read_latest(self.directory)
             if latest is not None and version < latest[1]:
                 raise WeightsError(

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from impala_llm.pipeline.network import sockets
 from impala_llm.pipeline.network.keys import load_actor_keys, load_learner_keys, make_keys
-from impala_llm.pipeline.network.sockets import dealer, router
+from impala_llm.pipeline.network.sockets import SocketTimes, dealer, router
 from impala_llm.pipeline.network.zap_authenticator import ZapAuthenticator
 
 MAX_BYTES = 1000
@@ -225,16 +224,14 @@ class Cable:
             end.close()
 
 
-def test_a_pulled_cable_is_noticed_and_the_connection_comes_back(
-    context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, milliseconds in (("_HEARTBEAT_MS", 100), ("_HEARTBEAT_TIMEOUT_MS", 300), ("_HANDSHAKE_MS", 300)):
-        monkeypatch.setattr(sockets, name, milliseconds)
+def test_a_pulled_cable_is_noticed_and_the_connection_comes_back(context: zmq.Context, tmp_path: Path) -> None:
+    times = SocketTimes(handshake_ms=300, heartbeat_ms=100, heartbeat_timeout_ms=300)
     make_keys(tmp_path / "keys")
     authenticator = ZapAuthenticator(context, load_learner_keys(tmp_path / "keys"))
     listener = router(context, "tcp://127.0.0.1:*", MAX_BYTES, authenticator)
     cable = Cable(("127.0.0.1", int(bound_to(listener).rpartition(":")[2])))
-    actor = dealer(context, f"tcp://127.0.0.1:{cable.port}", b"a", MAX_BYTES, load_actor_keys(tmp_path / "keys"))
+    keys = load_actor_keys(tmp_path / "keys")
+    actor = dealer(context, f"tcp://127.0.0.1:{cable.port}", b"a", MAX_BYTES, keys, times=times)
     check_talk(listener, actor)
     monitor = actor.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     cable.cut()

@@ -6,18 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq
 
-from impala_llm.pipeline.network import sockets
 from impala_llm.pipeline.network.keys import ActorKeys, load_actor_keys, load_learner_keys, make_keys
-from impala_llm.pipeline.network.sockets import dealer, router
+from impala_llm.pipeline.network.sockets import SocketTimes, router
+from impala_llm.pipeline.network.sockets import dealer as make_dealer
 from impala_llm.pipeline.network.zap_authenticator import ZapAuthenticator, user_id
 
 MAX_BYTES = 1000
 ANYWHERE = "tcp://127.0.0.1:*"
+# What a refused peer has sent never leaves it: its context would wait for that at its end.
+dealer = partial(make_dealer, times=SocketTimes(linger_ms=0))
 
 
 @contextmanager
@@ -30,10 +33,11 @@ def new_context() -> Iterator[zmq.Context]:
 class Server:
     """A guarded router in a context of its own."""
 
-    def __init__(self, folder: Path, endpoint: str = ANYWHERE) -> None:
+    def __init__(self, folder: Path, endpoint: str = ANYWHERE, handshake_ms: int = 10_000) -> None:
         self.context = zmq.Context()
         self.authenticator = ZapAuthenticator(self.context, load_learner_keys(folder))
-        self.socket = router(self.context, endpoint, MAX_BYTES, self.authenticator)
+        times = SocketTimes(handshake_ms)
+        self.socket = router(self.context, endpoint, MAX_BYTES, self.authenticator, times=times)
         self.endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self.address = ("127.0.0.1", int(self.endpoint.rpartition(":")[2]))
 
@@ -52,12 +56,6 @@ class Server:
         self.socket.close(linger=0)
         self.authenticator.close()
         self.context.term()
-
-
-@pytest.fixture(autouse=True)
-def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a refused peer has sent never leaves it: its context would wait for that at its end."""
-    monkeypatch.setattr(sockets, "_LINGER_MS", 0)
 
 
 @pytest.fixture
@@ -147,11 +145,8 @@ def test_an_actor_does_not_talk_to_another_learner(context: zmq.Context, folder:
     other.close()
 
 
-def test_a_revoked_key_opens_no_new_connection_and_one_put_back_does(
-    folder: Path, context: zmq.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 200)
-    server = Server(folder)
+def test_a_revoked_key_opens_no_new_connection_and_one_put_back_does(folder: Path, context: zmq.Context) -> None:
+    server = Server(folder, handshake_ms=200)
     keys, file = load_actor_keys(folder, "a"), folder / "authorised" / "a.public.json"
     with dealer(context, server.endpoint, b"old", MAX_BYTES, keys) as old:
         old.send(b"before")
@@ -209,9 +204,8 @@ def test_a_babbling_peer_is_cut_off_and_counted(
     talks(server, context, load_actor_keys(folder, "a"), "a")
 
 
-def test_a_silent_peer_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 100)
-    server = Server(folder)
+def test_a_silent_peer_is_cut_off(folder: Path) -> None:
+    server = Server(folder, handshake_ms=100)
     with socket.create_connection(server.address) as peer:
         server.has_refused(1)
         peer.settimeout(20)

@@ -1,16 +1,17 @@
 """Rows that were appended stay, and an append that was cut off leaves none."""
 
+import itertools
 import os
 import shutil
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from impala_llm.pipeline.shm import journal as journal_module
 from impala_llm.pipeline.shm.journal import ROW_WIDTH, Journal
 from impala_llm.pipeline.shm.ring import ArenaError
+from tests.pipeline.support import at_each_line_of
 
 
 @pytest.fixture
@@ -106,30 +107,20 @@ def test_a_journal_that_has_grown_is_rewritten_where_others_have_filled_the_file
         journal.rewrite(some_rows(0, 1000))
 
 
-class Watched(np.ndarray):
-    """Copies the file at each moment before and after something is set."""
-
-    path: Path
-
-    def __setitem__(self, key: object, value: object) -> None:
-        copy = self.path.with_name("killed")
-        shutil.copyfile(self.path, copy.with_name(f"killed-{len(os.listdir(copy.parent))}"))
-        super().__setitem__(key, value)  # type: ignore[index]
-        shutil.copyfile(self.path, copy.with_name(f"killed-{len(os.listdir(copy.parent))}"))
-
-
 def test_an_append_that_was_cut_off_leaves_the_rows_from_before(path: Path) -> None:
     journal = Journal(path)
     journal.append(some_rows(0, 3))
-    for name in ("_rows", "_length"):
-        watched = getattr(journal, name).view(Watched)
-        watched.path = path
-        setattr(journal, name, watched)
-    journal.append(some_rows(3, 4))
-    killed = sorted(path.parent.glob("killed-*"), key=lambda found: int(found.name.split("-")[1]))
-    states = [content(Journal(found)) for found in killed]
-    # Rows are set, then their number.
-    assert states == [some_rows(0, 3)] * 3 + [some_rows(0, 7)]
+    states = []
+
+    def killed() -> None:
+        copy = shutil.copyfile(path, path.with_name("killed"))
+        states.append(content(Journal(copy)))
+
+    with at_each_line_of(journal_module, killed):
+        journal.append(some_rows(3, 4))
+    killed()
+    assert len(states) > 5
+    assert [rows for rows, _ in itertools.groupby(states)] == [some_rows(0, 3), some_rows(0, 7)]
 
 
 def test_a_rewrite_that_was_cut_off_leaves_the_rows_from_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impala_llm.pipeline.shm import trajectory_store
 from impala_llm.pipeline.shm.record_layout import FACTS
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.trajectory import Trajectory, unroll_id
 from tests.pipeline.keeping import commit, commit_laid, lay_down, make, words_of
-from tests.pipeline.support import contents, steps_of
+from tests.pipeline.support import at_each_line_of, contents, steps_of
 
 CAPACITY = 1 << 14
 ROWS = 64
@@ -306,29 +307,6 @@ def test_random_use_loses_changes_and_overlaps_nothing(
 # --- killed at any moment
 
 
-class Watched(np.ndarray):
-    """Tells, before and after each single element that is set, that now is a moment."""
-
-    moment: Callable[[], None]
-
-    def __setitem__(self, key: object, value: object) -> None:
-        places = np.arange(self.size).reshape(self.shape)[key].reshape(-1)  # type: ignore[index]
-        values = np.broadcast_to(value, np.shape(np.asarray(self)[key])).reshape(-1)  # type: ignore[index, arg-type]
-        flat = np.asarray(self).reshape(-1)
-        assert np.shares_memory(flat, np.asarray(self))
-        for place, element in zip(places.tolist(), values.tolist(), strict=True):
-            self.moment()
-            flat[place] = element
-        self.moment()
-
-
-def watch(arena: TrajectoryStore, moment: Callable[[], None]) -> None:
-    arena._index = arena._index.view(Watched)
-    arena._index.moment = moment
-    arena.words = arena.words.view(Watched)
-    arena.words.moment = moment
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_killed_at_any_moment_leaves_whole_records_in_order(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -355,18 +333,19 @@ def test_a_process_killed_at_any_moment_leaves_whole_records_in_order(tmp_path: 
         found.clear()
         assert is_whole(later)
 
-    watch(arena, killed)
     held: dict[int, Trajectory] = {}
     for turn in range(40):
         batch = [make(3 * turn + i, 20) for i in range(rng.randint(1, 3))]
         doubtful = [t.ticket_id for t in batch]
         kept += doubtful
-        new = {t.ticket_id: t for t in commit(arena, batch)}
+        with at_each_line_of(trajectory_store, killed):
+            new = {t.ticket_id: t for t in commit(arena, batch)}
         held |= new
         kept = [ticket_id for ticket_id in kept if ticket_id in held]
         new.clear()
         doubtful = rng.sample(kept, min(len(kept), rng.randint(0, 3)))
-        arena.end(doubtful)
+        with at_each_line_of(trajectory_store, killed):
+            arena.end(doubtful)
         kept = [ticket_id for ticket_id in kept if ticket_id not in doubtful]
         held = {ticket_id: held[ticket_id] for ticket_id in kept}
         doubtful = []

@@ -273,7 +273,7 @@ class Run:
             mean, _ = self.ledger.state_dict()["unrolls"]
             brought = sum(len(self.unrolls_of(ticket_id)) for ticket_id in self.open_at)
             to_come = max(num_playing, num_playing + round(num_playing * (mean - 1)) - brought)
-            assert self.ledger._slots.num_waiting(int(num_playing)) == len(self.received_ids()) + to_come
+            assert counters["waiting"] == len(self.received_ids()) + to_come
 
     def finish(self, num_steps: int) -> None:
         """The run goes on: it is never stuck."""

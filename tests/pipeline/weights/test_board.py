@@ -228,9 +228,8 @@ def test_a_version_may_be_published_again(tmp_path: Path) -> None:
         assert_same(lease.tensors(), make_tensors(4))
 
 
-def test_a_second_publisher_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = WeightPublisher(tmp_path)
-    monkeypatch.setattr(board, "_ALONE_S", 0.02)
+def test_a_second_publisher_waits_for_the_first(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path, takeover_s=0.02)
     with (tmp_path / "publisher.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(WeightsError, match="another publisher"):

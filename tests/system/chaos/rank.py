@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import psutil
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import BatchSource, Stalled
-from impala_llm.pipeline.shm import journal
+from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
@@ -143,7 +142,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
         run_dir.replay_path(rank).unlink(missing_ok=True)
     order = TaskOrder(range(NUM_TASKS), settings.group_size, settings.seed, rank, NUM_RANKS)
     ledger = LoggedLedger(
-        order, BATCH_SIZE, MAX_STALENESS, version=version, journal=journal.Journal(run_dir.journal_path(rank))
+        order, BATCH_SIZE, MAX_STALENESS, version=version, journal=Journal(run_dir.journal_path(rank), JOURNAL_ROWS)
     )
     ledger.log = log
     config = load(
@@ -252,12 +251,11 @@ def report_memory(log: EventLog) -> None:
 def main(arguments: list[str]) -> None:
     die_with_parent()
     settings = Settings.load(Path(arguments[0]))
-    with mock.patch.object(journal, "_MIN_ROWS", JOURNAL_ROWS):
-        try:
-            run(settings, int(arguments[1]), int(arguments[2]))
-        except Missed as error:
-            print(error, file=sys.stderr, flush=True)
-            os._exit(1)  # torchrun kills whom a collective has left alone
+    try:
+        run(settings, int(arguments[1]), int(arguments[2]))
+    except Missed as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)  # torchrun kills whom a collective has left alone
 
 
 if __name__ == "__main__":

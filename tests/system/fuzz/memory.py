@@ -176,7 +176,8 @@ def replay_decoder(source: Source, folder: Path) -> Decoder:
         trajectory = None
         found.clear()
         if not len(arena.reserve(np.array([capacity // 8]))):
-            assert len(arena._free_rows) == 0, "space was lost"
+            states = np.memmap(path, np.int64, "r", 4096, (rows, 8))[:, 0]
+            assert states.all(), "space was lost, since a row of the index is free"
             return
         arena.cancel(0, capacity // 8)
         assert len(commit(arena, [sample_trajectory(source.rng)])) == 1
