@@ -14,9 +14,12 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
-# A shell that starts this in the background lets it ignore SIGINT, and so all processes that tests start and interrupt.
+# A shell that starts this in the background lets it ignore SIGINT, and nohup SIGHUP, and so all processes that tests
+# start and send these signals to.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
