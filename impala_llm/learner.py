@@ -93,9 +93,11 @@ class Learner:
             LearnerEndpoint(config, ranks.rank, ranks.world_size, ranks.barrier, self.files)
         )
         self.model, self.version = start_model(config, self.endpoint.newest_weights(), ranks.is_main)
-        self.model.to(ranks.device)
-        ranks.broadcast(self.model.parameters())
-        self.model.check(config.engine.max_length)
+        if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
+            self.model.check(config.engine.max_length)
+        ranks.place(self.model, config.learner.precision)
+        if not ranks.is_sharded:
+            self.model.check(config.engine.max_length)
         if ranks.is_main:
             describe(config, ranks, self.model, self.version)
         interval, staleness = config.learner.sync_interval, config.algorithm.max_staleness
@@ -357,7 +359,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
     disable_progress_bar()
-    ranks = Ranks(config.model.device, config.learner.stall_timeout_s)
+    learner = config.learner
+    ranks = Ranks(config.model.device, learner.stall_timeout_s, learner.sharding, learner.cpu_offload)
     try:
         return 0 if learn(config, ranks) else NOT_SAVED
     except KeyboardInterrupt:

@@ -280,6 +280,11 @@ class AlgorithmConfig:
 class LearnerConfig:
     num_ranks: int = bounded(1, least=1)
     """Processes of the learner, all on one host; each has its own receiver and replay shard."""
+    sharding: str = one_of("replicated", "fsdp2")
+    """replicated: every rank holds the whole policy; fsdp2: each holds a share of parameters, gradients and moments,
+    and gathers a layer while it computes it."""
+    cpu_offload: bool = False
+    """fsdp2: shares lie in the host's memory, and the optimizer steps there; a GPU holds only what it computes with."""
     batch_size: int = bounded(64, least=1)
     """Trajectories of an update, over all ranks."""
     epochs: int = bounded(1, least=1, most=1000)

@@ -100,7 +100,7 @@ class Trainer:
         # After its check, which is exact only in float32.
         model.compute_in(config.learner.precision, config.learner.activation_checkpointing)
         self.optimizer = Optimizer(model, config.learner)
-        self.budget = TokenBudget(config.learner.token_budget)
+        self.budget = TokenBudget(config.learner.token_budget, ranks)
         self.monitor = MismatchMonitor(config, model, ranks.device, self.budget)
         self.scorers = Scorers(config, model, ranks.device)
         self.entropy = EntropyControl(config.algorithm)
@@ -142,7 +142,7 @@ class Trainer:
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
                 self.compare_arrivals(version, arrivals)
-            self.step(update, progress)
+            self.step(update, part, progress)
         self.num_updates += 1
         self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
         if update.culprits:
@@ -229,7 +229,7 @@ class Trainer:
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             return places, rows, found.log_probs, sums, compare(found.log_probs, micro, update.version)
 
-        for places, rows, log_probs, sums, comparison in self.budget.run(taught, scored):
+        for places, rows, log_probs, sums, comparison in self.budget.run(taught, scored, take_part=self.take_part):
             update.moments = [total + part for total, part in zip(update.moments, sums, strict=True)]
             self.monitor.count(rows.recomputed, len(places))
             if keeps_log_probs:
@@ -287,7 +287,7 @@ class Trainer:
 
         # Counted when all are done: where memory runs out they are computed once more.
         trajectories = [update.batch.trajectories[i] for i in members]
-        for places, rows, outcome in self.budget.run(trajectories, learned, undo=self.model.zero_grad):
+        for places, rows, outcome in self.budget.run(trajectories, learned, self.model.zero_grad, self.take_part):
             update.add(outcome, places)
             self.log.add_all(outcome.metrics)
             self.monitor.count(rows.recomputed, len(places))
@@ -295,17 +295,29 @@ class Trainer:
                 self.monitor.record(outcome.comparison)
                 self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
 
+    def take_part(self, cpu_micro: PackedBatch) -> None:
+        """Run the passes of a micro-batch that other ranks have; its gradient is 0."""
+        micro = cpu_micro.to(self.ranks.device)
+        self.scorers.scores(micro)
+        total = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths).sum()
+        if torch.is_grad_enabled():
+            (0.0 * total).backward()
+
     def compare_arrivals(self, version: int, arrivals: Callable[[], Sequence[Trajectory]]) -> None:
         """End the monitor's update, with what has arrived meanwhile where it has use for that."""
-        if self.monitor.wants_arrivals:
+        if self.monitor.wants_arrivals or self.ranks.is_sharded:
             with self.timer.stage("idle"):
-                arrived = arrivals()
+                arrived = arrivals() if self.monitor.wants_arrivals else ()
             with self.timer.stage("forward"):
                 self.monitor.look(arrived, version)
         self.log.add_all(self.monitor.end())
 
-    def step(self, update: _Update, progress: float) -> None:
-        """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite."""
+    def step(self, update: _Update, part: Sequence[int], progress: float) -> None:
+        """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite.
+
+        Args:
+            part: places of the step's trajectories in the batch.
+        """
         with self.timer.stage("backward"):
             self.ranks.sum_gradients(self.model)
             num_culprits = self.ranks.sum([len(update.culprits)])[0]
@@ -313,6 +325,8 @@ class Trainer:
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
             self.is_stepping = False
+        if result.skipped and num_culprits == 0 and self.ranks.is_sharded:
+            update.culprits = [update.batch.trajectories[i] for i in part]
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))
         self.log.add("optimizer/skipped", float(result.skipped))
@@ -389,9 +403,9 @@ class Trainer:
 
     def not_finite(self, outcome: Outcome, rows: Sequence[Trajectory]) -> list[Trajectory]:
         """Trajectories of a micro-batch, whose gradient was just added, that have brought a number that is not finite:
-        all of it where only the gradient shows it."""
+        all of it where only the gradient shows it. A gradient of shares is the sum over ranks, and shows nobody's."""
         bad = [t for t, is_finite in zip(rows, outcome.is_finite.tolist(), strict=True) if not is_finite]
-        if bad:
+        if bad or self.ranks.is_sharded:
             return bad
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return [] if bool(norm.isfinite()) else list(rows)

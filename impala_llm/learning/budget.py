@@ -43,10 +43,12 @@ class TokenBudget:
 
     Args:
         configured: learner.token_budget.
+        ranks: of the learner, where they may share the policy.
     """
 
-    def __init__(self, configured: int | str) -> None:
+    def __init__(self, configured: int | str, ranks: Ranks | None = None) -> None:
         self._configured = configured
+        self._ranks = ranks
         self.tokens = _LEAST if configured == AUTO else int(configured)
         self.is_chosen = configured != AUTO
         """Whether `tokens` is final, but for memory that runs out."""
@@ -56,23 +58,33 @@ class TokenBudget:
         trajectories: Sequence[Trajectory],
         work: Callable[[PackedBatch], _Result],
         undo: Callable[[], object] = lambda: None,
+        take_part: Callable[[PackedBatch], object] | None = None,
     ) -> list[_Result]:
         """Do the work on all micro-batches of these trajectories; where memory runs out, on all of them again at half
         of the budget, down to the longest row.
 
+        Ranks that share the policy all call it, and none of them can begin again alone.
+
         Args:
             work: called with each micro-batch.
             undo: removes what work that failed has left behind, such as gradients.
+            take_part: called with a micro-batch without rows, where other ranks that share the policy have one more;
+                None: `work` is, and its result left out.
 
         Returns:
             The results, by micro-batch.
 
         Raises:
-            OutOfMemory: memory does not suffice for the longest row alone.
+            OutOfMemory: memory does not suffice for the longest row alone, or runs out where ranks share the policy.
         """
         while True:
+            micros = pack(trajectories, self.tokens)
+            num_missing = 0 if self._ranks is None else self._ranks.num_missing(len(micros))
             try:
-                return [work(micro) for micro in pack(trajectories, self.tokens)]
+                results = [work(micro) for micro in micros]
+                for _ in range(num_missing):
+                    (take_part or work)(no_rows())
+                return results
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -84,7 +96,13 @@ class TokenBudget:
                 torch.cuda.empty_cache()
 
     def _lower(self, lengths: Sequence[int]) -> None:
-        longest, used = max(lengths), min(self.tokens, sum(lengths))
+        longest, used = max(lengths, default=0), min(self.tokens, sum(lengths))
+        if self._ranks is not None and self._ranks.is_sharded:
+            raise OutOfMemory(
+                f"out of memory in micro-batches of up to {used} tokens, and with learner.sharding=fsdp2 no rank can "
+                f"begin again alone: set learner.token_budget={max(2, used // 2)}, learner.activation_checkpointing=1 "
+                "or learner.precision=bfloat16"
+            )
         rows = f"rows of {min(lengths)} to {longest} tokens (mean {sum(lengths) / len(lengths):.0f})"
         fix = "lower engine.max_length, or set learner.activation_checkpointing=1 or learner.precision=bfloat16"
         if used <= longest:
@@ -196,6 +214,27 @@ class TokenBudget:
         """Take over what `state_dict` gave, unless learner.token_budget is another now."""
         if state["configured"] == self._configured:
             self.tokens, self.is_chosen = state["tokens"], state["is_chosen"]
+
+
+def no_rows() -> PackedBatch:
+    """A micro-batch of one token that belongs to nobody: for passes in which a rank only takes part."""
+    none, first = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    return PackedBatch(
+        members=(),
+        tokens=first,
+        position_ids=first,
+        lengths=torch.ones(1, dtype=torch.int64),
+        action_positions=none,
+        behaviour_logprobs=torch.zeros(0),
+        versions=none,
+        segment_ids=none,
+        turn_ids=none,
+        turn_segment_ids=none,
+        turn_rewards=torch.zeros(0),
+        turn_value_positions=none,
+        last_positions=first,
+        bootstrap=torch.zeros(1, dtype=torch.bool),
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -214,11 +214,17 @@ class PolicyModel(nn.Module):
         Args:
             tokens: int64[M]. position_ids: int64[M], from 0 in each row. lengths: int64[num_segments], sum M.
         """
+        return self(tokens, position_ids, lengths)[0]
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
+        """`hidden` as [1, M, H], and no view: what gathers a sharded policy hooks on to it."""
         plan = SegmentPlan(lengths.cpu()).to(tokens.device)
         with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None):
-            return self._trunk(
+            output = self._trunk(
                 input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
-            ).last_hidden_state[0]
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, vocabulary]."""

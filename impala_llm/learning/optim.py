@@ -5,16 +5,21 @@ The policy's rate rises when the policy begins to learn, after the updates in wh
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import reshard
 from impala_llm.settings import LearnerConfig
 
 _BASE_WIDTH = 64
 """Inputs of a value-head matrix that `value_learning_rate` is for."""
 _POLICY_GROUPS = 2
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,17 @@ def schedule(config: LearnerConfig, update: int, progress: float) -> float:
 class Optimizer:
     """AdamW with a group for the policy's matrices, one for its vectors (never decayed) and one for each tensor of the
     value head, whose rate falls in inverse proportion to its inputs (µP, arXiv 2203.03466, table 3).
+
+    Of a sharded policy each rank steps its shares, and norms are those of all shares together.
+
+    Args:
+        model: as it lies when steps are taken: placed on its device, or sharded.
     """
 
     def __init__(self, model: PolicyModel, config: LearnerConfig) -> None:
+        reshard(model)
         self._config = config
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._policy = [p for p in model.lm.parameters() if p.requires_grad]
         self._value = list(model.value_head.parameters())
         groups = [
@@ -61,7 +73,9 @@ class Optimizer:
         widths = [p.shape[1] if p.ndim == 2 else 1 for p in self._value]
         rates = [config.value_learning_rate * min(1.0, _BASE_WIDTH / width) for width in widths]
         self._rates = [config.learning_rate, config.learning_rate, *rates]
-        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2))
+        # Of shares, each operation of Python's costs more than its arithmetic: one for all tensors of a group.
+        foreach = True if any(isinstance(p, DTensor) for p in self._policy) else None
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), foreach=foreach)
 
     def step(self, update: int, progress: float, skip: bool = False) -> StepResult:
         """Clip, step and clear the gradients. In the first `value_warmup_updates` only the value head learns.
@@ -72,8 +86,7 @@ class Optimizer:
             skip: change nothing.
         """
         limit = self._config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._policy, limit).item()
-        value_norm = torch.nn.utils.clip_grad_norm_(self._value, limit).item()
+        norm, value_norm = _clip(self._policy, limit), _clip(self._value, limit)
         value_factor = schedule(self._config, update, progress)
         since_warmup = update - self._config.value_warmup_updates
         factor = schedule(self._config, since_warmup, progress) if since_warmup >= 0 else 0.0
@@ -87,3 +100,54 @@ class Optimizer:
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         return StepResult(norm, norm > limit, skip, self._config.learning_rate * factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments and number of steps of every parameter, as `<parameter>.<moment>`; zeros before its first step.
+
+        Those of shares are DTensors, which torch.distributed.checkpoint saves, and loads into any number of ranks.
+        """
+        found: dict[str, Tensor] = {}
+        for p, name in self._names.items():
+            state = self._adam.state.get(p, {})
+            for moment in _MOMENTS:
+                found[f"{name}.{moment}"] = state[moment] if state else torch.zeros_like(p)
+            found[f"{name}.step"] = state["step"] if state else torch.zeros(())
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, of any number of ranks: whole tensors, or shares as they lie here.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        for p, name in self._names.items():
+            moments = [state.get(f"{name}.{moment}") for moment in _MOMENTS]
+            if any(moment is None or moment.shape != p.shape for moment in moments):
+                raise ValueError(
+                    f"the optimizer's state is of another model: it has no {name} of shape {list(p.shape)}"
+                )
+            step = state[f"{name}.step"].detach().clone().float()
+            if step.item() == 0:
+                self._adam.state.pop(p, None)
+                continue
+            parts = {
+                key: _as_shared(moment, p) for key, moment in zip(_MOMENTS, moments, strict=True) if moment is not None
+            }
+            self._adam.state[p] = {"step": step, **parts}
+
+
+def _clip(parameters: Sequence[Tensor], limit: float) -> float:
+    """Scale gradients down to this norm. Returns what it was, over all shares."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm.item()
+
+
+def _as_shared(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a tensor, on the device and, if it is whole, in the shares of a parameter."""
+    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
+        whole = tensor.detach().to(parameter.to_local())
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor.detach().to(parameter, copy=True)

@@ -1,18 +1,37 @@
-"""The ranks of the learner: torch.distributed, by sums alone.
+"""The ranks of the learner: torch.distributed, by sums alone; and how they share the policy.
+
+- replicated: every rank holds all of it, and gradients are summed once, before the step.
+- fsdp2: every rank holds a share of each tensor (torch's `fully_shard`). A layer is gathered before it computes,
+  forward and backward, and freed after it; its gradient is summed, and cut into shares, as soon as it is there. What
+  belongs to no layer (embeddings, last norm, head) is gathered by `PolicyModel.forward` and stays until the backward
+  pass is over or `reshard` is called: `action_log_probs` needs it after the forward. The value head, small and in
+  float32, stays whole on every rank.
 
 Invariant: what is reduced is a sum over ranks, never a mean, since every loss is already divided by the global count. A
-collective that a rank never joins ends with an error after the time-out, instead of waiting for ever.
+collective that a rank never joins ends with an error after the time-out, instead of waiting for ever. Ranks that share
+the policy run equally many passes through it, forward and backward: see `num_missing`.
 """
 
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from impala_llm.learning.model import PolicyModel
 from impala_llm.supervised import RENDEZVOUS
 
 
@@ -22,27 +41,79 @@ class Ranks:
     Args:
         device: auto | cpu | cuda; auto takes the GPU of the local rank if there is one.
         timeout_s: of every collective.
+        sharding: replicated | fsdp2.
+        cpu_offload: whether shares lie in the host's memory.
     """
 
-    def __init__(self, device: str = "auto", timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        device: str = "auto",
+        timeout_s: float = 600.0,
+        sharding: str = "replicated",
+        cpu_offload: bool = False,
+    ) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(self.device)
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        if self.world_size > 1:
+        self.is_sharded = sharding == "fsdp2"
+        """Whether each rank holds a share of the policy, and none computes without the others."""
+        self._cpu_offload = cpu_offload
+        if self.world_size > 1 or self.is_sharded:
+            # Norms of shares in the host's memory are summed there.
+            backend = "cpu:gloo,cuda:nccl" if use_cuda and self.is_sharded else "nccl" if use_cuda else "gloo"
+            is_alone = self.world_size == 1
             dist.init_process_group(
-                "nccl" if use_cuda else "gloo",
-                init_method=os.environ.get(RENDEZVOUS),  # torchrun's without
+                backend,
+                init_method=None if is_alone else os.environ.get(RENDEZVOUS),  # torchrun's without
                 rank=self.rank,
                 world_size=self.world_size,
+                store=dist.HashStore() if is_alone else None,
                 timeout=timedelta(seconds=timeout_s),
             )
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def place(self, model: PolicyModel, precision: str = "float32") -> None:
+        """Bring a policy, the same on all ranks, to the device: whole, with rank 0's values, or this rank's share.
+
+        Args:
+            precision: learner.precision. With bfloat16 layers are gathered in it, for `PolicyModel.compute_in`. Shares
+                and sums are float32 in any case, and so is what belongs to no layer.
+        """
+        if not self.is_sharded:
+            model.to(self.device)
+            self.broadcast(model.parameters())
+            return
+        model.value_head.to(self.device)
+        self.broadcast(model.value_head.parameters())
+        options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.world_size,))}
+        if self._cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        of_layers = MixedPrecisionPolicy()
+        if precision == "bfloat16":
+            of_layers = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in [m for m in model.lm.modules() if isinstance(m, GradientCheckpointingLayer)]:
+            fully_shard(layer, mp_policy=of_layers, **options)
+        fully_shard(model, ignored_params=set(model.value_head.parameters()), **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                # A layer whose experts are used on one rank only has a gradient on both.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def num_missing(self, num_passes: int) -> int:
+        """Number of passes through the policy by which the rank with the most has more than this one, where ranks share
+        it: as many this one must take part in. All ranks call it."""
+        if not self.is_sharded:
+            return 0
+        counts = self.gather({"passes": [num_passes]})
+        return int(max(count["passes"][0] for count in counts)) - num_passes
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank rank 0's values."""
@@ -72,10 +143,14 @@ class Ranks:
         return [msgpack.unpackb(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all ranks, in one flat all-reduce. A parameter without one counts as zeros."""
+        """Add up the gradients of all ranks, in one flat all-reduce. A parameter without one counts as zeros.
+
+        Those of shares are sums already.
+        """
+        reshard(model)
         if self.world_size == 1:
             return
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
         dist.all_reduce(flat)
         offset = 0
@@ -87,5 +162,19 @@ class Ranks:
         self.sum([0.0])
 
     def close(self) -> None:
-        if self.world_size > 1:
+        if self.world_size > 1 or self.is_sharded:
             dist.destroy_process_group()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what was gathered of a sharded policy: from here on its parameters are this rank's shares again.
+
+    Due before these change: what a pass without gradient has gathered would stay as it is.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a tensor, or all of one that is not shared."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -142,3 +142,29 @@ def test_a_step_that_is_to_be_skipped_changes_nothing(tmp_path: Path) -> None:
     assert optimizer.step(0, 0.0, skip=True).skipped
     assert not moved(model, before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_optimizer_goes_on_from_the_state_of_another(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path, value_warmup_updates=1)
+    fill_gradients(model, 1.0)
+    optimizer.step(0, 0.0)
+    other = PolicyModel.from_pretrained(tmp_path)
+    other.load_state_dict(model.state_dict())
+    state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    assert state["lm.model.norm.weight.step"] == 0 and state["value_head.0.bias.step"] == 1
+    resumed = Optimizer(other, LearnerConfig(warmup_updates=0, decay="constant", value_warmup_updates=1))
+    resumed.load_state_dict(state)
+    for update in (1, 2):
+        for one, its in ((model, optimizer), (other, resumed)):
+            fill_gradients(one, -0.5)
+            its.step(update, 0.0)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    _, optimizer = make(tmp_path)
+    state = optimizer.state_dict()
+    del state["lm.model.norm.weight.exp_avg"]
+    with pytest.raises(ValueError, match="of another model: it has no lm.model.norm.weight of shape"):
+        optimizer.load_state_dict(state)

@@ -546,6 +546,17 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path
         torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
 
 
+def test_several_steps_on_a_batch_of_many_micro_batches_begin_with_its_log_probabilities(tmp_path: Path) -> None:
+    """However the batch is cut, ratios of a later step are against the weights that the update began with."""
+    seen = []
+    for token_budget in (44, 1000):
+        trainer, loss = recording_trainer(tmp_path, epochs=2, token_budget=token_budget)
+        trainer.update(varied(), version=3, progress=0.0)
+        proximal = [s.proximal_log_probs for s in loss.seen if s.proximal_log_probs is not None]
+        seen.append(torch.cat(proximal).sort().values)
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
+
+
 class RecordedRanks(ThreadRanks):
     """Remembers the sums that it was asked for, by their lengths."""
 

@@ -1,0 +1,92 @@
+"""Ranks as processes that train together: whatever each of them holds, the policy becomes that of one rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.learning.builders import save_lm
+
+ROOT = Path(__file__).parents[2]
+STEPS = ("learner.epochs=2", "learner.batch_size=12")
+"""Several steps an update: what a pass without gradient gathers must not outlive a step."""
+
+
+def train(number: int, policy: Path, output: Path, *words: str) -> dict[str, torch.Tensor]:
+    """The parameters, whole, after five updates by so many ranks."""
+    output.mkdir()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)),
+        *(str(ROOT / "tests/system/training_rank.py"), str(policy), str(output), *words),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return load_file(output / "parameters")
+
+
+def facts(output: Path, rank: int) -> dict[str, float]:
+    found: dict[str, float] = json.loads((output / f"facts-{rank}.json").read_text())
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lm(tmp_path_factory.mktemp("sharding") / "policy")
+
+
+@pytest.fixture(scope="module")
+def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank makes of it."""
+    output = tmp_path_factory.mktemp("sharding") / "alone"
+    train(1, policy, output, *STEPS, f"keep={output / 'moments'}")
+    return output
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (2, ["learner.sharding=replicated"]),
+        (4, ["learner.sharding=replicated"]),
+        (1, ["learner.sharding=fsdp2", "learner.cpu_offload=true"]),
+        (3, ["learner.sharding=fsdp2"]),
+    ],
+)
+def test_five_updates_give_the_parameters_of_one_rank(
+    policy: Path, alone: Path, tmp_path: Path, number: int, words: list[str]
+) -> None:
+    found = train(number, policy, tmp_path / "out", *STEPS, *words)
+    assert_equal(found, load_file(alone / "parameters"))
+    if "learner.sharding=fsdp2" in words:
+        passes = {facts(tmp_path / "out", rank)["passes"] for rank in range(number)}
+        assert len(passes) == 1, "each rank takes part in the passes of every other"
+
+
+@pytest.mark.system
+def test_two_ranks_share_memory_and_moments_and_go_on_from_those_of_one(
+    policy: Path, alone: Path, tmp_path: Path
+) -> None:
+    shared = (*STEPS, "learner.sharding=fsdp2")
+    found = train(2, policy, tmp_path / "two", *shared, f"keep={tmp_path / 'moments'}")
+    assert_equal(found, load_file(alone / "parameters"))
+    whole = facts(alone, 0)["num_bytes"]
+    assert all(facts(tmp_path / "two", rank)["num_bytes"] <= 0.62 * whole for rank in (0, 1))
+    of_one, of_two = load_file(alone / "moments"), load_file(tmp_path / "moments")
+    assert_equal(of_two, of_one)
+    assert of_one["lm.model.norm.weight.step"] == 10
+    # The moments of one rank, taken over by two, and the other way round.
+    expected = train(1, policy, tmp_path / "one_of_two", *STEPS, f"resume={tmp_path / 'moments'}")
+    found = train(2, policy, tmp_path / "two_of_one", *shared, f"resume={alone / 'moments'}")
+    assert_equal(found, expected)

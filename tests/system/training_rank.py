@@ -1,0 +1,89 @@
+"""One rank of `test_sharding`: trains on its share of the same batch five times, and writes down what came of it.
+
+torchrun tests/system/training_rank.py POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTING ...]
+
+By rank: `facts-<rank>.json`, and from rank 0 `parameters`, whole, after the steps. With `resume=FILE` the optimizer
+goes on from the moments in it, and with `keep=FILE` they are written there.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from impala_llm.config import load
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks, local
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.trainer import Trainer
+from tests.learning.builders import NoPriorities, make_batch, make_trajectory
+
+UPDATES = 5
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@contextmanager
+def counted_passes(model: PolicyModel) -> Iterator[list[int]]:
+    """Counts the passes through the policy."""
+    counts = [0]
+
+    def count(*_: object) -> None:
+        counts[0] += 1
+
+    handle = model.register_forward_pre_hook(count)
+    yield counts
+    handle.remove()
+
+
+def main(policy: Path, output: Path, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    files = {key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu"))}
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    settings = [word for word in words if word.split("=")[0] not in files]
+    config = load(
+        ["model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.warmup_updates=0", *settings]
+    )
+    config.model.path = str(policy)
+    config.learner.token_budget = 44  # below what settings admit: many micro-batches, unlike in number between ranks
+    ranks = Ranks("cpu", 60.0, config.learner.sharding, config.learner.cpu_offload)
+    torch.manual_seed(0)
+    model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
+    ranks.place(model, config.learner.precision)
+    episodes = [*make_batch(), *(make_trajectory(38, [(4, 9), (20, 36)], seed) for seed in range(6, 12))]
+    share = episodes[ranks.rank * len(episodes) // num_ranks : (ranks.rank + 1) * len(episodes) // num_ranks]
+    batch = Batch(tuple(share), (1.0,) * len(share), tuple(range(len(share))), 1.0)
+    trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    if "resume" in files:
+        trainer.optimizer.load_state_dict(load_file(files["resume"]))
+    with counted_passes(model) as passes:
+        for update in range(UPDATES):
+            trainer.update(batch, 3 + update, progress=0.0)
+    state = trainer.optimizer.state_dict()
+    held = [*model.parameters(), *(tensor for name, tensor in state.items() if not name.endswith(".step"))]
+    facts = {
+        "passes": passes[0],
+        "num_bytes": sum(local(tensor).nbytes for tensor in held),
+        "losses": trainer.log.flush()["loss/total"],
+    }
+    (output / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+    parameters = {name: whole(p) for name, p in model.named_parameters()}
+    moments = {name: whole(tensor) for name, tensor in state.items()}
+    if ranks.is_main:
+        save_file(parameters, output / "parameters")
+        if "keep" in files:
+            save_file(moments, files["keep"])
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
