@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Actors of a run on any number of nodes, one supervisor a node; see learner.sh, which may be submitted before or after.
+#
+#   sbatch --nodes=2 deploy/slurm/actors.sh experiment=deploy/run.yaml run.name=shop learner.num_ranks=4
+#
+# learner.num_ranks must be what the learner has: its ports are counted from it. With engine=sglang each node has as many
+# actors as its GPUs hold servers; otherwise ACTORS says how many, by default one. A node that is lost, and a job of
+# actors that ends or joins, is no error: the learner goes on with those that it has.
+#SBATCH --job-name=impala-actors
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+name=impala
+for word in "$@"; do
+  case $word in run.name=*) name=${word#run.name=} ;; esac
+done
+run=$(realpath -m "${RUNS:-outputs}/$name")
+
+until [ -d "$run/keys/authorised" ] && [ -s "$run/learner" ]; do
+  echo "waiting for the learner of run $name to write $run/learner"
+  sleep 10
+done
+
+words=("$@" "pipeline.connect=@$run/learner" "pipeline.keys=$run/keys" run.terminal=false)
+[ -z "${ACTORS:-}" ] || words+=("actor.num_actors=$ACTORS")
+# Each node has logs of its own: the folder of the run is shared, and actors of every node are numbered from 0.
+# shellcheck disable=SC2016  # the shell of each node expands it
+exec srun --kill-on-bad-exit=0 --no-kill \
+  bash -c 'run=$1; shift; exec impala-llm actors "$@" run.dir="$run/actors/$(hostname)"' actors "$run" "${words[@]}"

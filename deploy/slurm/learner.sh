@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The learner of a run, on one node; actors.sh starts its actors, as many jobs of them as wanted, whenever wanted.
+#
+#   sbatch deploy/slurm/learner.sh experiment=deploy/run.yaml run.name=shop
+#   sbatch --nodes=2 deploy/slurm/actors.sh experiment=deploy/run.yaml run.name=shop
+#
+# Both get the same settings. RUNS is a folder on a filesystem that all nodes share (default: outputs in the current
+# directory); in RUNS/RUN_NAME lie the run itself, the keys, and `learner`, the file that says where the learner is now.
+#SBATCH --job-name=impala-learner
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+name=impala
+for word in "$@"; do
+  case $word in run.name=*) name=${word#run.name=} ;; esac
+done
+run=$(realpath -m "${RUNS:-outputs}/$name")
+port=${PORT:-7400}
+ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-1}}
+
+mkdir -p "$run"
+# Keys are made once. The folder is this user's alone, on every node.
+[ -d "$run/keys" ] || impala-llm keys --dir "$run/keys" >/dev/null
+
+# Renamed into place: actors read it at any moment.
+echo "tcp://${LEARNER_ADDRESS:-$(hostname -f)}:$port" >"$run/learner.new"
+mv "$run/learner.new" "$run/learner"
+
+# The ranks of a learner share the memory of one host, hence --standalone: one node. torchrun starts them again when one
+# dies, and srun passes the signal on that Slurm sends three minutes before the end of the job.
+exec srun --ntasks=1 --kill-on-bad-exit=1 \
+  torchrun --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
+  "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
+  pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" pipeline.keys="$run/keys"

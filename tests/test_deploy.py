@@ -1,0 +1,150 @@
+"""The files in deploy/: well-formed, and with no word that the command line or `config.load` refuses."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from impala_llm import cli
+from impala_llm.config import load
+from impala_llm.pipeline.network.keys import make_keys
+from impala_llm.settings import ASSETS, Config
+from tests.helpers import write_program
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
+SBATCH_OPTIONS = {
+    "cpus-per-task": r"\d+",
+    "gpus-per-node": r"\d+",
+    "job-name": r"[\w-]+",
+    "nodes": r"\d+",
+    "ntasks-per-node": "1",
+    "open-mode": "append|truncate",
+    "output": r"[\w%.-]+",
+    "requeue": "",
+    "signal": r"(B:)?[A-Z0-9]+@\d+",
+    "time": r"\d+:\d\d:\d\d",
+}
+"""Of sbatch(1), with what each takes."""
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> dict[str, Path]:
+    """What the paths in containers stand for here."""
+    learner, actor = tmp_path / "learner-keys", tmp_path / "actor-keys"
+    make_keys(learner)
+    actor.mkdir(mode=0o700)
+    for name in ("actor.secret.json", "learner.public.json"):
+        shutil.copy2(learner / name, actor / name)
+    settings = tmp_path / "run.yaml"
+    settings.write_text((DEPLOY / "run.yaml").read_text().replace("/models/policy", str(ASSETS / "tiny_shopper")))
+    return {"settings": settings, "learner": learner, "actor": actor}
+
+
+def load_words(words: list[str], mounts: dict[str, Path]) -> Config:
+    """The settings of a container's command of impala-llm."""
+    command, *rest = words
+    keys = mounts["learner" if command == "train" else "actor"]
+    here = [word.replace("/settings/run.yaml", str(mounts["settings"])).replace("=/keys", f"={keys}") for word in rest]
+    flagged, overrides = cli.options(command, here)
+    assert not flagged
+    return load(overrides)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, str(script)], check=True)
+    lines = script.read_text().splitlines()
+    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+    found = [(number, line) for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert found and max(number for number, _ in found) < min(commands)  # sbatch reads no further
+    for _, line in found:
+        option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
+        assert option and re.fullmatch(SBATCH_OPTIONS[option[1]], option[2] or ""), line
+
+
+def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, mounts: dict[str, Path]) -> None:
+    (tmp_path / "bin").mkdir()
+    srun = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['WORDS'], 'w'))"
+    write_program(tmp_path / "bin" / "srun", srun)
+    words = [f"experiment={mounts['settings']}", "run.name=shop", "learner.num_ranks=4"]
+    called: dict[str, list[str]] = {}
+    for script in sorted(SCRIPTS, reverse=True):  # the learner makes the keys
+        environment = {
+            **os.environ,
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RUNS": str(tmp_path / "runs"),
+            "WORDS": str(tmp_path / script.stem),
+            "SLURM_GPUS_ON_NODE": "4",
+            "LEARNER_ADDRESS": "node-7",
+        }
+        subprocess.run(["bash", str(script), *words], cwd=ROOT, env=environment, check=True, timeout=120)
+        called[script.stem] = yaml.safe_load((tmp_path / script.stem).read_text())
+    assert (tmp_path / "runs/shop/learner").read_text() == "tcp://node-7:7400\n"
+    learner, actors = called["learner"], called["actors"]
+    assert "torchrun --standalone --nproc-per-node 4 " in " ".join(learner)
+    config = load(learner[learner.index("impala_llm.learner") + 1 :])
+    assert (config.learner.num_ranks, config.actor.num_actors, config.run.dir) == (4, 0, f"{tmp_path}/runs/shop")
+    away = load(actors[actors.index("actors") + 2 :])
+    assert away.pipeline.connect == f"@{tmp_path}/runs/shop/learner"
+    assert (away.learner.num_ranks, away.run.name) == (config.learner.num_ranks, config.run.name)
+
+
+def test_kubernetes_manifests_start_both_sides_with_settings_that_fit(mounts: dict[str, Path]) -> None:
+    text = (DEPLOY / "kubernetes/run.yaml").read_text()
+    objects: dict[tuple[str, str], Any] = {
+        (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)
+    }
+    service, learner_job = objects["Service", "impala-learner"]["spec"], objects["Job", "impala-learner"]["spec"]
+    actors_job = objects["Job", "impala-actors"]["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["selector"].items() <= learner_job["template"]["metadata"]["labels"].items()
+    configs = []
+    for job in (learner_job, actors_job):
+        pod = job["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert container["image"] == "impala_llm:gpu"
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
+        [container] = pod["containers"]
+        [shm] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        assert volumes[shm]["emptyDir"]["medium"] == "Memory"
+        # The files that an init container copies are those of the secret that the head of the file tells how to make.
+        secret = volumes["secret"]["secret"]["secretName"]
+        made = re.search(rf"generic {secret} ((?:.|\n)*?)\n#\s*(?:kubectl|\n)", text + "\n#\n")
+        assert made is not None
+        named = {(k or Path(p).name) for k, p in re.findall(r"--from-file=(?:([\w.]+)=)?(\S+)", made[1])}
+        assert set(re.findall(r"/secret/(\S+)", pod["initContainers"][0]["command"][-1])) == named
+        configs.append(load_words(container["args"], mounts))
+        wanted = configs[-1].learner.num_ranks if container["args"][0] == "train" else 1
+        assert container["resources"]["limits"]["nvidia.com/gpu"] >= wanted
+    learner, away = configs
+    assert away.pipeline.connect == f"tcp://impala-learner:{service['ports'][0]['port']}"
+    assert learner.pipeline.bind == f"tcp://0.0.0.0:{service['ports'][0]['port']}"
+    assert (learner.run.name, learner.learner) == (away.run.name, away.learner)
+    assert learner.run.dir.startswith("/runs/")  # on the volume that stays
+    assert actors_job["completionMode"] == "Indexed" and actors_job["completions"] == actors_job["parallelism"]
+    # Each relay can fetch a version of its own.
+    assert learner.pipeline.weight_slots >= actors_job["parallelism"] + 2
+
+
+def test_compose_starts_both_sides_with_settings_that_fit(mounts: dict[str, Path]) -> None:
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = composed["services"]
+    learner, actors = (load_words(services[name]["command"], mounts) for name in ("learner", "actors"))
+    assert learner.actor.num_actors == 0 and learner.learner == actors.learner
+    assert learner.pipeline.bind is None and actors.pipeline.connect is None
+    for service in services.values():
+        assert service["ipc"] == "host" and service["image"] == "impala_llm:gpu"
+        for volume in service["volumes"]:
+            here = re.sub(r"\$\{.*?\}", "MODEL", volume).split(":")[0]
+            assert here == "MODEL" or here == "../outputs" or (DEPLOY / here).is_file()
