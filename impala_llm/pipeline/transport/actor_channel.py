@@ -20,6 +20,10 @@ from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Conte
 from impala_llm.pipeline.transport.messages import (
     Ack,
     Engines,
+    EvaluationFailed,
+    EvaluationGrant,
+    EvaluationRequest,
+    EvaluationResult,
     Goodbye,
     Grant,
     Heartbeat,
@@ -39,7 +43,7 @@ from impala_llm.trajectory import Trajectory
 
 _MAX_REASON = 1000
 
-Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted
+Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWanted | EvaluationGrant
 
 
 class ActorChannel:
@@ -95,6 +99,7 @@ class ActorChannel:
         self._next_hello = 0.0
         self._want: int | None = None
         self._engines: Engines | None = None
+        self._evaluation_want: int | None = None
         self._held: dict[int, Ticket] = {}
         self._stats: dict[str, float] = {}
         self._version: int | None = None
@@ -121,6 +126,19 @@ class ActorChannel:
         if engines != self._engines:
             self._engines = engines
             self._connection.send(engines)
+
+    def request_evaluation(self, want: int) -> None:
+        """Set how many evaluation tasks this actor wants to have at a time: a level. The channel repeats it."""
+        self._evaluation_want = want
+        self._connection.send(EvaluationRequest(want))
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """Send the result of an evaluation task. It may get lost: the learner then names the task again."""
+        self._connection.send(result)
+
+    def evaluation_failed(self, evaluation_id: int, task_id: int, reason: str) -> None:
+        """Give an evaluation task back whose episode failed. reason: for the learner's log."""
+        self._connection.send(EvaluationFailed(evaluation_id, task_id, _sendable(reason)))
 
     def send(self, trajectory: Trajectory, *, may_offer: bool = True) -> bool:
         """Hand over a finished trajectory, or an unroll of one; it is never lost while this process lives.
@@ -159,8 +177,7 @@ class ActorChannel:
         """
         if self._held.pop(ticket_id, None) is None:
             raise ValueError(f"ticket {ticket_id} is not held by {self.actor_id}: it was finished or given back before")
-        # The text may come from anywhere, and msgpack takes no lone surrogates.
-        self._connection.send(TicketFailed(ticket_id, reason[:_MAX_REASON].encode(errors="replace").decode()))
+        self._connection.send(TicketFailed(ticket_id, _sendable(reason)))
 
     def report(self, stats: dict[str, float]) -> None:
         """Set the metrics that each heartbeat brings to the learner, by name."""
@@ -176,7 +193,7 @@ class ActorChannel:
             Events. Grant holds only tickets that are new to this actor. WeightsAnnounced comes when the version differs
             from the last one. Revoked also follows the refusal of an unroll, since the remaining turns of its episode
             are not wanted any more. HelloWanted was answered already: the learner is another one, or had given this
-            actor up.
+            actor up. EvaluationGrant comes as it was sent, also where nothing in it is new.
 
         Raises:
             LearnerLost: see `learner_timeout_s`, or the run has ended.
@@ -280,7 +297,7 @@ class ActorChannel:
                 for ticket_id in ticket_ids:
                     self._held.pop(ticket_id, None)
                 return [message]
-            case Shutdown():
+            case Shutdown() | EvaluationGrant():
                 return [message]
         return []
 
@@ -290,9 +307,15 @@ class ActorChannel:
         self.hello()
         if self._want is not None:
             self.request(self._want)
+        self._repeat()
+        self._offer(self._records.all_reminders())
+
+    def _repeat(self) -> None:
+        """Say again what the learner may not have heard, and is not told by a heartbeat."""
         if self._engines is not None:
             self._connection.send(self._engines)
-        self._offer(self._records.all_reminders())
+        if self._evaluation_want is not None:
+            self._connection.send(EvaluationRequest(self._evaluation_want))
 
     def _send_due(self) -> None:
         now = self._times.monotonic()
@@ -303,10 +326,14 @@ class ActorChannel:
             self._next_heartbeat = now + self._connection.pause_s
             first = self._records.first_sequence
             self._connection.send(Heartbeat(tuple(self._held), self._stats, self._want or 0, first))
-            if self._engines is not None:
-                self._connection.send(self._engines)
+            self._repeat()
         self._offer(self._records.reminders())
 
     def _offer(self, offers: Iterable[Offer]) -> None:
         for batch, records in offers:
             self._connection.send(batch, records)
+
+
+def _sendable(reason: str) -> str:
+    """A text that may come from anywhere, as far as it can be sent: msgpack takes no lone surrogates."""
+    return reason[:_MAX_REASON].encode(errors="replace").decode()

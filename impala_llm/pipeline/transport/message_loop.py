@@ -17,12 +17,16 @@ from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address
+from impala_llm.pipeline.transport.evaluation_tasks import EvaluationTasks
 from impala_llm.pipeline.transport.ingest import Ingest, IngestBroken
 from impala_llm.pipeline.transport.messages import (
     UNKNOWN_RUN,
     Ack,
     DescriptorBatch,
     Engines,
+    EvaluationFailed,
+    EvaluationRequest,
+    EvaluationResult,
     Goodbye,
     Grant,
     Heartbeat,
@@ -44,6 +48,8 @@ from impala_llm.pipeline.transport.sessions import ActorRefused, Session, Sessio
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.1
 """Seconds between two attempts to store records that wait for room, where no space was freed."""
+_DEAL_S = 0.5
+"""Seconds between two times that evaluation tasks are dealt to actors that have come, from others that have left."""
 _MAX_REASON = 1000
 
 
@@ -58,6 +64,7 @@ class MessageLoop:
         ledger: of the rank.
         ingest: takes their records into the trajectory store.
         arena: the trajectory store.
+        evaluation: tasks of the evaluation inside of the run.
         published: version that actors find on the board at the start.
         max_remembered: limit of refusals, and of sequences out of order, that are remembered of an actor.
     """
@@ -69,6 +76,7 @@ class MessageLoop:
         ledger: TicketLedger,
         ingest: Ingest,
         arena: TrajectoryStore,
+        evaluation: EvaluationTasks[Address],
         published: int,
         max_remembered: int,
     ) -> None:
@@ -77,13 +85,15 @@ class MessageLoop:
         self._ledger = ledger
         self._ingest = ingest
         self._arena = arena
+        self._evaluation = evaluation
+        self._next_deal = 0.0
         self._max_remembered = max_remembered
         self.published = published
         """Version that actors find on the board."""
         self.shutdown_reason: str | None = None
         """Once set, all actors are told to end, and no ticket is granted."""
         self.totals: Counter[str] = Counter()
-        """Counters: messages_malformed, sessions_broken."""
+        """Counters: messages_malformed, sessions_broken, evaluation_unwanted."""
         self._announced = published
         self._acks: defaultdict[Address, list[int]] = defaultdict(list)
         self._offered: dict[Address, Session] = {}
@@ -115,6 +125,7 @@ class MessageLoop:
             self.send_shutdown()
         else:
             self._grant()
+            self._deal_evaluation()
 
     def send_shutdown(self) -> None:
         """Tell all actors to end, where there is a reason to."""
@@ -161,6 +172,13 @@ class MessageLoop:
                     if address[0] > 0 and any(map(is_loopback_url, urls)):
                         raise WireError(f"{session.actor_id} on another host offers servers of this one: {urls}")
                     self._registry.offer_engines(session, message)
+                case EvaluationRequest(want):
+                    session.evaluation_want = want
+                case EvaluationResult():
+                    self.totals["evaluation_unwanted"] += not self._evaluation.answered(address, message)
+                case EvaluationFailed(_, task_id, reason):
+                    self.totals["evaluation_unwanted"] += not self._evaluation.failed(address, message)
+                    self._warnings.log("an evaluation task failed", f"task {task_id} at {session.actor_id}: {reason}")
                 case _:
                     raise WireError(f"{type(message).__name__} is a learner's message, and an actor sent it")
         except WireError as error:
@@ -294,6 +312,15 @@ class MessageLoop:
     def _send_grant(self, session: Session, tickets: list[Ticket]) -> None:
         self._registry.granted(session, tickets)
         self._actors.send_items(session.address, Grant, tickets)
+
+    def _deal_evaluation(self) -> None:
+        """Deal evaluation tasks. Actors are looked at where a result has come or an evaluation begun, else seldom."""
+        now = self._registry.clock.now
+        if self._evaluation.has_changed or (self._evaluation.is_under_way and now >= self._next_deal):
+            self._next_deal = now + _DEAL_S
+            wants = {address: session.evaluation_want for address, session in self._registry.by_address.items()}
+            for address, grant in self._evaluation.deal(wants, now).items():
+                self._actors.send(address, grant)
 
     def _check_actors(self) -> None:
         if not self._registry.is_check_due():

@@ -22,6 +22,10 @@ that has not heard it yet: one on another host learns it from the learner's firs
     15    Shutdown          learner  the run is over: end
     16    Revoked           learner  the time for these tickets is over: stop playing them
     17    RecordsWanted     learner  records that were named and are not here: send them
+    20    EvaluationRequest actor    number of evaluation tasks that the actor wants to have at a time
+    21    EvaluationResult  actor    an evaluation task was played
+    22    EvaluationFailed  actor    the attempt at an evaluation task failed
+    23    EvaluationGrant   learner  the evaluation tasks that the actor has from now on
 
 Records: see record.py. The types and their checks stand together in this one file, as the table does.
 """
@@ -51,7 +55,8 @@ MAX_RECORD_BYTES = 512 << 20
 MAX_ITEMS = 1 << 16
 """Limit of tickets, records or metrics in one message."""
 _MAX_TEXT = 4096
-_INT64 = 1 << 63
+MAX_TEMPERATURE = 100.0
+_INT32, _INT64 = 1 << 31, 1 << 63
 _CRC = struct.Struct("<I")
 _RUN_ID = struct.Struct("<Q")
 _DESCRIPTOR = struct.Struct("<5q")
@@ -336,6 +341,98 @@ class RecordsWanted:
         _check_ints("sequences", self.sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationRequest:
+    """Request for tasks of the evaluations inside of a run. An actor that sends none is dealt none.
+
+    Attributes:
+        want: a level, not an increment.
+    """
+
+    want: int
+
+    def __post_init__(self) -> None:
+        _check_int("want", self.want, 0, MAX_ITEMS)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Result of an evaluation task.
+
+    Attributes:
+        evaluation_id, task_id: as granted.
+        score: final score in [0, 1].
+        success: whether the episode succeeded.
+        num_tokens: of the whole episode, observations included.
+        num_turns: of the episode.
+        first_version, last_version: oldest and newest policy version that sampled any of its tokens.
+    """
+
+    evaluation_id: int
+    task_id: int
+    score: float
+    success: bool
+    num_tokens: int
+    num_turns: int
+    first_version: int
+    last_version: int
+
+    def __post_init__(self) -> None:
+        _check_int("evaluation_id", self.evaluation_id, 0)
+        _check_int("task_id", self.task_id, -_INT64)
+        _check_number("score", self.score, 0, 1)
+        _check_type("success", self.success, bool)
+        _check_int("num_tokens", self.num_tokens, 0, _INT32 - 1)
+        _check_int("num_turns", self.num_turns, 0, _INT32 - 1)
+        _check_int("last_version", self.last_version, 0)
+        _check_int("first_version", self.first_version, 0, self.last_version)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFailed:
+    """Failure of an attempt at an evaluation task.
+
+    Attributes:
+        evaluation_id, task_id: as granted.
+        reason: for the log.
+    """
+
+    evaluation_id: int
+    task_id: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_int("evaluation_id", self.evaluation_id, 0)
+        _check_int("task_id", self.task_id, -_INT64)
+        _check_text("reason", self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationGrant:
+    """All evaluation tasks that an actor has from now on: it stops those that are not named, and sends again the result
+    of one that it has played.
+
+    Attributes:
+        evaluation_id: random number of the evaluation.
+        min_version: oldest policy version to play with.
+        temperature: of sampling; 0: greedy.
+        task_ids: in the order in which they should be played.
+    """
+
+    evaluation_id: int
+    min_version: int
+    temperature: float
+    task_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_int("evaluation_id", self.evaluation_id, 0)
+        _check_int("min_version", self.min_version, 0)
+        _check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        _check_items("task_ids", self.task_ids, int)
+        for task_id in self.task_ids:
+            _check_int("a task id", task_id, -_INT64)
+
+
 Message = (
     Hello
     | TicketRequest
@@ -352,6 +449,10 @@ Message = (
     | Shutdown
     | Revoked
     | RecordsWanted
+    | EvaluationRequest
+    | EvaluationResult
+    | EvaluationFailed
+    | EvaluationGrant
 )
 
 _TYPES: dict[int, type[Message]] = {
@@ -370,6 +471,10 @@ _TYPES: dict[int, type[Message]] = {
     15: Shutdown,
     16: Revoked,
     17: RecordsWanted,
+    20: EvaluationRequest,
+    21: EvaluationResult,
+    22: EvaluationFailed,
+    23: EvaluationGrant,
 }
 _CODES = {kind: code for code, kind in _TYPES.items()}
 _FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in _CODES}
@@ -460,6 +565,11 @@ def _check_type(name: str, value: object, kind: type) -> None:
 def _check_int(name: str, value: object, low: int, high: int = _INT64 - 1) -> None:
     if type(value) is not int or not low <= value <= high:
         raise WireError(f"{name} is {_shown(value)}: an integer in [{low}, {high}] is expected")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]  # of one of the two
+        raise WireError(f"{name} is {_shown(value)}: a number in [{low:g}, {high:g}] is expected")
 
 
 def _check_text(name: str, value: object) -> None:

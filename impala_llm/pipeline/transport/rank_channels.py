@@ -14,7 +14,7 @@ import zmq
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.actor_channel import ActorChannel, Event
 from impala_llm.pipeline.transport.learner_connection import Context
-from impala_llm.pipeline.transport.messages import Engines, Grant, WeightsAnnounced
+from impala_llm.pipeline.transport.messages import Engines, EvaluationResult, Grant, WeightsAnnounced
 from impala_llm.trajectory import Trajectory
 
 
@@ -85,6 +85,18 @@ class ActorChannels:
     def offer_engines(self, engines: Engines) -> None:
         """Offer servers to the first rank, which is the one that publishes; see `ActorChannel.offer_engines`."""
         self._channels[0].offer_engines(engines)
+
+    def request_evaluation(self, want: int) -> None:
+        """Request from the first rank, which is the one that evaluates; see `ActorChannel.request_evaluation`."""
+        self._channels[0].request_evaluation(want)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """Send to the first rank, see `ActorChannel.evaluated`."""
+        self._channels[0].evaluated(result)
+
+    def evaluation_failed(self, evaluation_id: int, task_id: int, reason: str) -> None:
+        """Report to the first rank, see `ActorChannel.evaluation_failed`."""
+        self._channels[0].evaluation_failed(evaluation_id, task_id, reason)
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
         """Collect events of all ranks, see `ActorChannel.poll_async`. Each version is reported once."""

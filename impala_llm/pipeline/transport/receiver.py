@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from impala_llm.pipeline.shm.record import MAX_TOKENS
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
-from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Endpoints
+from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address, Endpoints
+from impala_llm.pipeline.transport.evaluation_tasks import Evaluation, EvaluationTasks
 from impala_llm.pipeline.transport.inbox import Inbox
 from impala_llm.pipeline.transport.ingest import Ingest, too_long
 from impala_llm.pipeline.transport.leader_follower import LeaderFollower
@@ -93,12 +95,14 @@ class Receiver:
         self._actors = ActorSockets(endpoints, run_dir.run_id, self._leadership.wakeup)
         self._registry = SessionRegistry(ledger, run_dir, sessions)
         self._ingest = Ingest(arena, ledger, self._inbox, records.vocab_size, records.max_tokens)
+        self._evaluation: EvaluationTasks[Address] = EvaluationTasks()
         self._loop = MessageLoop(
             self._actors,
             self._registry,
             ledger,
             self._ingest,
             arena,
+            self._evaluation,
             ledger.version if published is None else published,
             sessions.max_remembered,
         )
@@ -214,6 +218,42 @@ class Receiver:
         self._loop.published = version
         self._leadership.wake(urgent=True)
 
+    @property
+    def published(self) -> int:
+        """Newest version that is announced to actors."""
+        return self._loop.published
+
+    def begin_evaluation(self, task_ids: Sequence[int], temperature: float, timeout_s: float) -> int:
+        """Have actors play tasks with the published version, or later ones, beside their tickets.
+
+        Args:
+            task_ids: at least one.
+            temperature: of sampling; 0: greedy.
+            timeout_s: seconds from the first task at an actor after which results are not waited for.
+
+        Returns:
+            The published version.
+
+        Raises:
+            ValueError: another evaluation is under way.
+        """
+        version = self.published
+        self._evaluation.begin(secrets.randbits(63), version, task_ids, temperature, timeout_s)
+        self._leadership.wake(urgent=True)
+        return version
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation was begun, and its results were not taken."""
+        return self._evaluation.is_under_way
+
+    def evaluation(self) -> Evaluation | None:
+        """Take the results of the evaluation, once it has ended."""
+        ended = self._evaluation.ended(self._registry.clock.now)
+        if ended is not None:
+            self._leadership.wake()
+        return ended
+
     def must_keep(self) -> bool:
         """Return whether the trajectories of steps since the last version on a board fill so much of the trajectory
         store that the next version should be kept."""
@@ -245,12 +285,13 @@ class Receiver:
 
         Totals since the start: received_bytes, trajectories_refused (malformed), trajectories_unwanted (of superseded
         or unknown tickets), recovered (found after a restart), messages_malformed, actors_lost, sessions_broken (ended
-        by an error of our own), tickets_expired, peers_refused (connections without an authorised key). Current levels:
-        actors, queue_trajectories, arena_fill (share of the trajectory store in use).
+        by an error of our own), evaluation_unwanted (answers to evaluation tasks that were not awaited),
+        tickets_expired, peers_refused (connections without an authorised key). Current levels: actors,
+        queue_trajectories, arena_fill (share of the trajectory store in use).
         """
         totals = (
             (self._ingest.totals, ("received_bytes", "trajectories_refused", "trajectories_unwanted")),
-            (self._loop.totals, ("messages_malformed", "sessions_broken")),
+            (self._loop.totals, ("messages_malformed", "sessions_broken", "evaluation_unwanted")),
             (self._registry.totals, ("actors_lost", "tickets_expired")),
         )
         return {

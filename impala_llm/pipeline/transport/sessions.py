@@ -65,6 +65,8 @@ class Session:
     seems_dead: bool = False
     has_ended: bool = False
     granted_at: dict[int, float] = field(default_factory=dict)
+    evaluation_want: int = 0
+    """Number of evaluation tasks that it wants to have at a time."""
 
     def is_dead(self) -> bool:
         """Return whether its process has ended; always False for an actor on another host."""

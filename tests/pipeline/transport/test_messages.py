@@ -51,8 +51,20 @@ MESSAGES = st.one_of(
     st.builds(messages.Shutdown, TEXT),
     st.builds(messages.Revoked, IDS),
     st.builds(messages.RecordsWanted, IDS),
+    st.builds(messages.EvaluationRequest, st.integers(0, messages.MAX_ITEMS)),
+    st.builds(
+        messages.EvaluationResult,
+        *(POSITIVE, st.integers(-5, 5), st.floats(0, 1), st.booleans()),
+        *(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(0, 5), st.integers(5, 2**63 - 1)),
+    ),
+    st.builds(messages.EvaluationFailed, POSITIVE, st.integers(-5, 5), TEXT),
+    st.builds(
+        messages.EvaluationGrant,
+        *(POSITIVE, POSITIVE, st.floats(0, messages.MAX_TEMPERATURE)),
+        st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(tuple),
+    ),
 )
-CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17]
+CODES = [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23]
 
 
 def frame_of(body: bytes, run_id: int = 0) -> bytes:
@@ -87,6 +99,10 @@ def test_a_frame_is_checksum_version_code_and_fields() -> None:
         (messages.WeightsAnnounced(3, 10), [14, 3, 10]),
         (messages.Shutdown("why"), [15, "why"]),
         (messages.Revoked((1,)), [16, [1]]),
+        (messages.EvaluationRequest(7), [20, 7]),
+        (messages.EvaluationResult(1, -2, 0.5, True, 3, 4, 5, 6), [21, 1, -2, 0.5, True, 3, 4, 5, 6]),
+        (messages.EvaluationFailed(1, -2, "why"), [22, 1, -2, "why"]),
+        (messages.EvaluationGrant(1, 2, 0.5, (-3, 4)), [23, 1, 2, 0.5, [-3, 4]]),
     ]:
         frame = messages.encode(message)
         assert frame == packed(*values)
@@ -182,6 +198,7 @@ def row(*values: int) -> bytes:
 
 def test_errors_name_what_is_wrong() -> None:
     hello = ["actor", 1, [], "arena", 0]
+    played = [1, 2, 0.5, True, 3, 4, 5, 6]
     for frame, expected in [
         (b"", "a frame of 0 bytes"),
         (b"\0\0\0", "a frame of 3 bytes"),
@@ -236,6 +253,28 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(12, [2**63]), "sequences is"),
         (packed(13, 1, 2), "reason is 2"),
         (packed(16, [True]), "ticket_ids is"),
+        (packed(20, -1), "want is -1"),
+        (packed(20, True), "want is True"),
+        (packed(21, -1, *played[1:]), "evaluation_id is -1"),
+        (packed(21, 1, "2", *played[2:]), "task_id is '2'"),
+        *(
+            (packed(21, 1, 2, score, *played[3:]), "score is")
+            for score in (float("nan"), float("inf"), -0.5, 1.5, True, "1", None, [1])
+        ),
+        (packed(21, 1, 2, 0.5, 1, *played[4:]), "success is 1"),
+        (packed(21, *played[:4], -1, 4, 5, 6), "num_tokens is -1"),
+        (packed(21, *played[:4], 2**31, 4, 5, 6), "num_tokens is"),
+        (packed(21, *played[:5], 0.5, 5, 6), "num_turns is 0.5"),
+        (packed(21, *played[:6], 7, 6), "first_version is 7"),
+        (packed(21, *played[:6], 5, -1), "last_version is -1"),
+        (packed(22, 1, 2, 3), "reason is 3"),
+        (packed(22, 1, None, "why"), "task_id is None"),
+        (packed(23, 1, 2, float("nan"), []), "temperature is nan"),
+        (packed(23, 1, 2, -1.0, []), "temperature is -1"),
+        (packed(23, 1, 2, 0.5, [2**63]), "a task id is"),
+        (packed(23, 1, 2, 0.5, [True]), "task_ids is"),
+        (packed(23, 1, 2, 0.5, 3), "task_ids is"),
+        (packed(23, 1, -2, 0.5, []), "min_version is -2"),
         (bytes(messages.MAX_MESSAGE_BYTES + 1), "at most"),
     ]:
         with pytest.raises(WireError, match=expected):

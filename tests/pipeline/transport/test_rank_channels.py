@@ -14,8 +14,9 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
-from impala_llm.pipeline.transport.messages import WeightsAnnounced
+from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, WeightsAnnounced
 from impala_llm.pipeline.transport.rank_channels import ActorChannels
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
@@ -115,6 +116,32 @@ def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
     assert actor.held == [] and actor.arena_fill == 0
     with pytest.raises(ValueError, match="was not granted"):
         actor.fail(10**6, "unknown")
+
+
+def test_the_first_rank_asks_for_evaluations_and_gets_their_results(world: World) -> None:
+    actor = world.start(max_open=(4, 4))
+    first, second = world.receivers
+    actor.request_evaluation(2)
+    first.begin_evaluation([7, 8], 0.0, 60.0)
+    ended: list[Evaluation] = []
+
+    async def play() -> None:
+        deadline = time.monotonic() + 20
+        failed = False
+        while not ended:
+            assert time.monotonic() < deadline
+            for event in await actor.poll_async(0.05):
+                for task_id in event.task_ids if isinstance(event, EvaluationGrant) else ():
+                    if task_id == 7 and not failed:
+                        failed = True
+                        actor.evaluation_failed(event.evaluation_id, task_id, "the environment broke")
+                    else:
+                        actor.evaluated(EvaluationResult(event.evaluation_id, task_id, 0.5, False, 20, 2, 0, 0))
+            ended.extend(filter(None, [first.evaluation()]))
+
+    asyncio.run(play())
+    assert [result.task_id for result in ended[0].results] == [7, 8]
+    assert second.counters()["evaluation_unwanted"] == second.counters()["messages_malformed"] == 0
 
 
 def test_a_version_is_reported_once_whoever_announces_it(world: World) -> None:

@@ -46,6 +46,10 @@ def wire_decoder(source: Source, folder: Path) -> Decoder:
             messages.Shutdown("reason"),
             messages.Revoked((1, 2)),
             messages.RecordsWanted((1, 2)),
+            messages.EvaluationRequest(5),
+            messages.EvaluationResult(1, 2, 0.5, True, 30, 2, 3, 4),
+            messages.EvaluationFailed(1, 2, "reason"),
+            messages.EvaluationGrant(1, 3, 0.5, (2, 4)),
         )
     ]
 

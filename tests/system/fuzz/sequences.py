@@ -44,6 +44,8 @@ CANARY_EVERY = 50
 PATIENCE_S = 20.0
 INCARNATIONS = (1, 2, 3)
 """Of a peer; the first one has an arena."""
+EVALUATED = range(6)
+"""Tasks of an evaluation."""
 NUMBERS = [0, 1, 2, 3, 5, 8, 20, 63, 64, 255, 1000, 65535, 65536, 2**31, 2**32, 2**53, 2**62, 2**63 - 1]
 
 
@@ -61,6 +63,7 @@ class Talker:
         self.laid: list[int] = []
         self.shares = False
         self.granted: list[Ticket] = []
+        self.evaluation = messages.EvaluationGrant(0, 0, 0.0, ())
         self.next_sequence = 0
         self.socket: zmq.Socket[bytes] | None = None
         self.connect(1)
@@ -98,6 +101,8 @@ class Talker:
             heard = True
             if isinstance(message, messages.Grant):
                 self.granted = [*self.granted, *message.tickets][-100:]
+            elif isinstance(message, messages.EvaluationGrant):
+                self.evaluation = message
         return heard
 
     def offer(self, records: list[tuple[int, int, bytes]], spoiled: bool) -> None:
@@ -200,7 +205,18 @@ class World:
         else:
             self.receiver.trained(numbers)
             self.receiver.announce(self.ledger.version + 1)
+        self.evaluate(rng)
         return arrived
+
+    def evaluate(self, rng: random.Random) -> None:
+        """Take an evaluation that has ended, and begin another one."""
+        if (ended := self.receiver.evaluation()) is not None:
+            ids = [result.task_id for result in ended.results]
+            assert len(ids) == len(set(ids)) <= ended.num_tasks and set(ids) <= set(EVALUATED)
+            assert all(0 <= result.score <= 1 for result in ended.results)
+            assert all(ended.version <= result.first_version <= result.last_version for result in ended.results)
+        if not self.receiver.is_evaluating:
+            self.receiver.begin_evaluation(EVALUATED, 0.0, rng.choice((0.01, 1.0)))
 
     def check_a_sound_actor_is_served(self) -> None:
         for talker in self.talkers:  # what they hold, under whichever identity, is nobody else's
@@ -319,6 +335,26 @@ def engines(rng: random.Random, talker: Talker) -> None:
     talker.say(messages.Engines(tuple(f"http://{text(rng)}"[:4096] for _ in range(count)), tuple(range(count))))
 
 
+def evaluated(rng: random.Random, talker: Talker) -> None:
+    grant = talker.evaluation
+    evaluation_id = grant.evaluation_id if rng.random() < 0.8 else number(rng)
+    task_id = rng.choice(grant.task_ids) if grant.task_ids and rng.random() < 0.7 else number(rng)
+    if rng.random() < 0.2:
+        talker.say(messages.EvaluationFailed(evaluation_id, task_id, text(rng)))
+        return
+    first = grant.min_version + rng.randrange(3) if rng.random() < 0.8 else number(rng)
+    last = max(first, number(rng))
+    score, size = rng.choice((0, 0.5, 1.0)), min(number(rng), 2**31 - 1)
+    for _ in range(rng.choice((1, 1, 2))):
+        talker.say(
+            messages.EvaluationResult(evaluation_id, task_id, score, rng.random() < 0.5, size, size, first, last)
+        )
+
+
+def request_evaluation(rng: random.Random, talker: Talker) -> None:
+    talker.say(messages.EvaluationRequest(rng.choice((0, 1, 3, messages.MAX_ITEMS))))
+
+
 def goodbye(rng: random.Random, talker: Talker) -> None:
     talker.say(messages.Goodbye())
 
@@ -336,6 +372,7 @@ def reverse(rng: random.Random, talker: Talker) -> None:
                 messages.WeightsAnnounced(number(rng)),
                 messages.Shutdown(text(rng)),
                 messages.Revoked(numbers(rng)),
+                messages.EvaluationGrant(number(rng), number(rng), 0.0, numbers(rng)),
             )
         )
     )
@@ -353,6 +390,8 @@ _CHANCES: dict[Callable[[random.Random, Talker], None], int] = {
     fail: 8,
     offer: 30,
     engines: 3,
+    request_evaluation: 6,
+    evaluated: 12,
     goodbye: 4,
     reverse: 3,
     vanish: 2,
