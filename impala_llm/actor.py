@@ -6,6 +6,9 @@ An episode starts only with a ticket from the learner and ends in exactly one of
 unroll, is sent, or its ticket is given back with the reason. Weights are swapped between two decoding steps while
 episodes go on; a ticket that asks for a newer policy version than the engine has waits for it.
 
+Where evaluations inside of the run are wanted, a part of its places is for their tasks (evaluation_episodes.py), which
+need no ticket.
+
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does.
 """
 
@@ -30,6 +33,7 @@ from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefus
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.evaluation_episodes import EvaluationEpisodes
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.pipeline import ActorEndpoint
@@ -40,6 +44,7 @@ from impala_llm.pipeline.transport.messages import (
     RUN_OVER,
     Ack,
     Engines,
+    EvaluationGrant,
     Grant,
     HelloWanted,
     Revoked,
@@ -49,6 +54,7 @@ from impala_llm.pipeline.transport.messages import (
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell
+from impala_llm.trajectory import Trajectory
 
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
@@ -59,6 +65,9 @@ ABORT_GRACE_S = 5.0
 
 class Actor:
     """Plays the episodes that its tickets name, on one asyncio loop, until the learner says stop."""
+
+    evaluation: EvaluationEpisodes | None = None
+    """Tasks of evaluations inside of the run; None: there are none."""
 
     def __init__(self, config: Config, index: int) -> None:
         policy = resolve_policy(config)
@@ -90,6 +99,8 @@ class Actor:
         self.channel = endpoint.connect()
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
+        if config.evaluation.inside_run:
+            self.evaluation = EvaluationEpisodes(self.channel, self.play_evaluation)
         self.loading: asyncio.Task[None] | None = None
         self.episodes = 0
         self.load_seconds = 0.0
@@ -123,7 +134,8 @@ class Actor:
                     if self.episodes:
                         tell(at_play=[metrics["actor/running_episodes"], metrics["actor/generated_tokens_per_s"]])
         finally:
-            tasks = [*self.running.values(), *filter(None, (self.loading, self.starting))]
+            evaluated = [] if self.evaluation is None else self.evaluation.running.values()
+            tasks = [*self.running.values(), *evaluated, *filter(None, (self.loading, self.starting))]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,6 +182,8 @@ class Actor:
         else:
             self.is_up, self.failed_starts = True, 0
             self.channel.request(self.config.actor.max_episodes)
+            if self.evaluation is not None:
+                self.channel.request_evaluation(evaluation_places(self.config))
             self.start_loading()
         finally:
             self.starting = None
@@ -181,6 +195,9 @@ class Actor:
         self.failed_starts += 1
         self.start_at = time.monotonic() + delay
         self.channel.request(0)
+        if self.evaluation is not None:
+            self.channel.request_evaluation(0)
+            self.evaluation.clear()
 
     def handle(self, event: object) -> None:
         if isinstance(event, Ack):
@@ -193,9 +210,14 @@ class Actor:
         elif isinstance(event, WeightsAnnounced):
             self.announced = event.version
             self.start_loading()
-        elif isinstance(event, HelloWanted) and self.fed_engine is not None:
-            self.distrusts = True
-            self.start_loading()
+        elif isinstance(event, EvaluationGrant) and self.evaluation is not None:
+            self.evaluation.update(event)
+        elif isinstance(event, HelloWanted):
+            if self.evaluation is not None:
+                self.evaluation.clear()
+            if self.fed_engine is not None:
+                self.distrusts = True
+                self.start_loading()
         elif isinstance(event, Revoked):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.ticket_id not in event.ticket_ids)
             for ticket_id in event.ticket_ids:
@@ -208,8 +230,14 @@ class Actor:
 
     def start_episodes(self) -> None:
         """Start waiting episodes, in the order of the tickets, while there is room and the weights are new enough."""
+        places = self.config.actor.max_episodes
+        if self.evaluation is not None and self.is_up:
+            under_way = len(self.evaluation.running)
+            free = min(evaluation_places(self.config) - under_way, places - under_way - len(self.running))
+            self.evaluation.start(free, self.engine.version)
+            places -= len(self.evaluation.running)
         for ticket in list(self.waiting) if self.is_up else ():
-            if len(self.running) >= self.config.actor.max_episodes:
+            if len(self.running) >= places:
                 return
             if ticket.min_version > self.engine.version:
                 continue  # not break: the replacement of a ticket that was given back may demand an older version
@@ -257,18 +285,50 @@ class Actor:
             # The ticket goes back with the reason, which the learner counts and logs.
             self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
         except Exception as error:
-            # Environments are other people's code: one broken episode must not end the others, but all of them may.
-            reason = str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
-            await asyncio.sleep(self.faults.observe(error))
-            if self.faults.is_broken:
-                self.failure = EnvironmentBroken(
-                    f"{self.faults.num_in_a_row} episodes failed one after the other and none succeeded; the last one: "
-                    f"{reason}"
-                )
-            self.channel.fail(ticket.ticket_id, reason)
+            self.channel.fail(ticket.ticket_id, await self.environment_failed(error))
         finally:
             if abort is not None:
                 abort.cancel()
+
+    async def environment_failed(self, error: Exception) -> str:
+        """Take note of an episode that the environment broke. Returns the reason.
+
+        Environments are other people's code: one broken episode must not end the others, but all of them may.
+        """
+        reason = str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
+        await asyncio.sleep(self.faults.observe(error))
+        if self.faults.is_broken:
+            self.failure = EnvironmentBroken(
+                f"{self.faults.num_in_a_row} episodes failed one after the other and none succeeded; the last one: "
+                f"{reason}"
+            )
+        return reason
+
+    async def play_evaluation(self, grant: EvaluationGrant, task_id: int) -> Trajectory | str:
+        """Play an evaluation task. Returns its episode, or the reason why there is none."""
+        self.episodes += 1
+        spec = EpisodeSpec(
+            episode_id=f"{self.actor_id}:evaluation:{self.episodes}",
+            task_id=task_id,
+            group_id=0,
+            ticket_id=0,
+            seed=task_id % (1 << 63),
+            env=self.suite.name,
+            actor_id=self.actor_id,
+            signature=self.suite.signature(task_id),
+        )
+        greedy = grant.temperature == 0
+        engine = self.config.engine
+        limits = EpisodeLimits(1.0 if greedy else grant.temperature, engine.max_new_tokens, engine.max_length, greedy)
+        try:
+            async with asyncio.timeout(self.config.actor.episode_timeout_s):
+                episode = await play_episode(spec, self.suite.session(False), self.engine, self.chat, limits)
+        except (EngineError, EpisodeAborted, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return await self.environment_failed(error)
+        self.faults.clear()
+        return episode
 
     def load_times(self, stats: EngineStats) -> dict[str, float]:
         """Metrics of the latest change of weights."""
@@ -314,6 +374,11 @@ class Actor:
         else:
             self.start_loading()  # a version may have been announced meanwhile
             self.start_episodes()  # episodes that waited for this version
+
+
+def evaluation_places(config: Config) -> int:
+    """How many evaluation tasks an actor plays at once."""
+    return max(1, int(config.evaluation.run_share * config.actor.max_episodes))
 
 
 def actor_name(config: Config, index: int) -> str:

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,12 @@ from impala_llm.engines import make_engine
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
-Z95 = 1.959963984540054
-"""Two-sided 95 % quantile of the normal distribution."""
 NEGLIGIBLE = 0.01
 """Difference of scores, which lie in [0, 1], below which policies count as equally good, however sure it is."""
 
@@ -64,23 +62,6 @@ class Example:
     task_id: int
     score: float
     turns: list[Turn]
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Normal 95 % interval of a mean."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, mean
-    half = Z95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean - half, mean + half
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a proportion (Wilson 1927); sound near 0 and 1, unlike the normal one."""
-    p, z2 = successes / trials, Z95**2
-    centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = Z95 * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
-    return centre - half, centre + half
 
 
 def evaluate(

@@ -12,7 +12,9 @@ stage), and its warm-ups with it. What a step trained on counts once the step's 
 that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone, before
 the trajectories that wait for it fill the trajectory store.
 
-Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all), evaluation (evaluate.py).
+Actors also play validation tasks now and then, while training goes on (in_run_evaluation.py).
+
+Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all).
 """
 
 import math
@@ -36,6 +38,7 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
+from impala_llm.in_run_evaluation import InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.cautions import cautions
@@ -47,7 +50,7 @@ from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.metrics import MetricError
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
-from impala_llm.observability.writers import MetricWriter
+from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
@@ -58,6 +61,9 @@ from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
 
+POLL_S = 0.1
+DEAL_GRACE_S = 10.0
+"""Seconds in which an actor is expected to have the first task of an evaluation that is awaited."""
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
 
@@ -73,6 +79,7 @@ def learn(config: Config, ranks: Ranks) -> bool:
         learner = Learner(config, ranks, stack)
         while learner.progress < 1.0 and learner.step():
             pass
+        learner.finish_evaluation()
     return learner.is_saved
 
 
@@ -104,7 +111,8 @@ class Learner:
         boards = self.endpoint.board, self.endpoint.kept
         self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness)
         self.publisher.begin(self.version)
-        tasks = contract.tasks(make_suite(config.env), "train")
+        suite = make_suite(config.env)
+        tasks = contract.tasks(suite, "train")
         self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size)
         self.receiver = self.endpoint.receiver
         if ranks.is_main and config.engine.transfer == "distributed":
@@ -120,6 +128,8 @@ class Learner:
             self.writer = stack.enter_context(MetricWriter(folder, names))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
+        if self.version > 0:
+            self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
         self.trainer = Trainer(
             config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
         )
@@ -135,6 +145,13 @@ class Learner:
         """Share of the run that is over: 1 at its end."""
         # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
         self.began_at = math.inf
+        self.evaluation: InRunEvaluation | None = None
+        """On rank 0, where evaluations inside of the run are wanted."""
+        if config.evaluation.inside_run and ranks.is_main:
+            held_out = contract.tasks(suite, "validation")
+            self.evaluation = InRunEvaluation(config.evaluation, self.receiver, held_out, self.run_folder, self.version)
+            stack.callback(self.evaluation.close)
+        self.evaluate(0.0)
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
@@ -158,6 +175,10 @@ class Learner:
             elapsed_s = time.monotonic() - self.began_at
             share = share_done(self.config.learner, self.version, elapsed_s) if self.ranks.is_main else 0.0
             self.progress = self.ranks.sum([share])[0]  # by rank 0's clock
+            if self.ranks.is_main:
+                self.meters.log.add("progress/seconds", elapsed_s)
+            if self.evaluate(elapsed_s):
+                self.progress = 1.0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.version % save_every == 0 and self.ranks.is_main:
@@ -166,6 +187,54 @@ class Learner:
         del batch  # its space is wanted while the next one is waited for
         self.show(self.meters.gather())
         return True
+
+    def evaluate(self, elapsed_s: float, at_the_end: bool = False) -> bool:
+        """Take in an evaluation that has ended, and begin one that is due. All ranks call it.
+
+        Args:
+            elapsed_s: seconds of training so far.
+            at_the_end: one is due unless this version was evaluated.
+
+        Returns:
+            Whether the run should end early.
+        """
+        if not self.config.evaluation.inside_run:
+            return False
+        begins = is_over = False
+        if self.evaluation is not None:
+            self.meters.log.update(self.evaluation.collect(self.version))
+            begins = self.evaluation.begin(self.version, elapsed_s, at_the_end)
+            is_over = self.evaluation.is_over
+        begins, is_over = (n > 0 for n in self.ranks.sum([float(begins), float(is_over)]))
+        if begins and self.evaluation is not None:
+            self.save(self.evaluation.candidate)
+        return is_over
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
+        if not self.config.evaluation.inside_run:
+            return
+        self.await_evaluation()
+        self.evaluate(0.0 if math.isinf(self.began_at) else time.monotonic() - self.began_at, at_the_end=True)
+        self.await_evaluation()
+        if self.writer is not None and (found := self.meters.log.flush()):
+            self.writer.write(self.version, found)
+
+    def await_evaluation(self) -> None:
+        """Wait until no evaluation is under way, or for as long as one may take. All ranks call it."""
+        # Its own time begins when an actor has the first task, if any comes for one.
+        until = time.monotonic() + self.config.evaluation.run_timeout_s + DEAL_GRACE_S
+        is_said = is_awaited = False
+        while True:
+            if self.evaluation is not None:
+                self.meters.log.update(self.evaluation.collect(self.version))
+                is_awaited = self.evaluation.is_under_way and time.monotonic() < until
+            if self.ranks.sum([float(is_awaited)])[0] == 0:
+                return
+            if is_awaited and not is_said:
+                is_said = True
+                say("learner: training is over, and an evaluation is under way: Ctrl-C ends without it")
+            time.sleep(POLL_S)
 
     def save(self, target: Path) -> bool:
         """Save the policy; nobody sees half of it. Returns whether the disk has taken it, and says so if not."""

@@ -400,6 +400,27 @@ class EvaluationConfig:
     """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
     num_examples: int = bounded(3, least=0)
     """Episodes printed to read."""
+    every_updates: int | None = bounded(None, least=1)
+    """Evaluate inside of the run, at its start, after every so many updates and at its end: actors play validation
+    tasks with the published weights, beside their training episodes. None: not by updates."""
+    every_minutes: float | None = bounded(None, least=0.001)
+    """The same after so many minutes since the last such evaluation was begun; with both, whichever comes first."""
+    run_tasks: int = bounded(64, least=1, most=1 << 16)
+    """Tasks of an evaluation inside of the run, the first ones of the validation split in canonical order."""
+    run_temperature: float = bounded(0.0, least=0, most=100)
+    """Sampling temperature there; 0: greedy, the most likely token."""
+    run_share: float = bounded(0.25, least=0, most=1)
+    """Share of actor.max_episodes that an actor plays of them at once, instead of as many training episodes; at least
+    one."""
+    run_timeout_s: float = bounded(600.0, least=1)
+    """How long their results are waited for, since the first one was at an actor; those that came by then count."""
+    patience: int | None = bounded(None, least=1)
+    """The run ends early after so many evaluations in a row that were no better than the best one; None: never."""
+
+    @property
+    def inside_run(self) -> bool:
+        """Whether evaluations inside of the run are wanted."""
+        return self.every_updates is not None or self.every_minutes is not None
 
 
 @dataclass

@@ -50,6 +50,7 @@ def problems(config: Config) -> list[str]:
         *_webshop_problems(config),
         *_model_problems(config),
         *_run_problems(config),
+        *_evaluation_problems(config),
     ]
 
 
@@ -234,6 +235,23 @@ def _run_problems(config: Config) -> list[str]:
         found.append(
             f"run.name={config.run.name!r} must consist of 1 to 40 letters, digits, '-', '_' and '.', and begin with a "
             "letter or digit: rename the run"
+        )
+    return found
+
+
+def _evaluation_problems(config: Config) -> list[str]:
+    """Evaluations inside of the run that would never be, or would find nothing new."""
+    evaluation, found = config.evaluation, []
+    if evaluation.patience is not None and not evaluation.inside_run:
+        found.append(
+            f"evaluation.patience={evaluation.patience} counts evaluations inside of the run, and there are none: set "
+            "evaluation.every_updates or evaluation.every_minutes"
+        )
+    if evaluation.inside_run and config.learner.sync_interval is None:
+        key = "every_minutes" if evaluation.every_updates is None else "every_updates"
+        found.append(
+            f"evaluation.{key}={getattr(evaluation, key)} cannot go with learner.sync_interval=null: actors keep the "
+            f"first weights, and each evaluation would be of those; set evaluation.{key}=null, or sync_interval to 1"
         )
     return found
 

@@ -14,8 +14,9 @@ from impala_llm import evaluate as evaluation
 from impala_llm.config import load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
-from impala_llm.evaluate import Result, difference, evaluate, mean_interval, results_json, show, wilson_interval
+from impala_llm.evaluate import Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.settings import Config
 
 

@@ -67,6 +67,7 @@ class Meters:
         "messages_malformed": "pipeline/malformed",
         "sessions_broken": "pipeline/sessions_broken",
         "peers_refused": "pipeline/peers_refused",
+        "evaluation_unwanted": "evaluation/unwanted",
     }
 
     def __init__(self, receiver: Receiver, ranks: Ranks, max_staleness: int | None = None) -> None:
@@ -75,6 +76,7 @@ class Meters:
         # Reward, action tokens and turns of the unrolls of episodes that had not ended, by ticket. Some never do.
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
+        self._progress = {"progress/tokens": 0.0, "progress/episodes": 0.0}
         self._warnings = RateLimitedWarnings()
         self._num_yielded = self._num_refilled = 0
         # Counts that a killed process left behind belong to the first step.
@@ -162,6 +164,7 @@ class Meters:
 
     def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
         self.log.update(times)
+        self.log.add("learner/trained_tokens", num_tokens)
         self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
 
     def gather(self) -> dict[str, float]:
@@ -171,4 +174,10 @@ class Meters:
             merged.merge(state)
         self.log.flush()
         summary = merged.flush()
-        return summary | self._window.add(summary)
+        self._progress["progress/tokens"] += summary.get("learner/trained_tokens", 0.0)
+        self._progress["progress/episodes"] += summary.get("rollout/episodes", 0.0)
+        return summary | self._window.add(summary) | self._progress
+
+    def go_on_from(self, metrics: Mapping[str, float]) -> None:
+        """Go on counting over the whole run from the metrics of an earlier step."""
+        self._progress |= {name: metrics[name] for name in self._progress if name in metrics}

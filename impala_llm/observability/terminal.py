@@ -44,8 +44,14 @@ SHOWN = (
     "actor/idle_share",
     "learner/trained_tokens_per_s",
     "time/idle_share",
+    "evaluation/score",
+    "evaluation/score_low",
+    "evaluation/score_high",
+    "evaluation/version",
+    "evaluation/best_score",
+    "evaluation/best_version",
 )
-"""The metrics of the five lines."""
+"""The metrics of the lines."""
 
 
 class View(Protocol):
@@ -172,12 +178,20 @@ class SupervisorView:
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:
-    """The five lines as plain text, each short enough for 80 columns; a metric without a value yet is a dash."""
+    """The lines as plain text, each short enough for 80 columns; a metric without a value yet is a dash.
+
+    Five, and one more where there was an evaluation inside of the run.
+    """
 
     def show(name: str, form: str) -> str:
         value = metrics.get(name)
         return "-" if value is None else format(value, form)
 
+    evaluated = [
+        f"evaluated version {show('evaluation/version', '.0f')}  score {show('evaluation/score', '.3f')}"
+        f" [{show('evaluation/score_low', '.3f')}, {show('evaluation/score_high', '.3f')}]"
+        f"  best {show('evaluation/best_score', '.3f')} at {show('evaluation/best_version', '.0f')}"
+    ]
     return [
         f"step      {progress}  actors {show('actor/connected', '.0f')}",
         f"episodes  score {show('rollout/window_score', '.3f')}  success {show('rollout/window_success_rate', '.1%')}"
@@ -192,6 +206,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('time/idle_share', '.0%')})",
+        *(evaluated if "evaluation/score" in metrics else []),
     ]
 
 

@@ -17,9 +17,11 @@ step, {"step", "time_s", "<name>": number, ...}, and is complete up to the last 
 process next.
 """
 
+import contextlib
 import errno
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,8 @@ from impala_llm.plugs import METRIC_WRITERS, load
 from impala_llm.supervised import say
 
 METRICS_FILE = "metrics.jsonl"
+_TAIL_BYTES = 1 << 18
+"""Of the JSONL file, in which a line of a step of training is found."""
 
 
 class Writer(Protocol):
@@ -133,6 +137,22 @@ class MetricWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def last_metrics(directory: Path) -> dict[str, float]:
+    """Metrics of the last step of training that lies whole in a folder's JSONL file; none where there is none."""
+    try:
+        with (directory / METRICS_FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines[:-1]):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if "learner/version" in row:
+                return {name: value for name, value in row.items() if value is not None}
+    return {}
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -100,3 +100,14 @@ def test_a_metric_that_only_another_release_knows_is_counted_and_left_out(caplog
     assert found["actor/idle_share"] == 0.25 and found["learner/version"] == 3
     assert found["pipeline/unknown_figures"] == 5
     assert "actor/of_tomorrow" in caplog.text
+
+
+def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was() -> None:
+    meters = Meters(QuietReceiver(), Ranks("cpu"))  # type: ignore[arg-type]
+    meters.go_on_from({"progress/tokens": 1000.0, "progress/episodes": 10.0, "loss/policy": 3.0})
+    for step in (1, 2):
+        meters.observe(played_source(received=[make_trajectory(), make_trajectory()]), Batch((), (), (), 1.0), step)
+        meters.finish_step({"time/step_s": 2.0}, num_tokens=300)
+        found = meters.gather()
+        assert (found["learner/trained_tokens"], found["learner/trained_tokens_per_s"]) == (300.0, 150.0)
+        assert (found["progress/tokens"], found["progress/episodes"]) == (1000.0 + 300 * step, 10.0 + 2 * step)

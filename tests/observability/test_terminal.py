@@ -75,6 +75,20 @@ def test_numbers_are_shown_with_their_units() -> None:
         assert shown in text
 
 
+def test_an_evaluation_inside_of_the_run_has_a_line_once_there_was_one() -> None:
+    found = {
+        "evaluation/score": 0.512,
+        "evaluation/score_low": 0.43,
+        "evaluation/score_high": 0.594,
+        "evaluation/version": 20.0,
+        "evaluation/best_score": 0.53,
+        "evaluation/best_version": 10.0,
+    }
+    *others, line = render(found, "21 (5%)")
+    assert len(others) == 5
+    assert line == "evaluated version 20  score 0.512 [0.430, 0.594]  best 0.530 at 10"
+
+
 def test_no_line_is_longer_than_80_columns() -> None:
     large = dict.fromkeys(METRICS, 99_999.0) | {
         "rollout/window_score": 1.0,
@@ -93,6 +107,10 @@ def test_no_line_is_longer_than_80_columns() -> None:
         "ratio/ess": 1.0,
         "actor/idle_share": 1.0,
         "time/idle_share": 1.0,
+        "evaluation/score": 1.0,
+        "evaluation/score_low": 1.0,
+        "evaluation/score_high": 1.0,
+        "evaluation/best_score": 1.0,
     }
     for line in render(large, "100000 (100%)  100:00:00 gone, about 100:00:00 to go"):
         assert len(line) < 80, line

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from impala_llm.config import ConfigError, load
 from impala_llm.observability.metrics import MetricError
-from impala_llm.observability.writers import METRICS_FILE, MetricWriter
+from impala_llm.observability.writers import METRICS_FILE, MetricWriter, last_metrics
 
 
 def read_lines(directory: Path) -> list[dict[str, float | None]]:
@@ -52,6 +52,18 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     line = read_lines(tmp_path)[0]
     assert line["loss/policy"] is None
     assert line["ratio/max"] is None
+
+
+def test_the_last_step_of_training_is_found_whatever_lies_behind_it(tmp_path: Path) -> None:
+    assert last_metrics(tmp_path / "none") == {}
+    with MetricWriter(tmp_path, []) as writer:
+        for step in range(1, 2000):
+            writer.write(step, {"learner/version": step, "progress/tokens": 10.0 * step, "loss/policy": math.nan})
+        writer.write(1999, {"evaluation/score": 0.5})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('not JSON\n{"learner/version": 5000, "progr')
+    found = last_metrics(tmp_path)
+    assert (found["step"], found["progress/tokens"]) == (1999, 19990.0) and "loss/policy" not in found
 
 
 def test_an_undeclared_name_writes_nothing(tmp_path: Path) -> None:

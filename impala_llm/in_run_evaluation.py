@@ -1,0 +1,248 @@
+"""Evaluations inside of a run, at learner rank 0: when one is due, what it found, which version is the best.
+
+Actors play the tasks with the published weights (`Receiver.begin_evaluation`), and training goes on meanwhile. Their
+weights change while they play, so a score belongs to a span of versions: from the one that the evaluation was begun
+with to the newest that sampled a token. The policy that is kept as the best one is that of the first of them.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
+from impala_llm.pipeline.transport.receiver import Receiver
+from impala_llm.settings import EvaluationConfig
+from impala_llm.supervised import say
+
+LEAST_SHARE = 0.5
+"""Share of the tasks whose results must have come for an evaluation to be compared with others."""
+BEST, CANDIDATE = "policy-best", "policy-candidate"
+"""Folders of the policy with the best score, and of the one that is being evaluated, in the run's folder."""
+_SCORE_FILE = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: by name.
+        text: a sentence for the user.
+        is_best: its score is higher than all before.
+    """
+
+    metrics: dict[str, float]
+    text: str
+    is_best: bool
+
+
+class EvaluationSchedule:
+    """Decides when an evaluation is due, which one was the best, and when the run should end. No I/O, and no clock.
+
+    Args:
+        config: of evaluations.
+        version: that the learner begins with. 0: the first evaluation is due at once.
+    """
+
+    def __init__(self, config: EvaluationConfig, version: int) -> None:
+        self._config = config
+        self._last_version = None if version == 0 else version
+        self._last_s = 0.0
+        self.best: tuple[int, float] | None = None
+        """Version and score of the best evaluation."""
+        self._without_gain = 0
+
+    def is_due(self, version: int, elapsed_s: float) -> bool:
+        """Return whether to begin one. elapsed_s: seconds of training so far."""
+        if self._last_version is None:
+            return True
+        updates, minutes = self._config.every_updates, self._config.every_minutes
+        return (updates is not None and version - self._last_version >= updates) or (
+            minutes is not None and elapsed_s - self._last_s >= 60 * minutes
+        )
+
+    def is_new(self, version: int) -> bool:
+        """Return whether no evaluation was begun with this version."""
+        return version != self._last_version
+
+    def begun(self, version: int, elapsed_s: float) -> None:
+        """Note that an evaluation was begun."""
+        self._last_version, self._last_s = version, elapsed_s
+
+    def observe(self, evaluation: Evaluation, version: int) -> Found:
+        """Take in an evaluation that has ended. version: the learner's, which no weights are newer than."""
+        results, first = evaluation.results, evaluation.version
+        num_came = len(results)
+        came = f"{num_came} of {evaluation.num_tasks} validation tasks"
+        metrics = {"evaluation/episodes": float(num_came), "evaluation/version": float(first)}
+        if not results:
+            return Found(metrics, f"evaluation of version {first}: no result came, {came} were played", False)
+        score, success = (float(np.mean([getattr(r, name) for r in results])) for name in ("score", "success"))
+        score_low, score_high = mean_interval([r.score for r in results])
+        success_low, success_high = wilson_interval(sum(r.success for r in results), num_came)
+        last = max(first, min(version, max(r.last_version for r in results)))
+        counts = num_came >= LEAST_SHARE * evaluation.num_tasks
+        is_best = counts and (self.best is None or score > self.best[1])
+        if is_best:
+            self.best, self._without_gain = (first, score), 0
+        elif counts:
+            self._without_gain += 1
+        metrics |= {
+            "evaluation/score": score,
+            "evaluation/score_low": score_low,
+            "evaluation/score_high": score_high,
+            "evaluation/success_rate": success,
+            "evaluation/success_low": success_low,
+            "evaluation/success_high": success_high,
+            "evaluation/turns": float(np.mean([r.num_turns for r in results])),
+            "evaluation/length_tokens": float(np.mean([r.num_tokens for r in results])),
+            "evaluation/last_version": float(last),
+            "evaluation/seconds": evaluation.seconds,
+            "evaluation/without_gain": float(self._without_gain),
+        }
+        if self.best is not None:
+            metrics |= {"evaluation/best_version": float(self.best[0]), "evaluation/best_score": self.best[1]}
+        span = f"version {first}" if last == first else f"version {first} (played by {first} to {last})"
+        temperature = self._config.run_temperature
+        how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        if not counts:
+            verdict = "too few to be compared"
+        elif is_best or self.best is None:
+            verdict = "the best so far"
+        else:
+            verdict = f"the best is version {self.best[0]} with {self.best[1]:.3f}"
+        text = (
+            f"evaluation of {span}: score {score:.3f} [{score_low:.3f}, {score_high:.3f}], success {success:.1%} "
+            f"[{success_low:.1%}, {success_high:.1%}], {came}, {how}; {verdict}"
+        )
+        return Found(metrics, text, is_best)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run should end: so many evaluations in a row were no better than the best one."""
+        patience = self._config.patience
+        return patience is not None and self._without_gain >= patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as plain numbers and lists."""
+        best = None if self.best is None else list(self.best)
+        return {"last": [self._last_version, self._last_s], "best": best, "without_gain": self._without_gain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._last_version, self._last_s = state["last"]
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self._without_gain = state["without_gain"]
+
+
+class InRunEvaluation:
+    """Evaluations of a run. For the thread of learner rank 0.
+
+    Args:
+        config: of evaluations.
+        receiver: that has actors play.
+        tasks: ids of the validation tasks, of which the first ones are played.
+        run_folder: the best policy is kept there. Where one lies there already, of an earlier learner of this run,
+            only a better one takes its place.
+        version: that the learner begins with.
+    """
+
+    def __init__(
+        self, config: EvaluationConfig, receiver: Receiver, tasks: Sequence[int], run_folder: Path, version: int
+    ) -> None:
+        self._config = config
+        self._receiver = receiver
+        self._tasks = tasks[: config.run_tasks]
+        self.candidate = run_folder / CANDIDATE
+        """Folder for the policy that is being evaluated."""
+        self._best = run_folder / BEST
+        self.schedule = EvaluationSchedule(config, version)
+        if version > 0:
+            self._compare_with_kept()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run should end early."""
+        return self.schedule.is_over
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether results are waited for."""
+        return self._receiver.is_evaluating
+
+    def begin(self, version: int, elapsed_s: float, at_the_end: bool = False) -> bool:
+        """Begin an evaluation of the learner's version, if it is due and was published, and none is under way.
+
+        Args:
+            elapsed_s: seconds of training so far.
+            at_the_end: it is due unless this version was the last one to be evaluated.
+
+        Returns:
+            Whether it was begun: the policy must then be saved as the candidate.
+        """
+        is_due = self.schedule.is_new(version) if at_the_end else self.schedule.is_due(version, elapsed_s)
+        if not is_due or self.is_over or self.is_under_way or self._receiver.published != version:
+            return False
+        self._receiver.begin_evaluation(self._tasks, self._config.run_temperature, self._config.run_timeout_s)
+        self.schedule.begun(version, elapsed_s)
+        shutil.rmtree(self.candidate, ignore_errors=True)
+        return True
+
+    def collect(self, version: int) -> dict[str, float]:
+        """Take in the evaluation that has ended, say what it found, and keep the policy if it is the best one.
+
+        Args:
+            version: the learner's.
+
+        Returns:
+            Metrics by name; none where none has ended.
+        """
+        ended = self._receiver.evaluation()
+        if ended is None:
+            return {}
+        found = self.schedule.observe(ended, version)
+        say(f"learner: {found.text}")
+        if found.is_best and self.candidate.is_dir():
+            self._keep(found.metrics)
+        if self.is_over and self.schedule.best is not None:
+            say(
+                "learner: the run ends early, as many evaluations in a row were no better than that of version "
+                f"{self.schedule.best[0]} as evaluation.patience={self._config.patience} allows"
+            )
+        return found.metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as plain numbers and lists."""
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
+        self.schedule.load_state_dict(state)
+        self._compare_with_kept()
+
+    def close(self) -> None:
+        """Remove the policy whose evaluation has not ended."""
+        shutil.rmtree(self.candidate, ignore_errors=True)
+
+    def _compare_with_kept(self) -> None:
+        """Take over the score of the policy that is kept as the best one, if it is higher than what is known."""
+        with suppress(OSError, ValueError, KeyError):
+            kept = json.loads((self._best / _SCORE_FILE).read_text())
+            version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
+            if self.schedule.best is None or score > self.schedule.best[1]:
+                self.schedule.best = version, score
+
+    def _keep(self, metrics: dict[str, float]) -> None:
+        try:
+            (self.candidate / _SCORE_FILE).write_text(json.dumps(metrics, indent=1) + "\n")
+            shutil.rmtree(self._best, ignore_errors=True)
+            self.candidate.rename(self._best)
+        except OSError as error:
+            say(f"learner: the best policy cannot be kept in {self._best}: {error}")

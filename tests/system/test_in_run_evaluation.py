@@ -1,0 +1,106 @@
+"""Evaluations inside of a run of real processes: beside training, through the loss of an actor, and as its end."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.system.runs import ROOT, Run, column
+
+ENDLESS = "learner.total_updates=100000"
+STOP_S = 30.0
+
+
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    return [row for row in run.rows() if row.get("evaluation/episodes") is not None]
+
+
+@pytest.mark.system
+def test_scores_come_beside_training_also_when_an_actor_is_killed_amid_an_evaluation(tmp_path: Path) -> None:
+    """Several ranks: the first one asks. All tasks of the split, few at a time, so that they take many updates."""
+    settings = ("experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS)
+    evaluated = ("evaluation.every_updates=1", "evaluation.run_tasks=1000", "evaluation.run_share=0.01")
+    with Run(tmp_path, *settings, *evaluated) as run:
+        supervisor = run.train()
+        run.wait_for(lambda: evaluations(run), "an evaluation")
+        begun, updates = len(evaluations(run)), len(run.rows())
+        run.wait_for_updates(1)
+        actors = run.processes(str(ROOT / "impala_llm/actor.py"))
+        actors[0].kill()
+        run.wait_for(lambda: len(evaluations(run)) >= begun + 2, "evaluations after the loss of an actor")
+        found = evaluations(run)
+        assert {row["evaluation/episodes"] for row in found} == {200.0}, "validation has a fifth of 1,000 tasks"
+        assert len(run.rows()) > updates + 5, "training went on"
+        versions = column(found, "evaluation/version")
+        assert versions[0] == 0 and versions == sorted(set(versions))
+        for row in found:
+            assert row["evaluation/version"] <= row["evaluation/last_version"] <= row["learner/version"]
+            assert row["evaluation/score_low"] <= row["evaluation/score"] <= row["evaluation/score_high"]
+        steps = column(run.rows(), "step")
+        assert steps == sorted(set(steps))
+        tokens, seconds = column(run.rows(), "progress/tokens"), column(run.rows(), "progress/seconds")
+        assert len(tokens) == len(seconds) == len(steps)
+        assert tokens == sorted(set(tokens)) and seconds == sorted(set(seconds))
+        assert sum(column(run.rows(), "pipeline/malformed")) == sum(column(run.rows(), "pipeline/refused")) == 0
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_a_run_without_gain_ends_early_and_keeps_its_best_policy(tmp_path: Path) -> None:
+    """With a learning rate of zero nothing is ever better than the start."""
+    settings = ("experiment=toy", "learner.learning_rate=0", "evaluation.patience=2", ENDLESS)
+    with Run(tmp_path, *settings, "evaluation.every_updates=3", "evaluation.run_tasks=20") as run:
+        assert run.train().wait(120) == 0, run.printed()
+        run.assert_gone()
+        found = evaluations(run)
+        assert column(found, "evaluation/without_gain") == [0.0, 1.0, 2.0]
+        assert column(found, "evaluation/best_version") == [0.0, 0.0, 0.0]
+        assert "the run ends early" in run.log.read_text()
+        kept = json.loads((tmp_path / "policy-best" / "evaluation.json").read_text())
+        assert (kept["evaluation/version"], kept["evaluation/episodes"]) == (0, 20)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "policy-best")
+        assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "policy-candidate").exists()
+
+
+HANGING = """
+import asyncio
+from impala_llm.envs.toy import ParrotSession, ParrotSuite
+
+
+class Suite(ParrotSuite):
+    def session(self, training):
+        return ParrotSession(self) if training else Session(self)
+
+
+class Session(ParrotSession):
+    def reset(self, task_id):
+        self.hangs = task_id % 4 == 3
+        return super().reset(task_id)
+
+    async def step(self, action):
+        if self.hangs:
+            await asyncio.Event().wait()
+        return super().step(action)
+"""
+
+
+@pytest.mark.system
+def test_results_that_never_come_are_given_up_and_the_last_version_is_evaluated(tmp_path: Path) -> None:
+    """One evaluation task in four never ends."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    settings = ("experiment=toy", "env.name=hanging:Suite", "learner.total_updates=12", "evaluation.every_updates=5")
+    limits = ("evaluation.run_tasks=20", "evaluation.run_timeout_s=2", "evaluation.run_share=0.5")
+    with Run(tmp_path / "run", *settings, *limits) as run:
+        run.python_path.append(str(tmp_path))
+        assert run.train().wait(120) == 0, run.printed()
+        run.assert_gone()
+        found = evaluations(run)
+        assert {row["evaluation/episodes"] for row in found} == {15.0}
+        assert column(found, "evaluation/version")[0] == 0 and column(found, "evaluation/version")[-1] == 12
+        assert column(run.rows(), "learner/version") == list(range(1, 13)), "training went on"
+        assert "15 of 20 validation tasks" in run.log.read_text()

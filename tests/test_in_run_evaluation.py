@@ -1,0 +1,271 @@
+"""When an evaluation inside of a run is due, what it is said to have found, and which policy is kept for it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impala_llm.config import ConfigError, load
+from impala_llm.in_run_evaluation import EvaluationSchedule, InRunEvaluation
+from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.metrics import METRICS
+from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
+from impala_llm.pipeline.transport.messages import EvaluationResult
+from impala_llm.settings import EvaluationConfig
+
+
+def evaluation(
+    scores: Sequence[float], version: int = 0, num_tasks: int | None = None, last_version: int | None = None
+) -> Evaluation:
+    last = version if last_version is None else last_version
+    results = [EvaluationResult(7, i, s, s == 1.0, 20 + i, 2, version, last) for i, s in enumerate(scores)]
+    return Evaluation(version, len(scores) if num_tasks is None else num_tasks, tuple(results), 3.0)
+
+
+def schedule(version: int = 0, **settings: Any) -> EvaluationSchedule:
+    return EvaluationSchedule(EvaluationConfig(**settings), version)
+
+
+def test_it_is_due_at_the_start_and_then_after_so_many_updates() -> None:
+    due = schedule(every_updates=10)
+    assert due.is_due(0, 0.0)
+    due.begun(0, 0.0)
+    assert [version for version in range(25) if due.is_due(version, 1e9)] == list(range(10, 25))
+    due.begun(12, 0.0)  # one was under way at 10
+    assert not due.is_due(21, 0.0) and due.is_due(22, 0.0)
+    assert due.is_new(13) and not due.is_new(12)
+
+
+def test_it_is_due_after_so_many_minutes_or_whichever_comes_first() -> None:
+    due = schedule(every_minutes=2.0)
+    due.begun(0, 30.0)
+    assert not due.is_due(10**6, 149.9) and due.is_due(1, 150.0)
+    both = schedule(every_minutes=2.0, every_updates=10)
+    both.begun(0, 30.0)
+    assert both.is_due(1, 150.0) and both.is_due(10, 31.0) and not both.is_due(9, 149.0)
+
+
+def test_a_learner_that_goes_on_does_not_evaluate_at_once() -> None:
+    due = schedule(version=7, every_updates=10)
+    assert not due.is_due(16, 0.0) and due.is_due(17, 0.0)
+
+
+def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
+    scores = [1.0, 0.0, 0.5, 1.0]
+    found = schedule(every_updates=1).observe(evaluation(scores, version=20, num_tasks=5, last_version=23), version=40)
+    expected = {
+        "evaluation/score": 0.625,
+        "evaluation/success_rate": 0.5,
+        "evaluation/episodes": 4.0,
+        "evaluation/turns": 2.0,
+        "evaluation/length_tokens": 21.5,
+        "evaluation/version": 20.0,
+        "evaluation/last_version": 23.0,
+        "evaluation/seconds": 3.0,
+        "evaluation/best_score": 0.625,
+        "evaluation/best_version": 20.0,
+        "evaluation/without_gain": 0.0,
+    }
+    assert {name: found.metrics[name] for name in expected} == expected
+    assert (found.metrics["evaluation/score_low"], found.metrics["evaluation/score_high"]) == mean_interval(scores)
+    assert (found.metrics["evaluation/success_low"], found.metrics["evaluation/success_high"]) == wilson_interval(2, 4)
+    assert set(found.metrics) <= set(METRICS)
+    for part in ("version 20 (played by 20 to 23)", "score 0.625 [", "success 50.0% [", "4 of 5", "greedy", "best so"):
+        assert part in found.text
+    assert found.is_best
+
+
+def test_no_weights_are_newer_than_the_learner_whatever_an_actor_says() -> None:
+    found = schedule(every_updates=1).observe(evaluation([1.0], version=3, last_version=2**62), version=9)
+    assert found.metrics["evaluation/last_version"] == 9.0
+
+
+def test_the_best_is_the_highest_and_of_equals_the_first_and_patience_counts_the_others() -> None:
+    due = schedule(every_updates=1, patience=2)
+    outcomes = []
+    for version, score in enumerate([0.2, 0.5, 0.5, 0.6, 0.1, 0.3]):
+        assert not due.is_over
+        found = due.observe(evaluation([score] * 4, version), version)
+        outcomes.append((found.is_best, found.metrics["evaluation/without_gain"]))
+    assert outcomes == [(True, 0), (True, 0), (False, 1), (True, 0), (False, 1), (False, 2)]
+    assert due.best == (3, 0.6) and due.is_over
+    assert "the best is version 3 with 0.600" in found.text
+
+
+def test_few_results_neither_make_the_best_nor_end_the_run() -> None:
+    due = schedule(every_updates=1, patience=1)
+    assert due.observe(evaluation([0.5] * 8, 1), 1).is_best
+    few = due.observe(evaluation([1.0] * 3, 2, num_tasks=8), 2)
+    assert not few.is_best and "too few" in few.text and few.metrics["evaluation/score"] == 1.0
+    none = due.observe(evaluation([], 3, num_tasks=8), 3)
+    assert none.metrics == {"evaluation/episodes": 0.0, "evaluation/version": 3.0}
+    assert not none.is_best and "0 of 8" in none.text and not due.is_over
+    due.observe(evaluation([0.4] * 4, 4, num_tasks=8), 4)
+    assert due.is_over
+
+
+def test_the_state_goes_on_where_it_was() -> None:
+    first = schedule(every_updates=10, patience=2)
+    first.begun(10, 60.0)
+    first.observe(evaluation([0.5, 0.7], 10), 12)
+    first.observe(evaluation([0.5, 0.6], 12), 14)
+    second = schedule(version=14, every_updates=10, patience=2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.best == first.best == (10, 0.6)
+    assert not second.is_due(19, 0.0) and second.is_due(20, 0.0)
+    second.observe(evaluation([0.5, 0.6], 16), 18)
+    assert second.is_over
+
+
+class FakeReceiver:
+    """Ends an evaluation when the test says so."""
+
+    def __init__(self) -> None:
+        self.published = 0
+        self.is_evaluating = False
+        self.ended: Evaluation | None = None
+        self.begun: list[tuple[list[int], float, float]] = []
+
+    def begin_evaluation(self, task_ids: Sequence[int], temperature: float, timeout_s: float) -> int:
+        self.is_evaluating = True
+        self.begun.append((list(task_ids), temperature, timeout_s))
+        return self.published
+
+    def evaluation(self) -> Evaluation | None:
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            self.is_evaluating = False
+        return ended
+
+
+def make(tmp_path: Path, version: int = 0, **settings: Any) -> tuple[InRunEvaluation, FakeReceiver]:
+    receiver: Any = FakeReceiver()
+    receiver.published = version
+    config = EvaluationConfig(**{"every_updates": 5, **settings})
+    return InRunEvaluation(config, receiver, range(100), tmp_path, version), receiver
+
+
+def save(inside: InRunEvaluation, version: int) -> None:
+    inside.candidate.mkdir()
+    (inside.candidate / "version").write_text(str(version))
+
+
+def kept(tmp_path: Path) -> tuple[int, dict[str, float]]:
+    folder = tmp_path / "policy-best"
+    return int((folder / "version").read_text()), json.loads((folder / "evaluation.json").read_text())
+
+
+def test_an_evaluation_is_of_a_published_version_and_one_at_a_time(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path, run_tasks=3, run_temperature=0.5, run_timeout_s=9.0)
+    assert inside.begin(0, 0.0)
+    assert receiver.begun == [([0, 1, 2], 0.5, 9.0)]
+    receiver.published = 5
+    assert not inside.begin(5, 1.0), "one is under way"
+    receiver.ended = evaluation([0.5] * 3, 0)
+    inside.collect(5)
+    assert not inside.begin(6, 1.0), "6 was not published"
+    receiver.published = 7
+    assert inside.begin(7, 1.0) and not inside.begin(7, 1.0, at_the_end=True)
+    receiver.ended = evaluation([0.5] * 3, 7)
+    inside.collect(8)
+    assert not inside.begin(7, 1.0, at_the_end=True), "it was evaluated"
+    receiver.published = 8
+    assert inside.begin(8, 1.0, at_the_end=True)
+
+
+def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside, receiver = make(tmp_path)
+    for version, score in ((0, 0.2), (5, 0.6), (10, 0.4)):
+        receiver.published = version
+        assert inside.begin(version, 0.0)
+        save(inside, version)
+        receiver.ended = evaluation([score] * 4, version)
+        assert inside.collect(version + 1)["evaluation/score"] == pytest.approx(score)
+        assert inside.collect(version + 1) == {}
+    found, metrics = kept(tmp_path)
+    assert found == metrics["evaluation/version"] == 5 and metrics["evaluation/score"] == pytest.approx(0.6)
+    assert capsys.readouterr().out.count("learner: evaluation of version") == 3
+    inside.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy-best"]
+
+
+def test_a_policy_that_could_not_be_saved_is_not_taken_for_an_earlier_one(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path)
+    for version, score in ((0, 0.5), (5, 0.4), (10, 0.9)):
+        receiver.published = version
+        assert inside.begin(version, 0.0)
+        if version < 10:  # then the disk is full
+            save(inside, version)
+        receiver.ended = evaluation([score] * 4, version)
+        inside.collect(version)
+    assert kept(tmp_path)[0] == 0
+
+
+def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds_a_better_one(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path)
+    inside.begin(0, 0.0)
+    save(inside, 0)
+    receiver.ended = evaluation([0.5] * 4, 0)
+    inside.collect(1)
+    later, receiver = make(tmp_path, version=20)
+    for version, score, best in ((25, 0.4, 0), (30, 0.6, 30)):
+        receiver.published = version
+        assert later.begin(version, 0.0)
+        save(later, version)
+        receiver.ended = evaluation([score] * 4, version)
+        later.collect(version)
+        assert kept(tmp_path)[0] == best
+
+
+def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path, patience=2)
+    states = []
+    for version, score in ((0, 0.5), (5, 0.7)):
+        receiver.published = version
+        inside.begin(version, 0.0)
+        save(inside, version)
+        receiver.ended = evaluation([score] * 4, version)
+        inside.collect(version)
+        states.append(json.loads(json.dumps(inside.state_dict())))
+    later, receiver = make(tmp_path, version=3, patience=2)
+    later.load_state_dict(states[0])
+    receiver.published = 5
+    assert later.begin(5, 0.0)
+    save(later, 50)
+    receiver.ended = evaluation([0.6] * 4, 5)
+    later.collect(5)
+    assert kept(tmp_path)[0] == 5 and later.schedule.best == (5, pytest.approx(0.7))
+    (tmp_path / "policy-best" / "evaluation.json").write_text("not JSON")
+    anew, _ = make(tmp_path, version=9)
+    assert anew.schedule.best is None
+
+
+def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside, receiver = make(tmp_path, patience=1)
+    for version in (0, 5):
+        receiver.published = version
+        assert inside.begin(version, 0.0) and not inside.is_over
+        receiver.ended = evaluation([0.5] * 4, version)
+        inside.collect(version)
+    assert inside.is_over and "evaluation.patience=1" in capsys.readouterr().out
+    receiver.published = 10
+    assert not inside.begin(10, 0.0) and not inside.begin(10, 0.0, at_the_end=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["evaluation.patience=3"], "evaluation.every_updates or evaluation.every_minutes"),
+        (
+            ["evaluation.every_minutes=3", "learner.sync_interval=null", "algorithm.max_staleness=null"],
+            "evaluation.every_minutes=3.0 cannot go with learner.sync_interval=null",
+        ),
+        (["evaluation.every_updates=0"], "evaluation.every_updates=0 is out of range"),
+        (["evaluation.run_share=1.5"], "evaluation.run_share=1.5 is out of range"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(["experiment=toy", *words])
