@@ -1,21 +1,27 @@
 """Loops that numba compiles: at the first call, without the GIL, kept on disk for the next process.
 
-Invariant: what is kept only saves time. A disk that is full or cannot be written, and a file that is damaged, cost the
-compilation and one warning, and are never an error of the call.
+Invariant: what is kept only saves time. It is of the sources as they are: numba looks at the file of a function alone,
+and here a change in a file from which it imports constants or functions compiles it anew as well. A disk that is full
+or cannot be written, and a file that is damaged, cost the compilation and one warning, and are never an error of the
+call.
 
 Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder; a user
 who has none reads what lies beside the source.
 NUMBA_CACHE_DIR names another one: its files are unpickled, so that nobody else may write there.
 """
 
+import ast
 import contextlib
+import functools
+import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, InTreeCacheLocator
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -38,6 +44,11 @@ class _Cache(FunctionCache):
 
     _impl_class = _CacheFiles
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = _stamp(Path(function.__code__.co_filename))
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
@@ -52,6 +63,19 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             _log.warning("compiled code cannot be kept in %s, each start compiles again: %s", self.cache_path, error)
+
+
+@functools.cache
+def _stamp(path: Path) -> str:
+    """Hash of a source file and of those from which it imports names."""
+    source = path.read_bytes()
+    digest = hashlib.blake2b(source)
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module in sys.modules:
+            file = getattr(sys.modules[statement.module], "__file__", None)
+            if file and file.endswith(".py"):
+                digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 def compiled(**options: Any) -> Callable[[_Function], _Function]:

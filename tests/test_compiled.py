@@ -46,6 +46,16 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+def test_a_constant_that_changes_in_a_file_beside_it_compiles_a_function_again(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        MODULE.replace("2 * x", "FACTOR * x").replace("import sys", "import sys\nfrom beside import FACTOR")
+    )
+    for factor in (2, 3):
+        (tmp_path / "beside.py").write_text(f"FACTOR = {factor}\n")
+        assert [run(tmp_path) for _ in range(2)] == [(f"{21 * factor} 0", ""), (f"{21 * factor} 1", "")]
+
+
+@pytest.mark.system
 def test_a_full_disk_costs_the_compilation_and_no_more(tmp_path: Path) -> None:
     for _ in range(2):
         printed, said = run(tmp_path, "full")

@@ -21,7 +21,7 @@ import zmq
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.board import TensorBytes, WeightPublisher, WeightReader
 
@@ -77,7 +77,7 @@ def run_side(
             memory[start : start + pattern.size] = pattern[: memory.size - start]
     contenders = make_contenders(is_writer, memory, tensors, Path(folder))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
-    checksums = {name: record_kernels.bytes_checksum(data) for name, data in _byte_views(tensors).items()}
+    checksums = {name: copy_kernels.bytes_checksum(data) for name, data in _byte_views(tensors).items()}
     if is_writer:
         link.send(checksums)
     expected = checksums if is_writer else link.recv()
@@ -94,7 +94,7 @@ def run_side(
             written, read = link.recv(), (begin, end)
             if round_index < 0:
                 if contender.copies and any(
-                    record_kernels.bytes_checksum(data) != expected[tensor]
+                    copy_kernels.bytes_checksum(data) != expected[tensor]
                     for tensor, data in _byte_views(tensors).items()
                 ):
                     assert results is not None

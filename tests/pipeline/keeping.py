@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.record import facts_of, record_bytes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.trajectory import Trajectory
@@ -26,7 +26,7 @@ def words_of(trajectory: Trajectory) -> np.ndarray:
 
 def checksum_of(words: np.ndarray) -> int:
     """Of uint64[n], as int64: as descriptors and the index hold it."""
-    return int(np.array(int(record_kernels.checksum(words)), np.uint64).view(np.int64))
+    return int(np.array(int(copy_kernels.checksum(words)), np.uint64).view(np.int64))
 
 
 def lay_down(arena: TrajectoryStore, start: int, words: np.ndarray) -> tuple[int, int, int, list[int]]:

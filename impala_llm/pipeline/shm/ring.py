@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.record import EncodedTrajectory
 
 _MAGIC = b"ILLMRING"
@@ -45,7 +45,7 @@ class RecordTooLarge(ArenaError):
 
 
 class Place(NamedTuple):
-    """Position of a record: start and length in words of 8 bytes, and its checksum (`record_kernels.checksum`) as
+    """Position of a record: start and length in words of 8 bytes, and its checksum (`copy_kernels.checksum`) as
     int64."""
 
     start: int
@@ -163,7 +163,7 @@ class ArenaWriter:
             return None
         begin = _HEADER_BYTES + 8 * start
         self._bytes[begin : begin + len(header)] = header
-        checksum = record_kernels.lay_block(self._ring, start, len(header) // 8, block)
+        checksum = copy_kernels.lay_block(self._ring, start, len(header) // 8, block)
         self._head = end = start + (size + _UNIT - 1) // _UNIT * _UNIT
         live = self._by_start[start] = [start, end, False]
         self._live.append(live)

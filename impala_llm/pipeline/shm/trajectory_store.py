@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.record import (
     Facts,
     RecordError,
@@ -171,7 +171,7 @@ class TrajectoryStore:
             self._reclaim()
         sizes = sizes[: len(self._free_rows)]
         starts = np.empty(len(sizes), np.int64)
-        total = record_kernels.lay_end_to_end(sizes, _UNIT, starts)
+        total = copy_kernels.lay_end_to_end(sizes, _UNIT, starts)
         start = self._free.take(total)
         if start is None and self.dropped:
             self._reclaim()
@@ -297,7 +297,7 @@ class TrajectoryStore:
                     raise RecordError(f"it lies at [{start}, {start + size}) of {self._num_words} words")
                 if not 0 <= serial < _MAX_SERIAL:
                     raise RecordError(f"its serial number is {serial}")
-                if record_kernels.checksum(self.words[start : start + size]) != checksum % (1 << 64):
+                if copy_kernels.checksum(self.words[start : start + size]) != checksum % (1 << 64):
                     raise RecordError("its checksum differs")
                 record = self.record(start, size)
                 decode_record(record)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels, record_kernels
 from impala_llm.pipeline.shm.record import (
     MAGIC,
     MAX_STATS,
@@ -168,7 +168,7 @@ class Ingest:
         """
         rows = chunk.rows
         facts = np.empty((len(rows), FACTS), np.int64)
-        rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, record_kernels.LARGE)
+        rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, copy_kernels.LARGE)
         if offers.reader is not None:
             offers.reader.check_size()
             record_kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)

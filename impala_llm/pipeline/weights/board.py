@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.safetensors_layout import Layout
 from impala_llm.pipeline.weights.slots import (
@@ -269,7 +269,7 @@ class WeightLease:
             if not target.flags.writeable:
                 raise WeightsError(f"the target of tensor {name!r} is read-only")
         for (name, place), checksum in zip(weights.places.items(), self.manifest.checksums, strict=True):
-            if record_kernels.stream_bytes(targets[name], weights.data[place.start : place.end]) != checksum:
+            if copy_kernels.stream_bytes(targets[name], weights.data[place.start : place.end]) != checksum:
                 raise damaged(str(self._slot.weights), self.version, name)
 
     def file_bytes(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights.relay_messages import Contents, encode
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorBytes, WeightsError, parse_weights
@@ -94,7 +94,7 @@ class Download:
     def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
         """Store a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
         target = self._data[chunk.position : chunk.position + chunk.length]
-        if len(data) != chunk.length or record_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
+        if len(data) != chunk.length or copy_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
             return False
         os.pwrite(self._progress, b"\1", _DIGEST_BYTES + chunk.index)
         self._missing.pop(chunk.index, None)
@@ -121,7 +121,7 @@ class Download:
         for name, _, checksum in self.contents.files:
             start, end = self._sections[name]
             data = self._data[start:end]
-            if record_kernels.bytes_checksum(data) != checksum:
+            if copy_kernels.bytes_checksum(data) != checksum:
                 raise WeightsError(f"{self._source}: the checksum of {name} is not that of the server's file")
             files[name] = data.tobytes()
         return files

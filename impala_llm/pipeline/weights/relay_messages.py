@@ -149,7 +149,7 @@ class Chunk:
     """Answer to ChunkRequest. The data follows as a frame.
 
     Attributes:
-        checksum: `record_kernels.bytes_checksum` of the data.
+        checksum: `copy_kernels.bytes_checksum` of the data.
     """
 
     request: int

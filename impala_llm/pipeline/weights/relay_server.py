@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 
 from impala_llm.limited_warnings import RateLimitedWarnings
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights.board import WeightLease, WeightReader
 from impala_llm.pipeline.weights.relay_messages import (
     Chunk,
@@ -165,7 +165,7 @@ class WeightServer:
             held.relays[relay] = time.monotonic()
             if isinstance(request, ChunkRequest):
                 data = _read(held.lease, request)
-                return Chunk(request.request, record_kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
+                return Chunk(request.request, copy_kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
             return _contents(held.lease, request.request), []
 
     def _leave(self, relay: bytes) -> None:
@@ -188,7 +188,7 @@ def _contents(lease: WeightLease, request: int) -> Contents:
     for path in sorted(lease.path.iterdir()):
         if path.name != WEIGHTS_FILE and path.suffix != ".new" and path.is_file():
             content = path.read_bytes()
-            files.append((path.name, len(content), record_kernels.bytes_checksum(np.frombuffer(content, np.uint8))))
+            files.append((path.name, len(content), copy_kernels.bytes_checksum(np.frombuffer(content, np.uint8))))
     manifest = lease.manifest
     return Contents(
         request, manifest.version, manifest.num_bytes, manifest.header_checksum, manifest.checksums, tuple(files)

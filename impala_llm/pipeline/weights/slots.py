@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorPlace
@@ -59,7 +59,7 @@ class SlotsInUse(WeightsError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of the weights in a slot. Checksums are `record_kernels.bytes_checksum`.
+    """Description of the weights in a slot. Checksums are `copy_kernels.bytes_checksum`.
 
     Attributes:
         version: of the weights.
@@ -116,7 +116,7 @@ class MappedWeights:
         header = self.data[: len(self.header)]
         return (
             len(self.places) == len(manifest.checksums)
-            and record_kernels.bytes_checksum(header) == manifest.header_checksum
+            and copy_kernels.bytes_checksum(header) == manifest.header_checksum
             and header.tobytes() == self.header
         )
 
@@ -133,7 +133,7 @@ class MappedWeights:
         tensors: dict[str, TensorBytes] = {}
         for (name, place), checksum in zip(self.places.items(), manifest.checksums, strict=True):
             data = self.data[place.start : place.end]
-            if verify and record_kernels.bytes_checksum(data) != checksum:
+            if verify and copy_kernels.bytes_checksum(data) != checksum:
                 raise damaged(source, manifest.version, name)
             tensors[name] = (place.dtype, place.shape, data)
         return tensors
@@ -273,14 +273,14 @@ def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWe
 def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], version: int) -> Manifest:
     """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest."""
     header = np.frombuffer(layout.header, np.uint8)
-    sums = [record_kernels.stream_bytes(target[: header.size], header)]
+    sums = [copy_kernels.stream_bytes(target[: header.size], header)]
     for name, place in layout.places.items():
         part, source = target[place.start : place.end], tensors[name][2]
         if callable(source):
             source(part)
-            sums.append(record_kernels.bytes_checksum(part))
+            sums.append(copy_kernels.bytes_checksum(part))
         else:
-            sums.append(record_kernels.stream_bytes(part, source))
+            sums.append(copy_kernels.stream_bytes(part, source))
     return Manifest(version, layout.num_bytes, sums[0], tuple(sums[1:]))
 
 

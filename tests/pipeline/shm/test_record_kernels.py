@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels, record_kernels
 from impala_llm.pipeline.shm.record import (
     MAGIC,
     MAX_STATS,
@@ -88,10 +88,10 @@ def verdict(data: bytes, vocab_size: int = VOCAB_SIZE) -> tuple[int, int, int]:
 @given(WORDS, st.integers(0, 2**40))
 def test_the_checksum_is_its_definition(words: list[int], first: int) -> None:
     array = np.array(words, np.uint64)
-    assert int(record_kernels.checksum(array)) == defined_checksum(words)
-    assert int(record_kernels.checksum(array, first)) == defined_checksum(words, first)
+    assert int(copy_kernels.checksum(array)) == defined_checksum(words)
+    assert int(copy_kernels.checksum(array, first)) == defined_checksum(words, first)
     target = np.full(len(words) + 2, GUARD, np.uint64)
-    assert int(record_kernels.copy_checksum(target[1:-1], array, first)) == defined_checksum(words, first)
+    assert int(copy_kernels.copy_checksum(target[1:-1], array, first)) == defined_checksum(words, first)
     assert target.tolist() == [GUARD, *words, GUARD]
 
 
@@ -100,7 +100,7 @@ def test_the_checksum_is_its_definition(words: list[int], first: int) -> None:
 def test_a_checksum_is_the_sum_of_those_of_its_pieces(words: list[int], data: st.DataObject) -> None:
     middle = data.draw(st.integers(0, len(words)))
     array = np.array(words, np.uint64)
-    pieces = int(record_kernels.checksum(array[:middle])) + int(record_kernels.checksum(array[middle:], middle))
+    pieces = int(copy_kernels.checksum(array[:middle])) + int(copy_kernels.checksum(array[middle:], middle))
     assert pieces % 2**64 == defined_checksum(words)
 
 
@@ -110,12 +110,12 @@ def test_a_flipped_bit_or_two_swapped_words_change_the_checksum(words: list[int]
     place = data.draw(st.integers(0, len(words) - 1))
     flipped = list(words)
     flipped[place] ^= 1 << data.draw(st.integers(0, 63))
-    assert int(record_kernels.checksum(np.array(flipped, np.uint64))) != defined_checksum(words)
+    assert int(copy_kernels.checksum(np.array(flipped, np.uint64))) != defined_checksum(words)
     other = data.draw(st.integers(0, len(words) - 1))
     if words[place] != words[other]:
         swapped = list(words)
         swapped[place], swapped[other] = words[other], words[place]
-        assert int(record_kernels.checksum(np.array(swapped, np.uint64))) != defined_checksum(words)
+        assert int(copy_kernels.checksum(np.array(swapped, np.uint64))) != defined_checksum(words)
 
 
 def test_a_record_is_written_end_to_end_and_nowhere_else() -> None:
@@ -123,7 +123,7 @@ def test_a_record_is_written_end_to_end_and_nowhere_else() -> None:
     header = np.frombuffer(encoded.header, np.uint64)
     ring = np.full(encoded.num_words + 7, GUARD, np.uint64)
     ring[3 : 3 + len(header)] = header
-    checksum = record_kernels.lay_block(ring, 3, len(header), encoded.block)
+    checksum = copy_kernels.lay_block(ring, 3, len(header), encoded.block)
     expected = [*header.tolist(), *encoded.block.tolist()]
     assert ring.tolist() == [GUARD] * 3 + expected + [GUARD] * 4
     assert checksum == signed(defined_checksum(expected))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.record import EncodedTrajectory
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, Place, RecordTooLarge
 
@@ -38,7 +38,7 @@ def content(encoded: EncodedTrajectory) -> bytes:
 
 def read(reader: ArenaReader, place: Place) -> bytes:
     words = reader.words[place.start : place.start + place.num_words]
-    assert int(record_kernels.checksum(words)) == place.checksum % 2**64
+    assert int(copy_kernels.checksum(words)) == place.checksum % 2**64
     return words.tobytes()
 
 
@@ -135,7 +135,7 @@ def test_changed_bytes_are_seen_through_the_mapping(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(4096 + 5)
         file.write(bytes([content(record(8))[5] ^ 1]))
-    assert int(record_kernels.checksum(reader.words[:8])) != place.checksum % 2**64
+    assert int(copy_kernels.checksum(reader.words[:8])) != place.checksum % 2**64
     assert not reader.words.flags.writeable
 
 

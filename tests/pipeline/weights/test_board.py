@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from impala_llm.pipeline.shm import record_kernels
+from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import board
 from impala_llm.pipeline.weights.board import SlotsInUse, WeightPublisher, WeightReader, WeightsError
 from impala_llm.pipeline.weights.safetensors_layout import LayoutError, parse, plan
@@ -192,7 +192,7 @@ def test_a_publisher_that_died_half_way_leaves_the_latest_version_readable(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(record_kernels, "stream_bytes", copy_some_and_die)
+        patch.setattr(copy_kernels, "stream_bytes", copy_some_and_die)
         publisher.publish(make_tensors(2), 2)
     assert reader.latest() == 1
     with reader.lease() as lease:
@@ -416,12 +416,12 @@ def test_checksums_of_bytes_are_what_their_definition_says(size: int) -> None:
         around = np.full(size + 20, 77, np.uint8)
         target = around[10 - offset : 10 - offset + size]
         expected = reference_checksum(source.tobytes())
-        assert record_kernels.bytes_checksum(source) == expected
-        assert record_kernels.stream_bytes(target, source) == expected
+        assert copy_kernels.bytes_checksum(source) == expected
+        assert copy_kernels.stream_bytes(target, source) == expected
         assert target.tobytes() == source.tobytes()
         assert (around[: 10 - offset] == 77).all() and (around[10 - offset + size :] == 77).all()
     with pytest.raises(ValueError, match="differ in size"):
-        record_kernels.stream_bytes(np.zeros(size + 1, np.uint8), source)
+        copy_kernels.stream_bytes(np.zeros(size + 1, np.uint8), source)
 
 
 def test_a_reader_waits_for_the_publisher_of_its_slot(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.pipeline.shm import record, record_kernels, record_layout
+from impala_llm.pipeline.shm import copy_kernels, record, record_kernels, record_layout
 from impala_llm.pipeline.shm.journal import ROW_WIDTH, Journal
 from impala_llm.pipeline.shm.record import RecordError
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter
@@ -68,7 +68,7 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
         data = data[: len(data) // 8 * 8]
         before, after = (rng.randbytes(8 * rng.randrange(4)) for _ in range(2))
         start, size = len(before) // 8, len(data) // 8
-        checksum = int(record_kernels.checksum(np.frombuffer(data, np.uint64)))
+        checksum = int(copy_kernels.checksum(np.frombuffer(data, np.uint64)))
         place = struct.pack("<QQQ", start, size, checksum)
         if rng.random() < 0.3:
             place = source.changed(place, keep_size=True, changes=2)
@@ -87,16 +87,14 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
             record.MAX_STATS,
             record.MAX_TEXT_BYTES,
             VOCAB_SIZE,
-            len(data) % 3 * record_kernels.LARGE,
+            len(data) % 3 * copy_kernels.LARGE,
         )
         rows = np.array([[0, 0, start, size, checksum]])
         record_kernels.take_records(words, rows, target, np.zeros(1, np.int64), *rules, facts)
         assert words.tobytes() == memory, "it wrote to its source"
         inside = start >= 0 and 0 <= size <= len(words) - start
         taken = memory[8 * start : 8 * (start + size)] if inside else b""
-        is_whole = (
-            len(taken) >= 88 and int(record_kernels.checksum(np.frombuffer(taken, np.uint64))) == checksum % 2**64
-        )
+        is_whole = len(taken) >= 88 and int(copy_kernels.checksum(np.frombuffer(taken, np.uint64))) == checksum % 2**64
         expected = record_kernels.TORN
         if is_whole:
             try:
@@ -128,7 +126,7 @@ def arena_decoder(source: Source, folder: Path) -> Decoder:
         path.write_bytes(data)
         reader = ArenaReader(path, 5)
         reader.check_size()
-        record_kernels.checksum(reader.words)
+        copy_kernels.checksum(reader.words)
 
     return Decoder(make, decode, (ArenaError,))
 
@@ -161,7 +159,7 @@ def replay_decoder(source: Source, folder: Path) -> Decoder:
             words = np.frombuffer(records, np.uint64)
             for row in table:
                 if 0 <= row[1] < len(words) and 0 < row[2] <= len(words):
-                    row[3:4].view(np.uint64)[0] = int(record_kernels.checksum(words[row[1] : row[1] + row[2]]))
+                    row[3:4].view(np.uint64)[0] = int(copy_kernels.checksum(words[row[1] : row[1] + row[2]]))
             index = table.tobytes()
         return head + index + gap + records
 
