@@ -14,7 +14,7 @@ the trajectories that wait for it fill the trajectory store.
 
 Actors also play validation tasks now and then, while training goes on (in_run_evaluation.py).
 
-Left out on purpose: checkpoints (a later stage), sharded weights (every rank holds all).
+Left out on purpose: checkpoints (a later stage).
 """
 
 import math
@@ -109,7 +109,8 @@ class Learner:
             describe(config, ranks, self.model, self.version)
         interval, staleness = config.learner.sync_interval, config.algorithm.max_staleness
         boards = self.endpoint.board, self.endpoint.kept
-        self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness)
+        dtype = board_dtype(config)
+        self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness, dtype=dtype)
         self.publisher.begin(self.version)
         suite = make_suite(config.env)
         tasks = contract.tasks(suite, "train")
@@ -119,7 +120,11 @@ class Learner:
             key = self.endpoint.run_dir.server_key if config.engine.urls is None else None
             in_flight: Any = config.engine.in_flight  # one that config.py has checked
             sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
-            self.publisher.transports.append(partial(send_to_servers, sender, self.receiver.engines))
+            # What no rank has as it is sent, the board has.
+            board = WeightReader(self.endpoint.board.directory) if ranks.is_sharded or dtype is not None else None
+            self.publisher.transports.append(
+                partial(send_to_servers, sender, self.receiver.engines, board=board, device=ranks.device)
+            )
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank)
         self.writer: MetricWriter | None = None
@@ -133,7 +138,7 @@ class Learner:
         self.trainer = Trainer(
             config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
         )
-        if ranks.is_main:
+        if ranks.is_main or ranks.is_sharded:
             stack.push(self.save_what_was_learned)
         self.is_saved = True
         """Whether no policy had to be left in shared memory."""
@@ -159,6 +164,7 @@ class Learner:
         with timer.stage("idle"):
             end = end_of_time(self.config.learner, self.began_at)
             batch = self.batches.next_batch(self.version, end, self.while_waiting)
+            self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
         # Ranks end together: where one has waited in vain for the rest of the time, all do.
         if self.config.learner.max_minutes is not None and self.ranks.sum([float(batch is None)])[0] > 0:
             return False
@@ -181,7 +187,7 @@ class Learner:
                 self.progress = 1.0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
-            if save_every and self.version % save_every == 0 and self.ranks.is_main:
+            if save_every and self.version % save_every == 0 and (self.ranks.is_main or self.ranks.is_sharded):
                 self.save(self.run_folder / f"policy-{self.version}")
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
@@ -206,8 +212,8 @@ class Learner:
             begins = self.evaluation.begin(self.version, elapsed_s, at_the_end)
             is_over = self.evaluation.is_over
         begins, is_over = (n > 0 for n in self.ranks.sum([float(begins), float(is_over)]))
-        if begins and self.evaluation is not None:
-            self.save(self.evaluation.candidate)
+        if begins and (self.evaluation is not None or self.ranks.is_sharded):
+            self.save(self.run_folder if self.evaluation is None else self.evaluation.candidate)
         return is_over
 
     def finish_evaluation(self) -> None:
@@ -237,33 +243,47 @@ class Learner:
             time.sleep(POLL_S)
 
     def save(self, target: Path) -> bool:
-        """Save the policy; nobody sees half of it. Returns whether the disk has taken it, and says so if not."""
-        aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+        """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
+
+        Args:
+            target: rank 0's counts.
+
+        Returns:
+            Whether the disk has taken it; if not, that is said.
+        """
+        aside, is_saved = target.with_name(f"{target.name}.new-{os.getpid()}"), True
         try:
-            self.model.save(aside, self.files)
-            shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+            self.publisher.export.save(aside, self.files)
+            if self.ranks.is_main:
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             reason = " ".join(str(error).split())
             say(f"learner: the policy of version {self.version} cannot be saved on the disk of {target}: {reason}")
-            return False
-        return True
+            is_saved = False
+        return self.ranks.sum([float(not is_saved)])[0] == 0 if self.ranks.is_sharded else is_saved
 
     def save_what_was_learned(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save the policy at the end of training, or when this process is told to stop.
 
         Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
-        weights. What cannot be saved stays in shared memory.
+        weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
+        in shared memory.
         """
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
             return
+        if kind is not None and self.ranks.is_sharded:
+            return
         target = self.run_folder / "policy"
         if self.save(target):
-            say(f"learner: the policy is saved in {target}, at version {self.version}")
+            if self.ranks.is_main:
+                say(f"learner: the policy is saved in {target}, at version {self.version}")
             return
         self.is_saved = False
         self.publisher.keep(self.version)
+        if not self.ranks.is_main:
+            return
         self.endpoint.run_dir.keep()
         say(
             f"learner: version {self.version} stays in {self.endpoint.run_dir.path}, in memory until this host is "
@@ -305,6 +325,12 @@ class Learner:
             self.tell_of_actors()
         if self.view is not None:
             self.view.update(self.version, summary, self.progress)
+
+
+def board_dtype(config: Config) -> torch.dtype | None:
+    """Type of the weights on the board for engines; None: the learner's."""
+    is_narrow = config.pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
+    return torch.bfloat16 if is_narrow else None
 
 
 def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> None:

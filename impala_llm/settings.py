@@ -369,6 +369,10 @@ class PipelineConfig:
     """Shared memory of an actor for trajectories under way, in equal parts for the learner's ranks."""
     weight_slots: int = bounded(3, least=2, most=64)
     """Versions of the weights that lie on the board at once."""
+    weights_dtype: str = one_of("float32", "engine")
+    """Weights on the board: float32, from which a learner that is started again goes on exactly; engine: in
+    engine.dtype, half as many bytes with bfloat16 for actors, relays and SGLang. A learner that goes on from those
+    without a checkpoint has lost what its weights were beyond them."""
     heartbeat_s: float = bounded(1.0, least=0.01, most=3600)
     """Time between two signs of life of an actor; longer where a learner rank has more than 100 actors."""
     actor_timeout_s: float = bounded(20.0, least=0.1)

@@ -8,6 +8,9 @@ Three transports bring a version to engines:
   own, where engines read it in the same way. It follows the board by itself.
 - process group: `send_to_servers` broadcasts it to SGLang servers; their engines only take note (`SGLangEngine.adopt`).
 
+Where ranks share the policy, each writes its part of a version to the board. What a process group sends of it, or of
+one that is converted on its way to the board, is read from there.
+
 A `VersionPublisher` sends a version to one of two places, or to none:
 
 - to engines, over all of its transports, and then announces it: every `interval`-th version, and any version without
@@ -26,16 +29,21 @@ all that are left demand a later version, the learner's version is published at 
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from impala_llm.engines.sglang.weight_push import WeightSender
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.shares import PolicyExport
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.transport.receiver import Receiver
-from impala_llm.pipeline.weights.board import SlotsInUse, WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.board import SlotsInUse, WeightLease, WeightPublisher, WeightReader
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
@@ -58,33 +66,69 @@ class WeightTransport(Protocol):
         ...
 
 
-def write_to_board(board: WeightPublisher, timeout_s: float, model: PolicyModel, version: int) -> dict[str, float]:
-    """Deliver a version, with its value head, to a weight board. See `WeightTransport`.
+def write_to_board(
+    board: WeightPublisher,
+    timeout_s: float,
+    export: PolicyExport,
+    dtype: torch.dtype | None,
+    is_main: bool,
+    model: PolicyModel,
+    version: int,
+) -> dict[str, float]:
+    """Deliver a version, with its value head, to a weight board. See `WeightTransport`. All ranks that share the policy
+    call it, else rank 0.
 
     Args:
         timeout_s: seconds to wait for a free slot.
+        export: of the model.
+        dtype: on the board; None: that of the weights.
     """
-    board.publish(dict(model.policy_tensors()), version, timeout_s, model.value_head_bytes())
+    tensors = export.tensors(dtype)
+    if is_main:
+        board.publish(tensors, version, timeout_s, model.value_head_bytes(), export.sharing)
+    elif export.sharing is not None and not board.contribute(tensors, export.sharing):
+        raise SlotsInUse("rank 0 has found no slot")
     return {}
 
 
 def send_to_servers(
-    sender: WeightSender, find_servers: Callable[[], Mapping[int, str]], model: PolicyModel, version: int
+    sender: WeightSender,
+    find_servers: Callable[[], Mapping[int, str]],
+    model: PolicyModel,
+    version: int,
+    board: WeightReader | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, float]:
     """Deliver a version to SGLang servers by process group. See `WeightTransport`.
 
     Args:
         find_servers: returns those that want weights now, opening -> URL, as `Receiver.engines`. A server that cannot
             take the version is left to the board.
+        board: holds the version, and is what is sent; None: the model's tensors are.
+        device: of the process group; None: where the tensors are.
     """
-    return sender.send(find_servers(), dict(model.policy_weights()), version).metrics()
+    if board is None:
+        return sender.send(find_servers(), dict(model.policy_weights()), version, device).metrics()
+    with board.lease(version) as lease:
+        return sender.send(find_servers(), lease_tensors(lease), version, device).metrics()
+
+
+def lease_tensors(lease: WeightLease) -> dict[str, Tensor]:
+    """Tensors of a leased version, not copied: to be read only, while the lease lasts."""
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that torch would let one write what is mapped for reading
+        for name, (dtype, shape, data) in lease.tensors(verify=False).items():
+            found[name] = torch.from_numpy(data).view(dtypes[dtype]).view(shape)
+    return found
 
 
 class VersionPublisher:
-    """Publishes or keeps the learner's versions. One for each rank, all of which have the same weights.
+    """Publishes or keeps the learner's versions. One for each rank, all of which are at the same version.
 
-    Rank 0 publishes what is due. Any rank publishes a version without which it gets no batch: rank 0 may wait for it.
-    Only rank 0 knows servers: what another rank publishes, their actors load from the board.
+    All ranks take part in each version, or rank 0 alone where it has all of the weights. So they meet while they wait
+    for batches, for the rank that gets none without a newer version.
 
     Args:
         board: read by engines.
@@ -92,6 +136,7 @@ class VersionPublisher:
         interval: updates between two versions that are published; None: none after the first.
         max_staleness: η; None: free running.
         timeout_s: seconds to wait for a free slot of the board in one attempt.
+        dtype: of the weights for engines; None: the learner's. What is kept is in the learner's.
     """
 
     def __init__(
@@ -103,9 +148,15 @@ class VersionPublisher:
         interval: int | None,
         max_staleness: int | None,
         timeout_s: float = PATIENCE_S,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.transports: list[WeightTransport] = [partial(write_to_board, board, timeout_s)]
+        self.export = export = PolicyExport(model, ranks)
+        self.transports: list[WeightTransport] = [
+            partial(write_to_board, board, timeout_s, export, dtype, ranks.is_main)
+        ]
         """Ways to engines, in the order in which a version goes over them. The board stays the first."""
+        self._keep = partial(write_to_board, kept, _KEEP_TIMEOUT_S, export, None, ranks.is_main)
+        self._dtype = dtype
         self._ranks = ranks
         self._model = model
         self._board = board
@@ -123,11 +174,13 @@ class VersionPublisher:
         """
         found, is_due = None, False
         if self._ranks.is_main:
-            for board in (self._board,) if self._interval == 1 else (self._board, self._kept):
-                board.reserve(dict(self._model.policy_tensors()))
+            self._board.reserve(self.export.tensors(self._dtype))
+            if self._interval != 1:
+                self._kept.reserve(self.export.tensors())
             found = self._reader.latest()
             is_due = found is None or self._interval is not None
-        self._send_together(version, is_due, may_skip=found == version)
+        due, may_skip = (n > 0 for n in self._ranks.sum([float(is_due), float(found == version)]))
+        self._send_together(version, due, may_skip)
         self._last_due = self._reader.latest() or 0
 
     def publish(self, version: int, receiver: Receiver) -> dict[str, float]:
@@ -140,10 +193,10 @@ class VersionPublisher:
         """
         began = time.perf_counter()
         behind = version - self._last_due
-        is_due = self._ranks.is_main and self._interval is not None and behind >= self._interval
+        is_due = self._interval is not None and behind >= self._interval
         may_skip = self._max_staleness is None or behind <= self._max_staleness
         sent = self._send_together(version, is_due, may_skip)
-        metrics = {"weights/skipped": float(sent is None), **(sent or {})} if is_due else {}
+        metrics = {"weights/skipped": float(sent is None), **(sent or {})} if is_due and self._ranks.is_main else {}
         # All ranks wait here: a version that a rank announces must lie on the board.
         is_published, must_keep = (
             n > 0 for n in self._ranks.sum([float(sent is not None), float(receiver.must_keep())])
@@ -151,8 +204,8 @@ class VersionPublisher:
         if is_published:
             self._last_due = version
         elif must_keep:
-            if self._ranks.is_main:
-                write_to_board(self._kept, _KEEP_TIMEOUT_S, self._model, version)
+            if self._takes_part:
+                self._keep(self._model, version)
             self._ranks.barrier()
         if self._ranks.is_main and (is_published or must_keep):
             report_progress()
@@ -160,37 +213,64 @@ class VersionPublisher:
         return {**metrics, "weights/publish_s": time.perf_counter() - began}
 
     def publish_early(self, version: int, receiver: Receiver) -> dict[str, float]:
-        """Publish and announce the learner's version where this rank gets no batch without it.
+        """Publish and announce the learner's version where a rank gets no batch without it.
 
-        Does nothing where a batch may come, or readers hold all slots: call it again. The next version that is due
-        stays the same.
+        For a rank that waits for a batch, again and again; one that has its own calls `wait_for_ranks`. Does nothing
+        where batches may come, or readers hold all slots. The next version that is due stays the same.
 
         Returns:
             Metrics by name.
         """
-        if not receiver.needs_weights():
-            return {}
-        # Another rank may have needed it, too.
-        sent = {} if self._reader.latest() == version else self._send(version, may_skip=True)
-        if sent is None:
-            return {}
-        receiver.announce_late(version)
-        return sent
+        return self._meet(version, receiver, has_batch=False)[1]
+
+    def wait_for_ranks(self, version: int, receiver: Receiver) -> dict[str, float]:
+        """Wait until all ranks have a batch, or need none any more, and take part in what `publish_early` publishes.
+
+        Returns:
+            Metrics by name.
+        """
+        metrics: dict[str, float] = {}
+        all_have = False
+        while not all_have:
+            all_have, found = self._meet(version, receiver, has_batch=True)
+            metrics |= found
+        return metrics
 
     def keep(self, version: int) -> None:
-        """Put the learner's version on the board of kept versions, unless it lies on a board. For rank 0 alone."""
-        if version not in (self._reader.latest(), WeightReader(self._kept.directory).latest()):
-            write_to_board(self._kept, _KEEP_TIMEOUT_S, self._model, version)
+        """Put the learner's version on the board of kept versions, unless it lies on a board. All ranks that share the
+        policy call it, else rank 0."""
+        newest = (self._reader.latest(), WeightReader(self._kept.directory).latest())
+        if version not in newest and self._takes_part:
+            self._keep(self._model, version)
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._ranks.is_main or self._ranks.is_sharded
+
+    def _meet(self, version: int, receiver: Receiver, has_batch: bool) -> tuple[bool, dict[str, float]]:
+        """Returns whether all ranks have a batch, and metrics."""
+        wants = not has_batch and receiver.needs_weights()
+        is_there = self._ranks.is_main and self._reader.latest() == version
+        num_with_batch, num_wanting, num_there = self._ranks.sum([float(has_batch), float(wants), float(is_there)])
+        sent: dict[str, float] | None = {}
+        if num_wanting:
+            if not num_there:
+                sent = self._send_together(version, True, may_skip=True)
+                num_there = self._ranks.sum([float(sent is not None)])[0]
+            if wants and num_there:
+                receiver.announce_late(version)
+        return num_with_batch == self._ranks.world_size, sent or {}
 
     def _send_together(self, version: int, is_due: bool, may_skip: bool) -> dict[str, float] | None:
-        """Deliver a version from the rank where it is due. All ranks call it, and return once it is sent or skipped.
+        """Deliver a version, if it is due. All ranks call it with the same, and return once it is sent or skipped.
 
         Returns:
             Metrics, or None where this rank has sent nothing.
         """
         while True:
-            sent = self._send(version, may_skip) if is_due else None
-            if self._ranks.sum([float(is_due and sent is None and not may_skip)])[0] == 0:
+            sent = self._send(version, may_skip) if is_due and self._takes_part else None
+            waits = is_due and self._ranks.is_main and sent is None and not may_skip
+            if self._ranks.sum([float(waits)])[0] == 0:
                 return sent
 
     def _send(self, version: int, may_skip: bool) -> dict[str, float] | None:
@@ -200,7 +280,8 @@ class VersionPublisher:
             for transport in self.transports:
                 metrics |= transport(self._model, version)
         except SlotsInUse as error:
-            fate = "is skipped" if may_skip else "waits"
-            self._warnings.log("a version was kept from the board", f"{version} {fate}: {error}")
+            if self._ranks.is_main:
+                fate = "is skipped" if may_skip else "waits"
+                self._warnings.log("a version was kept from the board", f"{version} {fate}: {error}")
             return None
         return metrics

@@ -216,6 +216,17 @@ def test_a_version_that_another_rank_has_published_is_announced_and_not_sent_aga
     assert (second.sent, second.receiver.early) == ([], [1])
 
 
+def test_rank_0_sends_over_all_ways_what_another_rank_waits_for(tmp_path: Path) -> None:
+    ranks = Meetings()
+    ranks.world_size = 2
+    learner = Learner(tmp_path, interval=3, ranks=ranks)
+    learner.publish(1)
+    # It has a batch and the other one waits for version 1; nobody waits for a reader; it is sent; both have a batch.
+    ranks.totals = [[1.0, 1.0, 0.0], [0.0], [1.0], [2.0, 0.0, 1.0]]
+    assert learner.publisher.wait_for_ranks(1, learner.receiver) == {"weights/servers_sent": 1.0}
+    assert (ranks.totals, learner.board.latest(), learner.sent, learner.receiver.early) == ([], 1, [1], [])
+
+
 @pytest.mark.parametrize("interval", [None, 4])
 def test_the_room_of_what_may_be_kept_is_reserved_at_the_start(tmp_path: Path, interval: int | None) -> None:
     Learner(tmp_path, interval, max_staleness=None)

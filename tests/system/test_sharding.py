@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from impala_llm.learning.model import PolicyModel
+from impala_llm.pipeline.weights.board import WeightReader
 from tests.learning.builders import save_lm
+from tests.system.runs import Run
 
 ROOT = Path(__file__).parents[2]
 STEPS = ("learner.epochs=2", "learner.batch_size=12")
@@ -30,8 +34,8 @@ def train(number: int, policy: Path, output: Path, *words: str) -> dict[str, tor
     return load_file(output / "parameters")
 
 
-def facts(output: Path, rank: int) -> dict[str, float]:
-    found: dict[str, float] = json.loads((output / f"facts-{rank}.json").read_text())
+def facts(output: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / f"facts-{rank}.json").read_text())
     return found
 
 
@@ -70,8 +74,23 @@ def test_five_updates_give_the_parameters_of_one_rank(
     found = train(number, policy, tmp_path / "out", *STEPS, *words)
     assert_equal(found, load_file(alone / "parameters"))
     if "learner.sharding=fsdp2" in words:
-        passes = {facts(tmp_path / "out", rank)["passes"] for rank in range(number)}
-        assert len(passes) == 1, "each rank takes part in the passes of every other"
+        assert_published(tmp_path / "out", number, found)
+        assert len({facts(tmp_path / "out", rank)["passes"] for rank in range(number)}) == 1
+
+
+def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor]) -> None:
+    """The ranks' parts make whole tensors, on the board with the right checksums, and on the disk."""
+    policy = {name.removeprefix("lm."): p for name, p in expected.items() if name.startswith("lm.")}
+    with WeightReader(output / "board").lease() as lease:
+        assert lease.version == 1
+        lease.tensors(verify=True)
+        found = load_file(lease.path / "model.safetensors")
+        assert found.keys() == policy.keys()
+        assert all(torch.equal(found[name], p.to(torch.bfloat16)) for name, p in policy.items())
+    assert [facts(output, rank)["early"] for rank in range(number)] == [*([[]] * (number - 1)), [1]]
+    saved = PolicyModel.from_pretrained(output / "saved")
+    for name, p in saved.named_parameters():
+        assert torch.equal(p, expected[name]), name
 
 
 @pytest.mark.system
@@ -90,3 +109,21 @@ def test_two_ranks_share_memory_and_moments_and_go_on_from_those_of_one(
     expected = train(1, policy, tmp_path / "one_of_two", *STEPS, f"resume={tmp_path / 'moments'}")
     found = train(2, policy, tmp_path / "two_of_one", *shared, f"resume={alone / 'moments'}")
     assert_equal(found, expected)
+
+
+@pytest.mark.system
+def test_a_learner_whose_ranks_share_the_policy_trains_publishes_and_saves(tmp_path: Path) -> None:
+    """With a batch every update that is played by the version before, and actors that read bfloat16 weights."""
+    settings = ["experiment=toy", "learner.num_ranks=2", "learner.sharding=fsdp2", "learner.total_updates=6"]
+    narrow = ["engine.dtype=bfloat16", "pipeline.weights_dtype=engine", "algorithm.max_staleness=0"]
+    with Run(tmp_path, *settings, *narrow, "actor.num_actors=2", "learner.save_every=3") as run:
+        assert run.train().wait(240) == 0
+        run.assert_gone()
+        rows = run.rows()
+        assert len(rows) == 6 and all(row["loss/policy"] == row["loss/policy"] for row in rows)
+        # What the actors play is what the ranks share: the engine's log-probabilities agree up to its precision.
+        assert all(row["mismatch/logprob_mean"] < 0.05 for row in rows)
+        policies = [PolicyModel.from_pretrained(tmp_path / name) for name in ("policy-3", "policy-6", "policy")]
+        third, sixth, last = ([p.detach() for p in policy.parameters()] for policy in policies)
+        assert all(torch.equal(a, b) for a, b in zip(sixth, last, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(third, sixth, strict=True))

@@ -3,15 +3,17 @@
 torchrun tests/system/training_rank.py POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTING ...]
 
 By rank: `facts-<rank>.json`, and from rank 0 `parameters`, whole, after the steps. With `resume=FILE` the optimizer
-goes on from the moments in it, and with `keep=FILE` they are written there.
+goes on from the moments in it, and with `keep=FILE` they are written there. Where ranks share the policy they also save
+it in `saved`, and publish it on a board, `board`, in bfloat16: version 1 early, for the last rank.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,9 @@ from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, local
+from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.observability.metrics import MetricLog
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.trainer import Trainer
 from tests.learning.builders import NoPriorities, make_batch, make_trajectory
 
@@ -43,6 +47,34 @@ def counted_passes(model: PolicyModel) -> Iterator[list[int]]:
     handle = model.register_forward_pre_hook(count)
     yield counts
     handle.remove()
+
+
+class Receiver:
+    """A receiver that gets nothing without a newer version, or gets all that it wants."""
+
+    def __init__(self, needs: bool) -> None:
+        self.needs = needs
+        self.early: list[int] = []
+
+    def needs_weights(self) -> bool:
+        return self.needs
+
+    def announce_late(self, version: int) -> None:
+        self.early.append(version)
+
+
+def publish(ranks: Ranks, model: PolicyModel, output: Path) -> dict[str, object]:
+    boards = [WeightPublisher(output / name) for name in ("board", "kept")]
+    publisher = VersionPublisher(ranks, model, *boards, interval=3, max_staleness=2, dtype=torch.bfloat16)
+    publisher.begin(0)
+    waits = ranks.rank == ranks.world_size - 1
+    receiver: Any = Receiver(waits)
+    with WeightReader(output / "board").lease(0) if ranks.is_main else nullcontext():
+        while waits and not receiver.early:
+            publisher.publish_early(1, receiver)
+        publisher.wait_for_ranks(1, receiver)
+    publisher.export.save(output / "saved", {})
+    return {"early": receiver.early}
 
 
 def main(policy: Path, output: Path, words: list[str]) -> None:
@@ -70,11 +102,13 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
             trainer.update(batch, 3 + update, progress=0.0)
     state = trainer.optimizer.state_dict()
     held = [*model.parameters(), *(tensor for name, tensor in state.items() if not name.endswith(".step"))]
-    facts = {
+    facts: dict[str, object] = {
         "passes": passes[0],
         "num_bytes": sum(local(tensor).nbytes for tensor in held),
         "losses": trainer.log.flush()["loss/total"],
     }
+    if ranks.is_sharded:
+        facts |= publish(ranks, model, output)
     (output / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
     parameters = {name: whole(p) for name, p in model.named_parameters()}
     moments = {name: whole(tensor) for name, tensor in state.items()}

@@ -112,17 +112,27 @@ class WeightSender:
         self._thread.join()
         self._loop.close()
 
-    def send(self, servers: Mapping[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
+    def send(
+        self,
+        servers: Mapping[int, str],
+        tensors: Mapping[str, Tensor],
+        version: int,
+        device: torch.device | None = None,
+    ) -> Sent:
         """Send a version to all servers at the same time; those that do not take it in time are given up.
 
         Args:
             servers: opening -> URL, see `pipeline.transport.messages.Engines`. Groups of others are left. Nothing is
                 sent to a URL that was not configured.
             tensors: name -> tensor, all on one device; they must not change until this returns.
+            device: of the process groups, to which a bucket at a time is copied; None: the tensors'.
         """
-        return asyncio.run_coroutine_threadsafe(self._send(dict(servers), tensors, version), self._loop).result()
+        coroutine = self._send(dict(servers), tensors, version, device)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _send(self, servers: dict[int, str], tensors: Mapping[str, Tensor], version: int) -> Sent:
+    async def _send(
+        self, servers: dict[int, str], tensors: Mapping[str, Tensor], version: int, device: torch.device | None
+    ) -> Sent:
         await self._forget([opening for opening in self._links if opening not in servers])
         self._given_up &= servers.keys()
         async with open_http() as http:
@@ -136,7 +146,7 @@ class WeightSender:
         if not wanted:
             return Sent()
         buckets = list(_buckets(tensors, self._bucket_bytes))
-        device = next(iter(tensors.values())).device
+        device = device or next(iter(tensors.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # until the update's kernels have written them
         async with open_http() as http:
@@ -183,7 +193,7 @@ class WeightSender:
                     # The server may still have a group of a learner that was killed.
                     self._links[opening] = Link(f"impala-{opening:x}-{secrets.token_hex(4)}", url)
                     await self._links[opening].meet(client, device, self._timeout_s)
-                times = await self._transfer(client, self._links[opening], buckets, version, turn)
+                times = await self._transfer(client, self._links[opening], buckets, device, version, turn)
         except (ServerLost, EngineError, TransferError, OSError, RuntimeError, TimeoutError) as error:
             why = f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
         else:
@@ -205,7 +215,13 @@ class WeightSender:
     # One server
 
     async def _transfer(
-        self, client: SGLangClient, link: Link, buckets: Sequence["_Bucket"], version: int, turn: "_Turn"
+        self,
+        client: SGLangClient,
+        link: Link,
+        buckets: Sequence["_Bucket"],
+        device: torch.device,
+        version: int,
+        turn: "_Turn",
     ) -> tuple[float, float]:
         mode = pause_mode(self._in_flight)
         begin = time.perf_counter()
@@ -221,7 +237,7 @@ class WeightSender:
         for bucket in buckets:
             turn.is_touched = True
             await both(
-                link.broadcast(bucket.tensors, turn.deadline),
+                link.broadcast([tensor.to(device) for tensor in bucket.tensors], turn.deadline),
                 client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
             )
         # A call of its own: tensors that a server receives too late, after it was given up, get no label.

@@ -208,11 +208,15 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
     return np.int64(total)
 
 
-def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
+def stream_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
     """Copy uint8[n] to uint8[n] past the caches, in one pass.
 
     For data that is larger than the caches or will be read by another core. Fastest where the target's address is a
     multiple of 8.
+
+    Args:
+        first: word at which the source lies in larger data, whose checksum is the sum of those of its pieces, modulo
+            2^64; each piece but the last has a multiple of 8 bytes.
 
     Returns:
         The `bytes_checksum` of the bytes that were copied.
@@ -220,19 +224,19 @@ def stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
     # Read-only for all callers: numba would compile once more for writable arrays.
     source = source.view()
     source.flags.writeable = False
-    total: int = _stream_bytes(target, source)
+    total: int = _stream_bytes(target, source, first)
     return total
 
 
 @_compiled
-def _stream_bytes(target: np.ndarray, source: np.ndarray) -> int:
+def _stream_bytes(target: np.ndarray, source: np.ndarray, first: int) -> int:
     if target.size != source.size:
         raise ValueError("target and source differ in size")
     num_words = source.size // 8
     words = source[: num_words * 8].view(np.uint64)
-    total = _stream_checksum(target[: num_words * 8].view(np.uint64), words, 0)
+    total = _stream_checksum(target[: num_words * 8].view(np.uint64), words, first)
     if source.size % 8:
-        total += mixed(_tail_word(source), np.uint64(num_words) * STEP)
+        total += mixed(_tail_word(source), np.uint64(first + num_words) * STEP)
         for i in range(num_words * 8, source.size):
             target[i] = source[i]
     fence()

@@ -26,9 +26,11 @@ from impala_llm.pipeline.weights.slots import (
     PUBLISHER_LOCK,
     WEIGHTS_FILE,
     Manifest,
+    SharedWriting,
     Slot,
     SlotsInUse,
     TensorBytes,
+    TensorPart,
     TensorSource,
     WeightsError,
     damaged,
@@ -37,13 +39,16 @@ from impala_llm.pipeline.weights.slots import (
     read_latest,
     write_atomically,
     write_latest,
+    write_tensors,
     write_version,
 )
 
 __all__ = [
     "WEIGHTS_FILE",
+    "SharedWriting",
     "SlotsInUse",
     "TensorBytes",
+    "TensorPart",
     "WeightLease",
     "WeightPublisher",
     "WeightReader",
@@ -51,10 +56,11 @@ __all__ = [
 ]
 
 _RETRY_S = 0.005
+_NO_SLOT = -1
 
 
 class WeightPublisher:
-    """The only writer of a board. For one thread.
+    """The only writer of a board, but for processes that `contribute` parts of a version to it. For one thread.
 
     Args:
         directory: of the board, `RunDirectory.weights_path`; made if missing; an existing board is continued.
@@ -121,7 +127,12 @@ class WeightPublisher:
         return time.monotonic() - begin
 
     def publish(
-        self, tensors: Mapping[str, TensorSource], version: int, timeout_s: float = 60.0, extra: bytes = b""
+        self,
+        tensors: Mapping[str, TensorSource],
+        version: int,
+        timeout_s: float = 60.0,
+        extra: bytes = b"",
+        sharing: SharedWriting | None = None,
     ) -> float:
         """Write a version and make it the latest.
 
@@ -130,6 +141,7 @@ class WeightPublisher:
             version: not below the latest.
             timeout_s: seconds to wait while readers hold all other slots.
             extra: kept with the version, see `WeightLease.extra`.
+            sharing: with processes that write their parts of the version by `contribute`.
 
         Returns:
             Seconds taken.
@@ -144,7 +156,7 @@ class WeightPublisher:
         for name, place in layout.places.items():
             array = tensors[name][2]
             size = place.end - place.start
-            if callable(array):
+            if not isinstance(array, np.ndarray):
                 continue
             if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
                 raise ValueError(
@@ -158,13 +170,37 @@ class WeightPublisher:
                 raise WeightsError(
                     f"version {version} is older than {latest[1]} on {self.directory}: versions never decrease"
                 )
-            with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
-                slot.manifest.unlink(missing_ok=True)
-                write_atomically(slot.extra, extra)
-                manifest = write_version(layout, slot.writable(layout.num_bytes), tensors, version)
-                write_atomically(slot.manifest, manifest.to_json())
+            try:
+                with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
+                    slot.manifest.unlink(missing_ok=True)
+                    write_atomically(slot.extra, extra)
+                    target = slot.writable(layout.num_bytes)
+                    if sharing is not None:
+                        sharing.tell(slot.index)
+                    manifest = write_version(layout, target, tensors, version, sharing)
+                    write_atomically(slot.manifest, manifest.to_json())
+            except SlotsInUse:
+                if sharing is not None:
+                    sharing.tell(_NO_SLOT)
+                raise
             write_latest(self.directory, slot.index, version)
         return time.monotonic() - begin
+
+    def contribute(self, tensors: Mapping[str, TensorSource], sharing: SharedWriting) -> bool:
+        """Write this process's parts of the version that the board's publisher publishes with the same `sharing`.
+
+        Args:
+            tensors: of the same names, dtypes and shapes as the publisher's.
+
+        Returns:
+            Whether they are written: not where readers hold all slots.
+        """
+        index = sharing.tell(_NO_SLOT)
+        if index == _NO_SLOT:
+            return False
+        layout = self._plan(tensors)
+        sharing.gather(write_tensors(layout, self._slots[index].writable(layout.num_bytes), tensors))
+        return True
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -41,12 +41,43 @@ _ROOM_TIMEOUT_S = 60.0
 _RETRY_S = 0.05
 _LATEST = "latest"
 _UINT64 = 2**64
+_NO_SUM = -1
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
-TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None]]
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A process's part of a tensor: consecutive bytes of it.
+
+    Attributes:
+        start: place of its first byte in the tensor.
+        num_bytes: of the part.
+        pieces: makes its bytes, uint8 arrays in order; the size of each but the last is a multiple of 8.
+    """
+
+    start: int
+    num_bytes: int
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None] | TensorPart]
 """TensorBytes, or, instead of the bytes, a function that writes them into a uint8[number of bytes]: from a GPU without
-a copy of the whole model on the host."""
+a copy of the whole model on the host; or a part of them, where processes write a version together or its bytes are
+computed on the way."""
+
+
+class SharedWriting(Protocol):
+    """What processes that write a version together, each its parts, tell each other. All of them call each method."""
+
+    def tell(self, number: int) -> int:
+        """Return the number that the board's publisher has called this with."""
+        ...
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers, in [-1, 2^64), of all processes. Returns when all have called it."""
+        ...
 
 
 class WeightsError(RuntimeError):
@@ -270,18 +301,67 @@ def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWe
     return weights
 
 
-def write_version(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], version: int) -> Manifest:
-    """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest."""
+def write_version(
+    layout: Layout,
+    target: np.ndarray,
+    tensors: Mapping[str, TensorSource],
+    version: int,
+    sharing: SharedWriting | None = None,
+) -> Manifest:
+    """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest.
+
+    Args:
+        sharing: where other processes write parts of it, by `write_tensors`.
+    """
     header = np.frombuffer(layout.header, np.uint8)
-    sums = [copy_kernels.stream_bytes(target[: header.size], header)]
+    header_checksum = copy_kernels.stream_bytes(target[: header.size], header)
+    parts = [write_tensors(layout, target, tensors)]
+    if sharing is not None:
+        parts = sharing.gather(parts[0])
+    sums = []
+    for place, of_parts in zip(layout.places.values(), zip(*parts, strict=True), strict=True):
+        is_sum = _NO_SUM not in of_parts
+        whole = target[place.start : place.end]
+        sums.append(sum(of_parts) % _UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
+    return Manifest(version, layout.num_bytes, header_checksum, tuple(sums))
+
+
+def write_tensors(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource]) -> list[int]:
+    """Write tensors, or this process's parts of them, into uint8[layout.num_bytes].
+
+    Returns:
+        For each tensor, in the order of the file, what this process adds to its checksum; -1 where that must be
+        computed when all parts are there, as a part does not begin and end between words.
+    """
+    sums = []
     for name, place in layout.places.items():
-        part, source = target[place.start : place.end], tensors[name][2]
-        if callable(source):
-            source(part)
-            sums.append(copy_kernels.bytes_checksum(part))
+        whole, source = target[place.start : place.end], tensors[name][2]
+        if isinstance(source, TensorPart):
+            sums.append(_write_part(whole, source))
+        elif callable(source):
+            source(whole)
+            sums.append(copy_kernels.bytes_checksum(whole))
         else:
-            sums.append(copy_kernels.stream_bytes(part, source))
-    return Manifest(version, layout.num_bytes, sums[0], tuple(sums[1:]))
+            sums.append(copy_kernels.stream_bytes(whole, source))
+    return sums
+
+
+def _write_part(whole: np.ndarray, part: TensorPart) -> int:
+    if not part.num_bytes:
+        return 0
+    begin, end = part.start, part.start + part.num_bytes
+    is_aligned = begin % 8 == 0 and (end % 8 == 0 or end == whole.size)
+    total = 0
+    for piece in part.pieces():
+        target = whole[begin : begin + piece.size]
+        if is_aligned:
+            total += copy_kernels.stream_bytes(target, piece, begin // 8)
+        else:
+            target[:] = piece
+        begin += piece.size
+    if begin != end:
+        raise ValueError(f"a part of {part.num_bytes} bytes came in {begin - part.start}")
+    return total % _UINT64 if is_aligned else _NO_SUM
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,9 @@ from safetensors.numpy import load_file
 
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import board
-from impala_llm.pipeline.weights.board import SlotsInUse, WeightPublisher, WeightReader, WeightsError
+from impala_llm.pipeline.weights.board import SlotsInUse, TensorPart, WeightPublisher, WeightReader, WeightsError
 from impala_llm.pipeline.weights.safetensors_layout import LayoutError, parse, plan
+from impala_llm.pipeline.weights.slots import TensorSource
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 
@@ -541,3 +542,61 @@ def test_any_bytes_give_a_layout_or_a_layout_error(noise: bytes, at: int, patch:
         with contextlib.suppress(LayoutError):
             for place in parse(memoryview(data)).values():
                 assert 8 <= place.start <= place.end <= len(data)
+
+
+class Pair:
+    """Two processes that write a version together, as threads: the first is the publisher."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
+        self._rank, self._meeting, self._table = rank, meeting, table
+
+    def _exchange(self, mine: object) -> list:
+        self._table[self._rank] = mine
+        self._meeting.wait(30)
+        both = [self._table[0], self._table[1]]
+        self._meeting.wait(30)
+        return both
+
+    def tell(self, number: int) -> int:
+        return self._exchange(number)[0]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._exchange(list(numbers))
+
+
+def part_of(tensors: Mapping[str, TensorBytes], rank: int, cut: Mapping[str, int]) -> dict[str, TensorSource]:
+    """The bytes of each tensor before, or from, its cut, in pieces of 16 bytes."""
+    found: dict[str, TensorSource] = {}
+    for name, (dtype, shape, data) in tensors.items():
+        start, end = (0, cut[name]) if rank == 0 else (cut[name], data.size)
+        pieces = [data[i : min(i + 16, end)] for i in range(start, end, 16)]
+        found[name] = (dtype, shape, TensorPart(start, end - start, pieces.__iter__))
+    return found
+
+
+def test_processes_write_the_parts_of_a_version_together(tmp_path: Path) -> None:
+    """Parts that begin between words, and within one; one that is empty; and nothing while readers hold all slots."""
+    tensors = make_tensors(seed=3)
+    cut = {"b.bias": 7, "a.weight": 800, "scalar": 0, "empty": 0, "odd": 3}
+    meeting, table = threading.Barrier(2), {}
+    boards = [WeightPublisher(tmp_path / "board", num_slots=2) for _ in range(2)]
+    outcomes: list[object] = []
+
+    def contribute() -> None:
+        for _ in range(3):
+            outcomes.append(boards[1].contribute(part_of(tensors, 1, cut), Pair(1, meeting, table)))
+
+    thread = threading.Thread(target=contribute)
+    thread.start()
+    reader, mine = WeightReader(tmp_path / "board"), part_of(tensors, 0, cut)
+    boards[0].publish(mine, 1, sharing=Pair(0, meeting, table))
+    with reader.lease() as lease:
+        assert_same(lease.tensors(verify=True), tensors)
+        boards[0].publish(mine, 2, sharing=Pair(0, meeting, table))
+        with pytest.raises(SlotsInUse):
+            boards[0].publish(mine, 3, 0.01, sharing=Pair(0, meeting, table))
+    thread.join(30)
+    assert outcomes == [True, True, False]
+    with reader.lease() as lease:
+        assert lease.version == 2
+        assert_same(lease.tensors(verify=True), tensors)

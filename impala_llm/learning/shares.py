@@ -1,0 +1,193 @@
+"""The policy as it leaves the learner: its tensors under the names of a Hugging Face directory, each as the part of it
+that this rank holds, and converted on the way.
+
+Where ranks share the policy, each writes its own part into the same memory or file, so that no rank ever holds a second
+copy, or more than a few rows of a converted tensor. Where each holds all of it, rank 0 writes.
+
+Invariant: the parts that the ranks write of a tensor cover it once.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from impala_llm.engines.base import ModelRefused
+from impala_llm.engines.embedded.model_weights import checkpoint_tensors
+from impala_llm.learning.model import SAFETENSORS_NAMES, VALUE_HEAD_FILE, PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.pipeline.weights import safetensors_layout
+from impala_llm.pipeline.weights.board import SharedWriting
+from impala_llm.pipeline.weights.safetensors_layout import Layout
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorPart, TensorSource, write_tensors
+
+_PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements that are converted at once: on a CPU what its level 2 cache holds."""
+
+
+class Together:
+    """`SharedWriting` by the learner's ranks, of which rank 0 is the publisher."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def tell(self, number: int) -> int:
+        return int(self._ranks.sum([number if self._ranks.is_main else 0])[0])
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        found = self._ranks.gather({"numbers": list(numbers)})
+        return [[int(number) for number in each["numbers"]] for each in found]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a tensor: consecutive elements of it, from `start` on.
+
+    Attributes:
+        read: returns the elements [begin, end) of those held, flat.
+        unit: elements that are best read together, such as those of a row.
+    """
+
+    start: int
+    count: int
+    read: Callable[[int, int], Tensor]
+    unit: int = 1
+
+
+class PolicyExport:
+    """What leaves the learner of its policy. One for each rank.
+
+    Args:
+        model: placed on its device, or sharded.
+    """
+
+    def __init__(self, model: PolicyModel, ranks: Ranks) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._together = Together(ranks)
+        self._pieces: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
+
+    @property
+    def sharing(self) -> SharedWriting | None:
+        """How ranks write together, where each holds a part."""
+        return self._together if self._ranks.is_sharded else None
+
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorSource]:
+        """The policy, without the value head, for `WeightPublisher.publish` or, on other ranks, `contribute`.
+
+        Args:
+            dtype: of what is written; None: that of the weights.
+
+        Raises:
+            ModelRefused: parts or conversions are asked for, and the policy's files hold something else than pieces of
+                its tensors.
+        """
+        if not self._ranks.is_sharded and dtype in (None, next(self._model.lm.parameters()).dtype):
+            return dict(self._model.policy_tensors())
+        found: dict[str, TensorSource] = {}
+        seen: set[int] = set()
+        for held_name, tensor in self._model.lm.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:  # tied to another
+                continue
+            seen.add(id(tensor))
+            held = _hold(tensor.detach(), self._ranks)
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if held_name not in self._pieces:
+                self._pieces[held_name] = _pieces(self._model, held_name, tensor)
+            for name, offset, shape in self._pieces[held_name]:
+                begin, end = max(offset, held.start), min(offset + math.prod(shape), held.start + held.count)
+                count = max(0, end - begin)
+                read = partial(_converted, held, begin - held.start, count, target, tensor.device.type)
+                part = TensorPart((begin - offset) * target.itemsize if count else 0, count * target.itemsize, read)
+                found[name] = (SAFETENSORS_NAMES[target], shape, part)
+        return found
+
+    def save(self, directory: Path, files: Mapping[str, bytes]) -> None:
+        """Write a Hugging Face directory with the value head beside it. All ranks that share the policy call it, else
+        rank 0.
+
+        Args:
+            directory: rank 0's counts.
+            files: further files by name, such as those of the tokenizer.
+
+        Raises:
+            OSError: the disk does not take it.
+            SafetensorError: the same.
+        """
+        if not self._ranks.is_sharded:
+            self._model.save(directory, dict(files))
+            return
+        tensors = self.tensors()
+        layout = safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
+        names = self._ranks.gather({"directory": list(os.fsencode(directory))})
+        path = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"]))) / WEIGHTS_FILE
+        error = None
+        if self._ranks.is_main:
+            try:
+                self._write_all_but_tensors(directory, files, layout)
+            except OSError as found:
+                error = found
+        if self._together.tell(int(error is None)):
+            target = np.memmap(path, np.uint8, "r+", shape=(layout.num_bytes,))
+            write_tensors(layout, target, tensors)
+            target.flush()
+            self._ranks.barrier()
+        if error is not None:
+            raise error
+
+    def _write_all_but_tensors(self, directory: Path, files: Mapping[str, bytes], layout: Layout) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+        lm = self._model.lm
+        lm.config.save_pretrained(directory)
+        if lm.generation_config is not None:
+            lm.generation_config.save_pretrained(directory)
+        (directory / VALUE_HEAD_FILE).write_bytes(self._model.value_head_bytes())
+        with (directory / WEIGHTS_FILE).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, layout.num_bytes)  # a full disk is an error here, and a signal later
+            file.write(layout.header)
+
+
+def _hold(tensor: Tensor, ranks: Ranks) -> _Held:
+    """Return what this rank holds, and writes, of a tensor."""
+    if isinstance(tensor, DTensor):
+        here = tensor.to_local()
+        # As torch.chunk cuts it: all parts but the last ones have as many rows.
+        start = min(len(tensor), -(-len(tensor) // ranks.world_size) * ranks.rank) * math.prod(tensor.shape[1:])
+    else:
+        here, start = (tensor if ranks.is_main else tensor[:0]), 0
+    flat = here.reshape(-1)
+    return _Held(start, len(flat), lambda begin, end: flat[begin:end])
+
+
+def _pieces(model: PolicyModel, name: str, tensor: Tensor) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Names, first elements and shapes of the pieces by which a Hugging Face directory holds a tensor."""
+    found = []
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    for piece_name, piece in checkpoint_tensors(model.lm, {name: whole}).items():
+        if not piece.is_contiguous():
+            raise ModelRefused(
+                f"the model's files hold {piece_name} in another form than the model, and it cannot be written in "
+                "parts: set learner.sharding=replicated and pipeline.weights_dtype=float32"
+            )
+        found.append((piece_name, int(piece.storage_offset()), tuple(piece.shape)))
+    return found
+
+
+def _converted(held: _Held, begin: int, count: int, dtype: torch.dtype, device_type: str) -> Iterator[np.ndarray]:
+    """Bytes of the elements [begin, begin + count) of what is held, converted a few at a time."""
+    size = max(1, _PIECE[device_type] // held.unit) * held.unit
+    buffer = torch.empty(min(size, count), dtype=dtype)
+    for offset in range(begin, begin + count, size):
+        values = held.read(offset, min(offset + size, begin + count))
+        if values.dtype != dtype or values.device.type != "cpu":
+            values = buffer[: len(values)].copy_(values)
+        yield values.view(torch.uint8).numpy()
