@@ -1,0 +1,394 @@
+"""Parts of tools/gpu_check.sh: `_gpu_check_parts.py PART SETTINGS` ends with a line {"passed": bool, "figure": str}.
+
+Each compares what the project computes with a definition of it, or with itself on fewer processes. Models have random
+weights, so that nothing has to be downloaded.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from impala_llm.child_processes import FAMILY, Child, end
+from impala_llm.config import load
+from impala_llm.engines import make_engine
+from impala_llm.engines.base import SamplingParams
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.products import prepare_cuda
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.trainer import Trainer
+from impala_llm.trajectory import Trajectory
+
+EXACT_NATS = 1e-3
+"""Mean difference of log-probabilities in float32: right ones stay below 1e-5."""
+BFLOAT16_NATS = 0.02
+MISMATCH_NATS = 0.05
+"""The same between engine and learner of a run, bfloat16 included."""
+SAME = 1e-3
+"""Difference of two updates, or gradients, over their size, that differ by the order of sums alone."""
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "L40S": 362, "L40": 181, "L4": 121, "A100": 312,
+    "A10": 125, "A40": 150, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+"""Dense bfloat16 products, 10^12 a second, from the data sheets; the first name that the GPU's contains."""
+LENGTHS = (57, 9, 130, 33)
+RANK_UPDATES = 5
+
+
+class NoPriorities:
+    """In place of a replay buffer."""
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        return None
+
+
+# --- models, rows, runs
+
+
+def save_model(folder: Path, width: int = 128, layers: int = 3, vocabulary: int = 512, spread: float = 0.1) -> Path:
+    """Write a Qwen3 with random weights. spread: their deviation; large, so that a wrong row shows."""
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=max(2, width // 64), num_key_value_heads=max(1, width // 128), head_dim=64,
+        max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=spread,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
+def random_rows(lengths: Sequence[int], vocabulary: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocabulary, (length,), generator=generator).to(device) for length in lengths]
+
+
+def episodes(lengths: Sequence[int], vocabulary: int) -> list[Trajectory]:
+    """Random rows with random rewards; all tokens but the first four are one action."""
+    rng, found = np.random.default_rng(1), []
+    for number, length in enumerate(lengths):
+        mask = np.arange(length) >= 4
+        rewards = np.zeros(length, np.float32)
+        rewards[-1] = rng.normal()
+        found.append(
+            Trajectory(
+                tokens=rng.integers(0, vocabulary, length).astype(np.int32),
+                action_mask=mask,
+                behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                rewards=rewards,
+                turns=np.array([[4, length]], np.int32),
+                bootstrap=False,
+                episode_id=str(number),
+                group_id=number,
+                task_id=0,
+                env="check",
+                actor_id="check",
+                ticket_id=number,
+                score=0.0,
+                success=False,
+            )
+        )
+    return found
+
+
+def packed_log_probs(model: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
+    """float32[all tokens but the first of each row], as the learner computes them."""
+    device = rows[0].device
+    lengths = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    hidden = model.hidden(torch.cat(list(rows)), positions, torch.tensor(lengths)).split(lengths)
+    parts = [model.action_log_probs(h[:-1], row[1:], 1.0)[0] for h, row in zip(hidden, rows, strict=True)]
+    return torch.cat(parts)
+
+
+def padded_log_probs(lm: Any, rows: Sequence[Tensor]) -> Tensor:
+    """The same by transformers' own attention, rows padded at their ends."""
+    width = max(len(row) for row in rows)
+    tokens = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+    mask = torch.stack([(torch.arange(width, device=row.device) < len(row)).long() for row in rows])
+    logits = lm(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
+    parts = [of[: len(row) - 1].gather(-1, row[1:, None])[:, 0] for of, row in zip(logits, rows, strict=True)]
+    return torch.cat(parts)
+
+
+def train(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The metrics of each update of a run of `impala-llm train` in a folder."""
+    settings = [f"run.name=gpu-check-{folder.name}-{os.getpid()}", f"run.dir={folder}", "run.terminal=false", *words]
+    run = subprocess.run([sys.executable, "-m", "impala_llm.cli", "train", *settings], capture_output=True, text=True)
+    if run.returncode != 0:
+        raise SystemExit(f"the run ended with code {run.returncode}: {(run.stderr.strip().splitlines() or [''])[-1]}")
+    metrics = (folder / "tensorboard" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in metrics.splitlines()]
+
+
+def mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """Mean of a metric over the updates that have it."""
+    return statistics.fmean(row[name] for row in rows if row.get(name) is not None)
+
+
+# --- parts
+
+
+def engine(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Log-probabilities that the embedded engine reports, of answers in two turns, against a plain forward."""
+    save_model(folder / "model")
+    words = ["model=scratch", "engine.max_length=512", f"model.device={settings['device']}"]
+    config = load([*words, f"run.dir={folder}"])
+    prompts = random_rows((5, 40, 17, 64, 3, 29), 512, "cpu")
+
+    async def play() -> list[tuple[list[int], list[float]]]:
+        """Tokens of each history, and the log-probabilities of those that were sampled, NaN for the others."""
+        made = make_engine(config, folder / "model", version=0)
+        await made.start()
+
+        async def episode(number: int, prompt: Tensor) -> tuple[list[int], list[float]]:
+            history, known = prompt.tolist(), [float("nan")] * len(prompt)
+            for _ in range(2):
+                params = SamplingParams(max_new_tokens=24, seed=number)
+                answer = await made.generate(str(number), history, params)
+                history = [*history, *answer.tokens.tolist(), 7, 8]
+                known = [*known, *answer.logprobs.tolist(), float("nan"), float("nan")]
+            return history, known
+
+        found = await asyncio.gather(*(episode(number, prompt) for number, prompt in enumerate(prompts)))
+        await made.close()
+        return list(found)
+
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    lm.to(settings["device"])
+    differences = []
+    for history, known in asyncio.run(play()):
+        row = torch.tensor(history, device=settings["device"])
+        with torch.no_grad():
+            plain = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        plain = plain.gather(-1, row[1:, None])[:, 0].cpu()
+        reported = torch.tensor(known[1:])
+        differences.append((plain - reported).abs()[~reported.isnan()])
+    apart = torch.cat(differences)
+    figure = f"{apart.mean():.1e} nats apart on average, {apart.max():.1e} at most, {len(apart)} tokens"
+    return float(apart.mean()) < EXACT_NATS, figure
+
+
+def packed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Log-probabilities and gradients of packed rows against transformers' on padded ones."""
+    save_model(folder / "model")
+    rows = random_rows(LENGTHS, 512, settings["device"])
+    model = PolicyModel.from_pretrained(folder / "model").to(settings["device"])
+    model.check(256)
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
+    lm.to(settings["device"])
+    mine, theirs = packed_log_probs(model, rows), padded_log_probs(lm, rows)
+    mine.sum().backward()
+    theirs.sum().backward()
+    gradients = [(a.grad, b.grad) for a, b in zip(model.lm.parameters(), lm.parameters(), strict=True)]
+    apart = float((mine - theirs).abs().mean())
+    difference = sum(float((a - b).square().sum()) for a, b in gradients) ** 0.5
+    off = difference / sum(float(b.square().sum()) for _, b in gradients) ** 0.5
+    return apart < EXACT_NATS and off < SAME, f"{apart:.1e} nats apart on average, gradients differ by {off:.1e}"
+
+
+def bfloat16(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Log-probabilities of the learner in bfloat16 against its float32. Weights are as small as in a trained model."""
+    save_model(folder / "model", spread=0.02)
+    rows = random_rows(LENGTHS, 512, settings["device"])
+    model = PolicyModel.from_pretrained(folder / "model").to(settings["device"])
+    with torch.no_grad():
+        exact = packed_log_probs(model, rows)
+        model.compute_in("bfloat16")
+        apart = (packed_log_probs(model, rows) - exact).abs()
+    return float(apart.mean()) < BFLOAT16_NATS, f"{apart.mean():.1e} nats apart on average, {apart.max():.1e} at most"
+
+
+def ranks(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Two ranks, NCCL on GPUs and gloo elsewhere, against one."""
+    return compare_ranks(settings, folder, (1, "replicated"), (2, "replicated"))
+
+
+def fsdp2(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Two ranks that share the policy against two that each hold all of it."""
+    return compare_ranks(settings, folder, (2, "replicated"), (2, "fsdp2"))
+
+
+def compare_ranks(
+    settings: dict[str, Any], folder: Path, one: tuple[int, str], other: tuple[int, str]
+) -> tuple[bool, str]:
+    """The same updates by two learners, each a number of ranks and a sharding."""
+    start = load_file(save_model(folder / "model") / "model.safetensors")
+    ends = [train_ranks(settings["device"], folder, *each) for each in (one, other)]
+    lm = [{name.removeprefix("lm."): tensor for name, tensor in end.items()} for end in ends]
+    moved = sum(float((lm[0][name] - tensor).square().sum()) for name, tensor in start.items()) ** 0.5
+    difference = sum(float((lm[0][name] - lm[1][name]).square().sum()) for name in start) ** 0.5
+    most = max(float((lm[0][name] - lm[1][name]).abs().max()) for name in start)
+    off = difference / moved if moved else float("inf")
+    return off < SAME, f"updates differ by {off:.1e} of their size, parameters by {most:.1e} at most"
+
+
+def train_ranks(device: str, folder: Path, number: int, sharding: str) -> dict[str, Tensor]:
+    """The parameters, whole, after some updates."""
+    output = folder / f"{number}-{sharding}"
+    environment = {**os.environ, FAMILY: uuid.uuid4().hex}
+    command = [sys.executable, __file__, "--rank", device, str(folder / "model"), str(output), sharding]
+    learner = Child("ranks", command, output.with_suffix(".log"), environment, number, folder)
+    try:
+        learner.start()
+        while learner.poll() is None:
+            time.sleep(0.05)
+        if learner.poll() != 0:
+            raise SystemExit(f"{number} ranks, {sharding}: exit code {learner.poll()}{learner.last_log_line()}")
+    finally:
+        end([learner], polite=False)
+    return load_file(output)
+
+
+def train_rank(device: str, policy: str, output: str, sharding: str) -> None:
+    """One rank, as `train_ranks` starts it."""
+    torch.set_num_threads(1)
+    prepare_cuda("float32")
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    words = [
+        *("model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.batch_size=12"),
+        *("learner.warmup_updates=0", f"learner.sharding={sharding}"),
+    ]
+    config = load(words)
+    config.model.path = policy
+    config.learner.token_budget = 150  # many micro-batches, unlike in number between ranks
+    here = Ranks(device, 120.0, sharding)
+    torch.manual_seed(0)
+    model = PolicyModel.from_pretrained(Path(policy), value_trunk_gradient=True)
+    here.place(model)
+    share = episodes([9, 57, 130, 33, 12, 80, 20, 41, 64, 15, 99, 28], 512)[here.rank :: num_ranks]
+    batch = Batch(tuple(share), (1.0,) * len(share), tuple(range(len(share))), 1.0)
+    trainer = Trainer(config, here, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    for version in range(RANK_UPDATES):
+        trainer.update(batch, version, progress=0.0)
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    if here.is_main:
+        save_file({name: p.detach().cpu().contiguous().clone() for name, p in whole.items()}, output)
+    here.close()
+
+
+def sglang_disk(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """A short run on an SGLang server that loads each version from the weight board."""
+    return sglang(settings, folder, "disk")
+
+
+def sglang_group(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """The same, by a process group with the learner."""
+    return sglang(settings, folder, "distributed")
+
+
+def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool, str]:
+    """A run of five updates: engine and learner must agree on what was sampled, after each change of weights too."""
+    rows = train(
+        folder / "run",
+        *("experiment=corridor", "engine=sglang", f"engine.transfer={transfer}", "learner.total_updates=5"),
+        *("learner.batch_size=32", "actor.num_actors=1", "algorithm.max_staleness=0", "learner.warmup_updates=0"),
+        *(f"engine.python={settings['sglang_python']}", f"model.device={settings['device']}"),
+    )
+    apart = max(row["mismatch/logprob_mean"] for row in rows if row.get("mismatch/logprob_mean") is not None)
+    passed = len(rows) == 5 and apart < MISMATCH_NATS
+    figure = f"{apart:.1e} nats between engine and learner, {mean(rows, 'weights/pause_s'):.2f} s pause a version"
+    if transfer == "distributed":
+        sent = [row.get("weights/servers_sent", 0.0) for row in rows]
+        dropped = sum(row.get("weights/servers_dropped", 0.0) for row in rows)
+        passed = passed and max(sent) >= 1 and dropped == 0
+        figure += f", {sum(map(bool, sent))} versions sent"
+    return passed, figure
+
+
+def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Whole updates of the learner on rows of uneven length, in bfloat16 on a GPU; all tokens are trained on."""
+    is_gpu = settings["device"] == "cuda"
+    width, layers, num_rows, longest = (1536, 16, 64, 1024) if is_gpu else (128, 3, 16, 256)
+    path = Path(settings["model"]) if settings["model"] else save_model(folder / "model", width, layers, 32000, 0.02)
+    precision = "bfloat16" if is_gpu else "float32"
+    budget = 32768 if is_gpu else 2048
+    words = ["model=scratch", "algorithm=ppo", f"learner.batch_size={num_rows}", f"learner.precision={precision}"]
+    config = load([*words, f"learner.token_budget={budget}"])
+    here = Ranks(settings["device"])
+    model = PolicyModel.from_pretrained(path, value_trunk_gradient=True)
+    model.compute_in(precision)
+    here.place(model, precision)
+    drawn = np.random.default_rng(0).uniform(0.25, 1.0, num_rows)
+    rows = episodes([int(longest * share) for share in drawn], model.vocab_size)
+    batch = Batch(tuple(rows), (1.0,) * num_rows, tuple(range(num_rows)), 1.0)
+    trainer = Trainer(config, here, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    times = []
+    for version in range(4):
+        began = time.perf_counter()
+        trainer.update(batch, version, progress=0.0)  # its metrics are read, so the GPU is done
+        times.append(time.perf_counter() - began)
+    seconds, num_tokens = statistics.median(times[1:]), sum(row.num_tokens for row in rows)
+    tflops = num_tokens * flops_a_token(model, num_tokens / num_rows) / seconds / 1e12
+    figure = f"{num_tokens / seconds:,.0f} tokens/s in {precision}, {tflops:.3g} TFLOP/s"
+    if is_gpu:
+        figure += f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+    name = torch.cuda.get_device_name() if is_gpu else "this CPU"
+    known = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
+    peak = settings["peak_tflops"] or known
+    of_peak = f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s" if peak else ", MFU needs --peak-tflops"
+    return True, f"{figure}{of_peak} ({name})"
+
+
+def flops_a_token(model: PolicyModel, length: float) -> float:
+    """Floating-point operations of forward and backward: 6 a weight of a matrix, and 12 a position that is attended to,
+    by each layer and channel; a causal row attends to half of its length (Chowdhery et al. 2022, appendix B)."""
+    weights = sum(p.numel() for p in model.lm.parameters() if p.dim() > 1)
+    if model.lm.get_input_embeddings().weight is not model.lm.get_output_embeddings().weight:
+        weights -= model.lm.get_input_embeddings().weight.numel()  # looked up, not multiplied
+    shape = model.lm.config.get_text_config()
+    heads = shape.num_attention_heads * (
+        getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    )
+    return 6 * weights + 12 * shape.num_hidden_layers * heads * length / 2
+
+
+def idle(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """A run of the corridor: both sides work, and what each waits."""
+    words = ("experiment=corridor", "learner.total_updates=30", "actor.num_actors=1")
+    rows = train(folder / "run", *words, f"model.device={settings['device']}")
+    late = rows[10:]
+    figure = (
+        f"learner idle {mean(late, 'time/idle_share'):.0%}, actor idle {mean(late, 'actor/idle_share'):.0%}, "
+        f"{mean(late, 'learner/trained_tokens_per_s'):,.0f} tokens/s trained, {mean(late, 'time/step_s'):.2f} s a step"
+    )
+    return len(rows) == 30, figure
+
+
+PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
+    part.__name__.replace("sglang_", "sglang-"): part
+    for part in (engine, packed, bfloat16, ranks, fsdp2, sglang_disk, sglang_group, speed, idle)
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 where the part came to a result."""
+    if argv[0] == "--rank":
+        train_rank(*argv[1:])
+        return 0
+    prepare_cuda("float32")
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        passed, figure = PARTS[argv[0]](json.loads(argv[1]), Path(folder))
+    print(json.dumps({"passed": passed, "figure": figure}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# One command on a host with GPUs, and a table: does it compute there what it computes on a CPU, and how fast?
+#   tools/gpu_check.sh                         every part; those that need more than there is say what they need
+#   tools/gpu_check.sh --model DIRECTORY       speed with a model of your own
+#   tools/gpu_check.sh --device cpu engine     one part, on the CPU
+# Status 0 where nothing has failed. `--help` lists the parts.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[ -n "${PYTHON:-}" ] || "$root/tools/setup_venv.sh"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" "$root/tools/gpu_check.py" "$@"
