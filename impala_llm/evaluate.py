@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from impala_llm.envs.base import Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
+from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
@@ -241,11 +243,29 @@ def compare(config: Config) -> list[Result]:
     results, examples = evaluate_policies(config, policies)
     console = Console()
     show(results, examples, console)
-    for before, after in zip(results[::2], results[1::2], strict=True):
-        text = difference(before, after)
+    pairs = list(zip(results[::2], results[1::2], strict=True))
+    texts = [difference(before, after) for before, after in pairs]
+    for text in texts:
         console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
+    if "tensorboard" in config.run.metric_writers:
+        write_comparison(Path(config.run.dir) / "tensorboard", *pairs[0], "\n".join(texts))
     return results
+
+
+def write_comparison(folder: Path, before: Result, after: Result, text: str) -> None:
+    """Add the comparison of two policies to the TensorBoard files of their run, at its last step."""
+    from impala_llm.observability.tensorboard import TensorBoardWriter  # which takes a second that most need not wait
+
+    scores = {
+        f"evaluation/{which}_{name}": value
+        for which, result in (("before", before), ("after", after))
+        for name, value in (("score", result.score), ("success_rate", result.success))
+    }
+    writer = TensorBoardWriter(folder)
+    writer.write(int(last_metrics(folder).get("step", 0)), scores, time.time())
+    writer.write_text("before and after", text)
+    writer.close()
 
 
 def main(config: Config, as_json: bool = False) -> int:

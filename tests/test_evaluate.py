@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from impala_llm import evaluate as evaluation
 from impala_llm.config import load
@@ -17,6 +18,7 @@ from impala_llm.envs import make_suite
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.writers import MetricWriter
 from impala_llm.settings import Config
 
 
@@ -121,11 +123,19 @@ def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest
         suite = make_suite(config.env)
         return [evaluate(config, resolve_policy(config), suite, name, "toy")[0] for name in ("before", "after")], []
 
+    with MetricWriter(tmp_path / "tensorboard", []) as writer:
+        writer.write(120, {"learner/version": 120.0})
     results = evaluation.compare(config)
     assert [(r.label, r.score) for r in results] == [("before", 0.25), ("after", 1.0)]
     assert played == [{"before": resolve_policy(config), "after": tmp_path / "policy"}]
     kept = json.loads((tmp_path / "evaluation.json").read_text())
     assert [(r["label"], r["score"], r["num_tasks"]) for r in kept] == [("before", 0.25, 40), ("after", 1.0, 40)]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name, value in (("before_score", 0.25), ("after_score", 1.0), ("after_success_rate", 1.0)):
+        assert [(event.step, event.value) for event in events.Scalars(f"evaluation/{name}")] == [(120, value)]
+    [event] = events.Tensors("before and after/text_summary")
+    assert b"score 0.250 to 1.000" in event.tensor_proto.string_val[0]
 
 
 def test_a_table_names_policies_numbers_and_intervals() -> None:

@@ -92,6 +92,11 @@ _DECLARED = (
     ("evaluation/best_version", _LAST, "policy version that it was begun with"),
     ("evaluation/without_gain", _LAST, "evaluations in a row that were no better than it"),
     ("evaluation/unwanted", _SUM, "answers of actors to evaluation tasks that were not awaited, since the last step"),
+    # The comparison at the end of a run, evaluation.before_and_after, written with its last step.
+    ("evaluation/before_score", _LAST, "mean final score of the starting policy on the tasks of evaluation.split"),
+    ("evaluation/before_success_rate", _LAST, "share of these episodes that succeeded"),
+    ("evaluation/after_score", _LAST, "the same of the trained policy"),
+    ("evaluation/after_success_rate", _LAST, "share of its episodes that succeeded"),
     # Further x-axes.
     ("progress/tokens", _LAST, "tokens of the trajectories trained on since the run began, as often as they were used"),
     ("progress/episodes", _LAST, "finished episodes that the learner has received since the run began"),

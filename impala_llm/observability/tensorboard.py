@@ -19,5 +19,9 @@ class TensorBoardWriter:
         for name, value in metrics.items():
             self._events.add_scalar(name, value, global_step=step, walltime=time_s)
 
+    def write_text(self, name: str, text: str) -> None:
+        # Indented it is shown as it is: the text plugin renders Markdown.
+        self._events.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()))
+
     def close(self) -> None:
         self._events.close()

@@ -12,6 +12,8 @@ One of your own, named by its import path, `run.metric_writers=[tensorboard,my_m
         def close(self):
             self.file.close()
 
+A writer that also has `write_text(name, text)` gets texts of the run, such as its settings.
+
 Invariant: every writer gets the same numbers, and none of them can end the training. The JSONL file has one object a
 step, {"step", "time_s", "<name>": number, ...}, and is complete up to the last step written, whatever happens to the
 process next.
@@ -111,6 +113,16 @@ class MetricWriter:
             except Exception as error:  # a writer is other people's code
                 del self._writers[name]
                 self._say_left_out(name, f"at step {step}", error)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Hand a text to the writers that take texts. One that fails is left out from then on."""
+        for key, writer in list(self._writers.items()):
+            try:
+                if hasattr(writer, "write_text"):
+                    writer.write_text(name, text)
+            except Exception as error:  # a writer is other people's code
+                del self._writers[key]
+                self._say_left_out(key, f"at the text {name!r}", error)
 
     def close(self) -> None:
         for name, writer in self._writers.items():

@@ -66,6 +66,18 @@ def test_the_last_step_of_training_is_found_whatever_lies_behind_it(tmp_path: Pa
     assert (found["step"], found["progress/tokens"]) == (1999, 19990.0) and "loss/policy" not in found
 
 
+def test_a_text_reaches_the_writers_that_take_texts(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as writer:
+        writer.write_text("settings", "learner:\n  batch_size: 64")
+        writer.write(1, {"rollout/score": 0.5})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    [event] = events.Tensors("settings/text_summary")
+    [text] = event.tensor_proto.string_val
+    assert text.decode().splitlines() == ["    learner:", "      batch_size: 64"]
+    assert [line["step"] for line in read_lines(tmp_path)] == [1]
+
+
 def test_an_undeclared_name_writes_nothing(tmp_path: Path) -> None:
     with MetricWriter(tmp_path) as writer:
         with pytest.raises(MetricError, match="unknown metric 'rollout/happiness'"):
