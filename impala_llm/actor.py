@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import platform
 import re
+import signal
 import sys
 import time
 import traceback
@@ -475,7 +476,7 @@ class Reporter:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 when the learner said stop, 2 for an error that will come again, 3 when it is gone or refuses this
-    actor."""
+    actor, 130 after Ctrl-C."""
     end_with_supervisor()
     words = list(argv)
     index = 0
@@ -499,6 +500,9 @@ def main(argv: Sequence[str]) -> int:
     except (LearnerLost, RunDirectoryError) as error:
         print(f"actor {index}: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor is another one an error
+        return 128 + signal.SIGINT
     except ActorRefused as error:
         # The supervisor of a whole run starts it again; one of actors alone does not know whose learner that is by now.
         print(f"actor {index}: refused by the learner: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
+from impala_llm.programs import how_to_evaluate, program
 from impala_llm.settings import Config, model_directory
 
 USAGE = """\
@@ -79,11 +80,18 @@ FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the console script. Returns the exit code; 2 for bad input, 141 where nobody reads what is printed."""
+    """Entry of the console script.
+
+    Returns:
+        The exit code: 2 for bad input, 130 after Ctrl-C, 141 where nobody reads what is printed.
+    """
     try:
         code = run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor is another one an error
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Else the interpreter tries to print the rest once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -200,21 +208,12 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
             from impala_llm.evaluate import compare
         compare(config)
     if code != BAD_SETTINGS and (folder / "policy").is_dir():
-        print(f"evaluate it: {program('impala-llm')} evaluate --config {shlex.quote(f'{folder}/config.yaml')}")
+        print(how_to_evaluate(folder))
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
     if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
         print(f"see its curves: {program('tensorboard')} --logdir {shlex.quote(str(folder))}")
     print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
     return code
-
-
-def program(name: str) -> str:
-    """The word by which a shell calls a program of this environment: its path where PATH has another or none."""
-    ours = Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    if not ours.is_file() or (found and Path(found).absolute() == ours):
-        return name
-    return shlex.quote(str(ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours))
 
 
 def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
@@ -233,13 +232,15 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
 
     with working("loading what evaluates the policy"):
         from impala_llm.evaluate import main as evaluate_policy
-        from impala_llm.preflight import check_evaluation
+        from impala_llm.preflight import check_evaluation, unfit_policy
 
     learned = learned_policy(overrides)
     if learned is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(learned)))
         print(f"impala-llm: playing what the run has learned, {learned}; model.path plays another", file=sys.stderr)
     check_evaluation(config)
+    if (reason := unfit_policy(config)) is not None:
+        print(f"impala-llm: {reason}", file=sys.stderr)
 
     return evaluate_policy(config, as_json=as_json)
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -57,10 +57,12 @@ from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.programs import how_to_evaluate
 from impala_llm.settings import Config, LearnerConfig, holds_run
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
 from impala_llm.trainer import Trainer
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 DEAL_GRACE_S = 10.0
 """Seconds in which an actor is expected to have the first task of an evaluation that is awaited."""
@@ -131,6 +133,7 @@ class Learner:
         if ranks.is_main:
             folder, names = self.run_folder / "tensorboard", config.run.metric_writers
             self.writer = stack.enter_context(MetricWriter(folder, names))
+            self.writer.write_text("settings", to_yaml(config))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
         if self.version > 0:
@@ -279,6 +282,8 @@ class Learner:
         if self.save(target):
             if self.ranks.is_main:
                 say(f"learner: the policy is saved in {target}, at version {self.version}")
+                if SUPERVISED not in os.environ:  # the supervisor says it once all have ended
+                    say(how_to_evaluate(self.run_folder))
             return
         self.is_saved = False
         self.publisher.keep(self.version)
@@ -435,6 +440,16 @@ def keep_settings(config: Config) -> None:
         ) from None
 
 
+def end_by(number: int, _frame: object) -> NoReturn:
+    """End by a signal: as an exception, which undoes everything on its way out: sockets, shared memory, files.
+
+    A second one does not cut that short.
+    """
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
     too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
@@ -447,10 +462,9 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
-    # As an exception it undoes everything on its way out: sockets, shared memory, files.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+            signal.signal(number, end_by)
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
     disable_progress_bar()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
 from safetensors import SafetensorError, safe_open
 
 from impala_llm.config import ConfigError
@@ -54,6 +55,21 @@ def check_evaluation(config: Config) -> None:
     # A policy from scratch, and the logs of a server, lie in the run's folder.
     writes = config.model.path == "scratch" or config.engine.name == "sglang"
     _raise_for(config, {"run folder": (_folder,) if writes else (), "model": (_model,), **_engine_checks()})
+
+
+def unfit_policy(config: Config) -> str | None:
+    """A sentence where the policy to be evaluated is known to have been made for other tasks; None otherwise."""
+    env, path = config.env.name, config.model.path
+    if path == "scratch":
+        return None
+    if found := _starting_policy(config):
+        return found[0]
+    directory = model_directory(path)
+    with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
+        trained = None if directory is None else yaml.safe_load((directory.parent / "config.yaml").read_text())
+        if trained is not None and (before := trained["env"]["name"]) != env:
+            return f"model.path={path} was trained with env={before}: its scores with env={env} may say nothing"
+    return None
 
 
 def training_checks() -> Checks:
@@ -128,7 +144,7 @@ def _earlier_run(config: Config) -> list[str]:
     try:
         left = find_run(name)
     except RunDirectoryError as error:
-        return [f"run.name={name}: {error}"]
+        return [str(error)]
     if config.run.resume and left is None:
         trained = folder / "policy"
         onward = f", or train its policy further with model.path={trained} and another run.name"

@@ -1,7 +1,9 @@
 """The door: commands, help, bad input. Nothing is started here."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -326,3 +328,19 @@ def test_models_that_cannot_be_trained_are_refused_before_anything_starts(
     said = capsys.readouterr().err
     assert all(word in said for word in words)
     assert len(said.splitlines()) == 1
+
+
+def test_ctrl_c_ends_quietly_and_a_second_one_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_command", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main(["evaluate"]) == 128 + signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr() == ("", "")

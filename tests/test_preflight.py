@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from impala_llm import child_processes, cli, preflight
-from impala_llm.config import ConfigError, load
+from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
 from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.preflight import unfit_policy
 from impala_llm.settings import ASSETS
 
 
@@ -74,7 +75,26 @@ def test_a_living_run_of_the_same_name_is_refused(refused: Callable[..., str]) -
     name = f"test-{uuid.uuid4().hex[:12]}"
     with RunDirectory.create(name):
         said = refused(f"run.name={name}")
-    assert f"run.name={name}" in said and "choose another run name" in said
+    assert f"run.name={name} is in use" in said and "choose another run name" in said
+    [line] = [line for line in said.splitlines() if "is in use" in line]
+    assert line.count(name) == 2, "once as the setting, once in the path"
+
+
+def test_a_policy_that_was_made_for_other_tasks_is_named_where_that_can_be_known(model: Path, tmp_path: Path) -> None:
+    def said(*settings: str) -> str | None:
+        return unfit_policy(load(list(settings)))
+
+    assert "env=corridor" in str(said("env=corridor", "model.path=tiny_shopper"))
+    assert said("env=webshop", "env.webshop.observation_mode=compact", "model.path=tiny_shopper") is None
+    assert said("env=corridor", f"model.path={model}") is None, "it may be anything"
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "policy")
+    (run / "config.yaml").write_text(to_yaml(load(["experiment=toy"])))
+    assert said("env=parrot", f"model.path={run}/policy") is None
+    for_another = str(said("env=corridor", f"model.path={run}/policy"))
+    assert "trained with env=parrot" in for_another and "env=corridor" in for_another
+    (run / "config.yaml").write_text("{")
+    assert said("env=corridor", f"model.path={run}/policy") is None
 
 
 @pytest.mark.parametrize("command", ["train", "actors", "evaluate"])

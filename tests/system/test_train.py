@@ -1,5 +1,6 @@
 """The whole way as real processes: it learns, ends when told to, survives its actors, and repeats itself to the bit."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -101,6 +102,24 @@ def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: i
         assert played.returncode == 0, played.stderr
         assert f"playing what the run has learned, {tmp_path}/run/policy" in played.stderr
         assert "8 of 200 tasks are played (evaluation.num_tasks=8)" in played.stderr
+
+
+@pytest.mark.system
+def test_ctrl_c_again_and_again_ends_learner_and_actor_quietly_and_keeps_the_policy(tmp_path: Path) -> None:
+    """Both started by hand: as their supervisor's children they do not get it."""
+    with Run(tmp_path, "experiment=toy", ENDLESS) as run:
+        learner = run.start(sys.executable, "impala_llm/learner.py")
+        actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
+        run.wait_for_updates(2)
+        for process in (actor, learner):
+            while process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.05)
+            assert process.returncode == 128 + signal.SIGINT
+        assert "Traceback" not in run.log.read_text() and "the policy is saved in" in run.log.read_text()
+        assert (tmp_path / "policy" / "model.safetensors").is_file()
+        run.assert_gone()
 
 
 @pytest.mark.system
@@ -213,6 +232,7 @@ def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(experiment: str,
             printed = run.log.read_text()
             assert "connected to the learner" in printed and "the learner has ended the run" in printed
             assert "the policy is saved in" in printed
+            assert f"impala-llm evaluate --config {run.directory}/config.yaml" in printed
             run.assert_gone()
             rows = run.rows()
             assert set(column(rows, "staleness/oldest")) == {0.0}

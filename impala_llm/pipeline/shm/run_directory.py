@@ -368,8 +368,8 @@ def _lock(root: Path, run_name: str, make: bool) -> int | None:
 
 def _in_use(root: Path, run_name: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"run {run_name!r} is in use: {root} belongs to the living process {_owner_pid(root)}. "
-        "Stop that process or choose another run name"
+        f"run.name={run_name} is in use: {root} belongs to the living process {_owner_pid(root)}; stop that process, "
+        "or choose another run name"
     )
 
 
