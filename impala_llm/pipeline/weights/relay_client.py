@@ -10,9 +10,7 @@ versions published meanwhile are skipped; a version that was overwritten neverth
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -39,11 +37,10 @@ from impala_llm.pipeline.weights.relay_messages import (
     decode_reply,
     encode,
 )
+from impala_llm.pipeline.weights.relay_thread import RelayThread
 from impala_llm.pipeline.weights.slots import WeightsError
 
-_log = logging.getLogger(__name__)
 _POLL_S = 0.1
-_JOIN_S = 10.0
 
 
 @dataclass
@@ -67,8 +64,10 @@ class RelayStats:
     damaged: int = 0
 
 
-class WeightRelay:
-    """Fetches versions to the board in `directory`, in a thread of its own from `start` to `close`, or by `turn`.
+class WeightRelay(RelayThread):
+    """Fetches versions to the board in `directory`, in its thread or by `turn`.
+
+    Chunks that were received before `close` are kept for the next relay.
 
     Args:
         directory: of this host's board.
@@ -79,6 +78,7 @@ class WeightRelay:
         window: requests without an answer at a time.
         answer_s: seconds to wait for an answer before the connection is made anew.
         poll_s: seconds between two requests for the newest version.
+        monotonic: source of time, in seconds.
 
     Raises:
         ValueError: chunk_bytes or window is out of range.
@@ -93,11 +93,13 @@ class WeightRelay:
         window: int = 4,
         answer_s: float = 10.0,
         poll_s: float = 0.5,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES or window < 1:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes} and window {window}: 1 to {MAX_CHUNK_BYTES}, and 1 at least, is right"
             )
+        super().__init__("weight relay")
         self.stats = RelayStats()
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,26 +109,13 @@ class WeightRelay:
         self._window = window
         self._answer_s = answer_s
         self._poll_s = poll_s
+        self._monotonic = monotonic
         self._socket: zmq.Socket[bytes] | None = None
         self._next_request = 0
         self._reader = WeightReader(directory)
         self._publisher: WeightPublisher | None = None
         self._files: dict[str, bytes] = {}
         self._warnings = RateLimitedWarnings()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-relay", daemon=True)
-
-    def start(self) -> None:
-        """Begin to fetch in the background thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread and close the connection. Chunks that were received are kept for the next relay."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
-        else:
-            self._disconnect()
 
     def turn(self, timeout_s: float = math.inf) -> int | None:
         """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.
@@ -141,7 +130,7 @@ class WeightRelay:
         Raises:
             WeightsError: the local board cannot be written.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._monotonic() + timeout_s
         latest = self._ask(LatestRequest(self._number()), deadline)
         if not isinstance(latest, Latest):
             return None
@@ -177,18 +166,12 @@ class WeightRelay:
         self.stats.versions += 1
         return contents.version
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         try:
-            while not self._stop.is_set():
-                try:
-                    self.turn()
-                except (WeightsError, OSError) as error:
-                    self._warnings.log("the relay cannot write weights", str(error))
-                self._stop.wait(self._poll_s)
-        except zmq.ContextTerminated:
-            _log.info("the weight relay ends with its context")
-        finally:
-            self._disconnect()
+            self.turn()
+        except (WeightsError, OSError) as error:
+            self._warnings.log("the relay cannot write weights", str(error))
+        self._stop.wait(self._poll_s)
 
     def _fetch(self, download: Download, deadline: float) -> bool:
         """Receive all missing chunks. Returns False where the version is gone, or the time is over."""
@@ -206,7 +189,7 @@ class WeightRelay:
                 asked[number] = chunk
             received = self._receive(deadline)
             if received is None:
-                if self._stop.is_set() or time.monotonic() >= deadline:
+                if self._stop.is_set() or self._monotonic() >= deadline:
                     return False
                 self._reconnect()
                 waiting.extend(reversed(asked.values()))
@@ -230,7 +213,7 @@ class WeightRelay:
     def _ask(self, request: Request, deadline: float) -> Reply | None:
         """Send a request and wait for its answer. Returns None where there is none in time."""
         if self._send(request):
-            until = min(deadline, time.monotonic() + self._answer_s)
+            until = min(deadline, self._monotonic() + self._answer_s)
             while (received := self._receive(until)) is not None:
                 if received[0].request == request.request:
                     return received[0]
@@ -249,8 +232,8 @@ class WeightRelay:
 
     def _receive(self, deadline: float) -> tuple[Reply, bytes] | None:
         """Receive an answer and its data. Returns None after `answer_s`, at the deadline, and after `close`."""
-        until = min(deadline, time.monotonic() + self._answer_s)
-        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+        until = min(deadline, self._monotonic() + self._answer_s)
+        while not self._stop.is_set() and (left := until - self._monotonic()) > 0:
             if self._socket is None or not self._socket.poll(int(1000 * min(left, _POLL_S)) + 1):
                 continue
             frames = self._socket.recv_multipart()
@@ -275,9 +258,9 @@ class WeightRelay:
             "connecting anew; if that goes on: are address and port of pipeline.connect those of pipeline.bind on the "
             "learner's host, and is the key in pipeline.keys among those that are authorised there?",
         )
-        self._disconnect()
+        self._release()
 
-    def _disconnect(self) -> None:
+    def _release(self) -> None:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -11,9 +11,8 @@ its own.
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +36,10 @@ from impala_llm.pipeline.weights.relay_messages import (
     decode_request,
     encode,
 )
+from impala_llm.pipeline.weights.relay_thread import RelayThread
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError
 
-_log = logging.getLogger(__name__)
 _POLL_MS = 100
-_JOIN_S = 10.0
 
 
 @dataclass
@@ -74,51 +72,43 @@ class _Held:
     relays: dict[bytes, float]
 
 
-class WeightServer:
-    """Answers relays in a thread of its own, from `start` to `close`.
+class WeightServer(RelayThread):
+    """Answers relays, in its thread.
 
     Args:
         directory: of the board.
         socket: a ROUTER, bound, with `relay_messages.MAX_FRAME_BYTES` as message limit and a short queue (each waiting
             message may be a chunk). The server owns it from now on.
         idle_s: seconds without a request after which a relay counts as gone.
+        monotonic: source of time, in seconds.
     """
 
-    def __init__(self, directory: Path, socket: zmq.Socket[bytes], idle_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        socket: zmq.Socket[bytes],
+        idle_s: float = 60.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("weight server")
         self.stats = ServerStats()
         self._reader = WeightReader(directory)
         self._socket = socket
         self._idle_s = idle_s
+        self._monotonic = monotonic
         self._held: dict[int, _Held] = {}
         self._warnings = RateLimitedWarnings()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
 
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
+    def _work(self) -> None:
+        if self._socket.poll(_POLL_MS):
+            self._answer(self._socket.recv_multipart())
+        self._leave_the_silent()
 
-    def close(self) -> None:
-        """End the thread, end all leases and close the socket."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
-        else:
-            self._socket.close(linger=0)
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                if self._socket.poll(_POLL_MS):
-                    self._answer(self._socket.recv_multipart())
-                self._leave_the_silent()
-        except zmq.ContextTerminated:
-            _log.info("the weight server ends with its context")
-        finally:
-            for held in self._held.values():
-                held.stack.close()
-            self._held.clear()
-            self._socket.close(linger=0)
+    def _release(self) -> None:
+        for held in self._held.values():
+            held.stack.close()
+        self._held.clear()
+        self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> None:
         try:
@@ -162,7 +152,7 @@ class WeightServer:
                 if has_room:
                     held.stack = stack.pop_all()
                     self._held[version] = held
-            held.relays[relay] = time.monotonic()
+            held.relays[relay] = self._monotonic()
             if isinstance(request, ChunkRequest):
                 data = _read(held.lease, request)
                 return Chunk(request.request, copy_kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
@@ -176,7 +166,7 @@ class WeightServer:
                 self._held.pop(version).stack.close()
 
     def _leave_the_silent(self) -> None:
-        now = time.monotonic()
+        now = self._monotonic()
         for held in list(self._held.values()):
             for relay, last_asked in list(held.relays.items()):
                 if now - last_asked >= self._idle_s:

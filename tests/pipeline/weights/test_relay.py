@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.weights import relay_client as relay_module
-from impala_llm.pipeline.weights import relay_server
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader, WeightsError
 from impala_llm.pipeline.weights.relay_client import WeightRelay
 from impala_llm.pipeline.weights.relay_download import Download
@@ -51,6 +50,8 @@ class Host:
 
     def __init__(self, folder: Path, num_slots: int = 3) -> None:
         self.context = zmq.Context()
+        self.skipped = 0.0
+        """Seconds that only the test has passed."""
         self.folder = folder
         self.publisher = WeightPublisher(folder / "learner", num_slots, FILES)
         self.here = WeightReader(folder / "relay")
@@ -62,9 +63,13 @@ class Host:
         self.endpoint = f"inproc://{next(_names)}"
         socket = self.context.socket(zmq.ROUTER)
         socket.bind(self.endpoint)
-        server = WeightServer(self.folder / "learner", socket)
+        server = WeightServer(self.folder / "learner", socket, monotonic=self.monotonic)
         server.start()
         return server
+
+    def monotonic(self) -> float:
+        """Time for both ends."""
+        return time.monotonic() + self.skipped
 
     def connect(self) -> "zmq.Socket[bytes]":
         socket = self.context.socket(zmq.DEALER)
@@ -86,6 +91,7 @@ class Host:
             chunk_bytes=CHUNK,
             answer_s=answer_s,
             poll_s=0.01,
+            monotonic=self.monotonic,
         )
         self.relays.append(relay)
         return relay
@@ -327,25 +333,13 @@ def test_a_version_is_held_for_the_relay_that_fetches_it(host: Host) -> None:
     host.assert_has(0)
 
 
-class Time:
-    """Time that only a test passes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 0.0
-        for module in (relay_module, relay_server):
-            monkeypatch.setattr(module, "time", self)
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-
-def learning(host: Host, count: int, time: Time, seconds: float) -> Callable[[list[bytes]], list[list[bytes]]]:
+def learning(host: Host, count: int, seconds: float) -> Callable[[list[bytes]], list[list[bytes]]]:
     """A cable on which a chunk takes so long, while the learner publishes a version; `count` of them in all."""
     versions = iter(range(host.newest() + 1, host.newest() + 1 + count))
 
     def through(frames: list[bytes]) -> list[list[bytes]]:
         if len(frames) == 2:
-            time.seconds += seconds
+            host.skipped += seconds
             for version in itertools.islice(versions, 1):
                 host.publisher.publish(make_tensors(version), version, timeout_s=5)
         return [frames]
@@ -353,15 +347,12 @@ def learning(host: Host, count: int, time: Time, seconds: float) -> Callable[[li
     return through
 
 
-def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    time = Time(monkeypatch)
+def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(host: Host) -> None:
     host.publisher.publish(make_tensors(0), 0)
-    cable = learning(host, 50, time, 9.0)
+    cable = learning(host, 50, 9.0)
     relay = host.relay(lambda: Cable(host.connect(), cable))
     assert relay.turn() == 0
-    assert time.seconds > 120
+    assert host.skipped > 120
     newest = host.newest()
     assert newest > 10
     assert relay.turn() == newest  # those between are skipped; and this one is kept at once
@@ -370,39 +361,34 @@ def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(
     assert relay.stats.dropped == 0
 
 
-def test_a_download_that_takes_an_hour_comes_to_an_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
+def test_a_download_that_takes_an_hour_comes_to_an_end(host: Host) -> None:
     host.publisher.publish(make_tensors(0), 0)
-    cable = learning(host, 0, time, 150.0)
+    cable = learning(host, 0, 150.0)
     assert host.relay(lambda: Cable(host.connect(), cable)).turn() == 0
-    assert time.seconds > 3600
+    assert host.skipped > 3600
 
 
-def test_a_relay_for_which_no_version_can_be_kept_gets_one_that_is_kept_for_another(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    time = Time(monkeypatch)
+def test_a_relay_for_which_no_version_can_be_kept_gets_one_that_is_kept_for_another(host: Host) -> None:
     host.publisher.publish(make_tensors(0), 0)
     with pytest.raises(KeyboardInterrupt):  # version 0 is kept for this one
         host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
     for version in (1, 2, 3):
         host.publisher.publish(make_tensors(version), version, timeout_s=5)
-    cable = learning(host, 1000, time, 1.0)
+    cable = learning(host, 1000, 1.0)
     second = host.relay(lambda: Cable(host.connect(), cable), folder="second")
     assert second.turn() == 0
     assert second.turn() is None  # nothing newer is kept, and it is slower than the learner
     assert second.stats.dropped == 1
-    time.seconds += 3600.0  # the first is given up
+    host.skipped += 3600.0  # the first is given up
     newest = host.newest()
     assert second.turn() == newest < host.newest()
 
 
-def test_a_version_is_not_kept_for_a_relay_that_is_gone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
+def test_a_version_is_not_kept_for_a_relay_that_is_gone(host: Host) -> None:
     host.publisher.publish(make_tensors(0), 0)
     with pytest.raises(KeyboardInterrupt):
         host.relay(lambda: Cable(host.connect(), die_after(3))).turn()
-    time.seconds += 3600.0
+    host.skipped += 3600.0
     assert host.relay().turn() == 0  # an answer, so the server has seen the time
     host.server.close()
     for version in (1, 2, 3):

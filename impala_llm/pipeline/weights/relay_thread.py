@@ -1,0 +1,53 @@
+"""Thread of an end of the relay: it works from `start` to `close`, and gives up what it holds by itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+
+import zmq
+
+_log = logging.getLogger(__name__)
+_JOIN_S = 10.0
+
+
+class RelayThread(ABC):
+    """Works in a thread of its own, from `start` to `close`.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and give up all that it holds."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        else:
+            self._release()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._work()
+        except zmq.ContextTerminated:
+            _log.info("the %s ends with its context", self._thread.name)
+        finally:
+            self._release()
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Work for a moment, so that the thread sees soon when it is to end."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close the socket and whatever else is held."""
