@@ -16,7 +16,6 @@ from torch import Tensor
 from impala_llm.algorithms.checks import (
     require_at_least,
     require_float,
-    require_positive,
     require_same_floats,
     require_segment_ids,
 )
@@ -26,16 +25,12 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class KLEstimates(NamedTuple):
-    """Divergences of π from μ estimated from samples of μ; scalars of the dtype of the log-ratios."""
+    """Divergence of π from μ estimated from samples of μ; scalars of the dtype of the log-ratios."""
 
     k1: Tensor
     """mean(-l): unbiased for KL(μ‖π), of high variance, may be negative."""
-    k2: Tensor
-    """mean(l²)/2: biased, low variance."""
     k3: Tensor
     """mean(e^l - l - 1): unbiased, never negative."""
-    chi2: Tensor
-    """mean(e^2l) - 1: estimate of χ²(π‖μ), which bounds the variance of importance weights."""
 
 
 def ratios(log_ratio: Tensor) -> Tensor:
@@ -52,36 +47,6 @@ def apply_dead_band(log_ratio: Tensor, width: float) -> Tensor:
     if width == 0.0:
         return log_ratio
     return torch.where(log_ratio.abs() < width, torch.zeros_like(log_ratio), log_ratio)
-
-
-def truncated_weights(
-    log_ratio: Tensor,
-    segment_ids: Tensor,
-    level: Literal["token", "sequence"] = "token",
-    cap: float = 1.0,
-) -> Tensor:
-    """Importance weights, truncated from above.
-
-    Args:
-        log_ratio: float[N].
-        segment_ids: int64[N], non-decreasing.
-        level: `token`: min(e^l, cap). `sequence`: min(e^(sum of l over the row), cap), the same for all of its tokens.
-        cap: C > 0; infinity does not truncate.
-
-    Returns:
-        float[N], without gradient.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, level or cap.
-    """
-    _require_ratio_arguments(log_ratio, segment_ids)
-    require_positive("cap", cap)
-    log_ratio = log_ratio.detach()
-    if level == "sequence":
-        log_ratio = segment_sum(log_ratio, segment_ids)[segment_ids]
-    elif level != "token":
-        raise ValueError(f"level is {level!r}: choose token or sequence")
-    return ratios(log_ratio).clamp(max=cap)
 
 
 def rejection_mask(
@@ -213,25 +178,23 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 
 
 def kl_estimates(log_ratio: Tensor) -> KLEstimates:
-    """Estimates of KL(μ‖π) and χ²(π‖μ) from tokens that μ sampled (Schulman, "Approximating KL divergence", 2020).
+    """Estimates of KL(μ‖π) from tokens that μ sampled (Schulman, "Approximating KL divergence", 2020).
 
     Args:
         log_ratio: float[N] in nats; clamped to ±20.
 
     Returns:
-        Four scalars, differentiable; all 0 when N is 0.
+        Two scalars, differentiable; all 0 when N is 0.
     """
     require_float("log_ratio", log_ratio, ndim=1)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if log_ratio.numel() == 0:
         zero = log_ratio.sum()
-        return KLEstimates(zero, zero, zero, zero)
+        return KLEstimates(zero, zero)
     return KLEstimates(
         k1=-log_ratio.mean(),
-        k2=log_ratio.square().mean() / 2,
         # expm1 keeps the digits that e^l - 1 loses near 0, where nearly all tokens are
         k3=(log_ratio.expm1() - log_ratio).mean(),
-        chi2=(2 * log_ratio).expm1().mean(),
     )
 
 

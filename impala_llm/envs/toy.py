@@ -19,7 +19,7 @@ MAX_WORDS = len(string.ascii_lowercase)
 class ParrotSuite:
     """One turn: the observation is `say b`, the right answer `b`.
 
-    optimal_score: 1.0. chance_score, of a policy that draws one of the words evenly: 1 / num_words.
+    The best score is 1.0. chance_score, of a policy that draws one of the words evenly: 1 / num_words.
     Tasks are interchangeable, so every split asks for every word; the last two fifths are validation and test.
     Raises ValueError for num_words outside [2, 26] or num_tasks below 5.
     """
@@ -29,10 +29,6 @@ class ParrotSuite:
         self.system_prompt = ""
         self.words = _checked_words(num_words)
         self._splits = _fifths(num_tasks)
-
-    @property
-    def optimal_score(self) -> float:
-        return 1.0
 
     @property
     def chance_score(self) -> float:
@@ -80,7 +76,7 @@ class CorridorSuite:
     observation showed). The first is always `+`. The corridor goes on whether an answer was right or not and says
     nothing about it; the reward, the share of right answers, comes at the end.
 
-    optimal_score: 1.0, which needs memory. chance_score, of a policy that draws one of the words evenly: 1 /
+    The best score is 1.0 and needs memory. chance_score, of a policy that draws one of the words evenly: 1 /
     num_words. The best policy without memory of earlier turns scores `memoryless_score`, as half of the doors but the
     first are `-`. Tasks are drawn from random.Random(task_id). Raises ValueError for num_words outside [2, 26],
     num_turns below 2, num_tasks below 5.
@@ -94,10 +90,6 @@ class CorridorSuite:
         self.words = _checked_words(num_words)
         self.num_turns = num_turns
         self._splits = _fifths(num_tasks)
-
-    @property
-    def optimal_score(self) -> float:
-        return 1.0
 
     @property
     def chance_score(self) -> float:

@@ -96,8 +96,6 @@ class BatchSource:
             replay.samples_per_insert,
             min_size=batch_size,
             error=batch_size * max(1.0, replay.samples_per_insert),
-            sample_batch=batch_size,
-            insert_batch=group_size,
         )
         self.received: list[Trajectory] = []
         """Arrived since the caller last cleared it."""

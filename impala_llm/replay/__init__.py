@@ -4,7 +4,7 @@ from impala_llm.replay.buffer import ReplayBuffer
 from impala_llm.replay.groups import Group, GroupAssembler
 from impala_llm.replay.items import EvictedItem, Sample, SampledItem
 from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
-from impala_llm.replay.rate import SamplesPerInsert, smallest_error
+from impala_llm.replay.rate import SamplesPerInsert
 from impala_llm.replay.replay_fraction import ReplayFraction
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "SampledItem",
     "Sampler",
     "SamplesPerInsert",
-    "smallest_error",
 ]

@@ -318,11 +318,6 @@ class TicketLedger:
             playing = [e for e in self._table.entries.values() if e.state in (State.READY, State.OPEN)]
             return bool(playing) and all(entry.ticket.min_version > version for entry in playing)
 
-    def num_expected(self) -> int:
-        """Number of tickets that may still bring a trajectory: ready or open ones."""
-        with self._lock:
-            return self._table.num_playing
-
     def counters(self) -> dict[str, float]:
         """Counters by name.
 

@@ -213,7 +213,8 @@ def run(settings: Settings, rank: int, generation: int) -> None:
         source.collect(version, 0.05)
         source.received.clear()
         source.evicted.clear()
-        if ledger.num_expected():
+        counters = ledger.counters()
+        if counters["ready"] or counters["open"]:
             settled_at = None
         elif settled_at is None:
             settled_at = time.monotonic()
