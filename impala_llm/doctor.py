@@ -351,20 +351,24 @@ def open_files(config: Config) -> Finding:
 
 def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
     """Memory for weights, gradients and optimizer: what is certain, before any activation."""
-    parameters = float32_bytes(config.model.path) // 4
-    each, num_ranks, num_actors = STATE_BYTES * parameters / 1e9, config.learner.num_ranks, config.actor.num_actors
+    parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.actor.num_actors
+    is_shared = learner.sharding == "fsdp2"
+    each = STATE_BYTES * parameters / 1e9 / (learner.num_ranks if is_shared else 1)
     state = f"{each:.1f} GB for weights, gradients and optimizer of a rank; activations come on top"
-    gpus = [] if config.model.device == "cpu" else torch.get("gpus", [])
-    where = f"model.path={config.model.path} with learner.num_ranks={num_ranks}"
-    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[:num_ranks]), default=0.0), "a GPU's"
+    gpus = [] if config.model.device == "cpu" or learner.cpu_offload else torch.get("gpus", [])
+    where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
+    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[: learner.num_ranks]), default=0.0), "a GPU's"
     if not gpus:
         actors = num_actors * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9
         state += f"; {actors:.1f} GB for the weights of the actors' engines"
         where += f" and actor.num_actors={num_actors}"
-        needed, there, whose = num_ranks * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
+        needed, there, whose = learner.num_ranks * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
     problems = []
     if needed > there:
-        problems = [f"{where} takes {needed:.1f} GB of {whose} {there:.1f} GB: take a smaller model or more memory"]
+        fix = "" if is_shared else "set learner.sharding=fsdp2, with more ranks, or "
+        problems = [
+            f"{where} takes {needed:.1f} GB of {whose} {there:.1f} GB: {fix}take a smaller model or more memory"
+        ]
     return Finding("model memory", state, problems)
 
 

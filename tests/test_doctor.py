@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from impala_llm import cli
 from impala_llm.pipeline.network.keys import make_keys
@@ -90,6 +92,23 @@ def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatc
     assert code == 1
     [problem] = found["process group"]["problems"]
     assert "GLOO_SOCKET_IFNAME" in problem and "nosuch0" in problem
+
+
+def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
+    # Two ranks with four float32 numbers a parameter each, and an engine with one, in memory for eight: too little
+    # where each rank holds all of it, enough where they share it.
+    memory = psutil.virtual_memory()._replace(total=8 * 4 * parameters)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = ["model=tiny_shopper", "env=webshop", "learner.num_ranks=2", "actor.num_actors=1"]
+    _, found = examine(*settings)
+    [problem] = found["model memory"]["problems"]
+    assert "learner.num_ranks=2 and actor.num_actors=1" in problem and "learner.sharding=fsdp2" in problem
+    _, found = examine(*settings, "learner.sharding=fsdp2")
+    assert found["model memory"]["problems"] == []
 
 
 def test_settings_that_are_refused_leave_what_is_known_of_the_host(examine: Examine) -> None:
