@@ -24,6 +24,14 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this many nats before the exponential: e^20 and its square are finite in float32."""
 
 
+class Caps(NamedTuple):
+    """Bounds of the ratios in V-trace's recursion, with its λ; see vtrace.py."""
+
+    rho_bar: float
+    c_bar: float
+    lam: float
+
+
 class KLEstimates(NamedTuple):
     """Divergence of π from μ estimated from samples of μ; scalars of the dtype of the log-ratios."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.importance import Caps
 from impala_llm.compiled import compiled
 
 
@@ -20,9 +21,7 @@ def padded_targets(
     rewards: Tensor,
     values: Tensor,
     bootstrap_value: Tensor,
-    rho_bar: float,
-    c_bar: float,
-    lam: float,
+    caps: Caps,
 ) -> tuple[Tensor, Tensor]:
     """v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B].
 
@@ -32,7 +31,7 @@ def padded_targets(
     targets = vs.numpy()
     _padded(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value),
-        _constants(targets, rho_bar, c_bar, lam), targets, advantages.numpy(),
+        _constants(targets, caps), targets, advantages.numpy(),
     )  # fmt: skip
     return vs, advantages
 
@@ -44,9 +43,7 @@ def packed_targets(
     values: Tensor,
     bootstrap_value: Tensor,
     segment_ids: Tensor,
-    rho_bar: float,
-    c_bar: float,
-    lam: float,
+    caps: Caps,
 ) -> tuple[Tensor, Tensor]:
     """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end.
 
@@ -57,7 +54,7 @@ def packed_targets(
     targets = vs.numpy()
     _packed(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value), _array(segment_ids),
-        _constants(targets, rho_bar, c_bar, lam), targets, advantages.numpy(),
+        _constants(targets, caps), targets, advantages.numpy(),
     )  # fmt: skip
     return vs, advantages
 
@@ -78,9 +75,9 @@ def _array(x: Tensor) -> np.ndarray[Any, Any]:
     return x.detach().contiguous().numpy()
 
 
-def _constants(like: np.ndarray[Any, Any], rho_bar: float, c_bar: float, lam: float) -> np.ndarray[Any, Any]:
-    """rho_bar, c_bar, lam and 0 in the dtype of the data: a Python float would draw all arithmetic to float64."""
-    return np.array([rho_bar, c_bar, lam, 0.0], like.dtype)
+def _constants(like: np.ndarray[Any, Any], caps: Caps) -> np.ndarray[Any, Any]:
+    """The caps, λ and 0 in the dtype of the data: a Python float would draw all arithmetic to float64."""
+    return np.array([*caps, 0.0], like.dtype)
 
 
 # contract: a product and a sum may be one instruction, which shortens the chain from step to step

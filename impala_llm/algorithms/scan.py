@@ -7,6 +7,8 @@ behind the end of an episode do not reach the steps before it; 0 · NaN would.
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.importance import Caps
+
 _CHUNK = 32
 """Length of the pieces of the scan: long enough that few levels remain, short enough that each operation is wide."""
 
@@ -17,9 +19,7 @@ def padded_targets(
     rewards: Tensor,
     values: Tensor,
     bootstrap_value: Tensor,
-    rho_bar: float,
-    c_bar: float,
-    lam: float,
+    caps: Caps,
 ) -> tuple[Tensor, Tensor]:
     """v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B], T >= 1.
 
@@ -30,8 +30,8 @@ def padded_targets(
     def next_of(x: Tensor) -> Tensor:
         return torch.cat([x[1:], bootstrap_value[None]]).masked_fill_(is_end, 0.0)
 
-    deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=rho_bar))
-    vs = scan_backwards(deltas, ratio.clamp(max=c_bar).mul_(lam).mul_(discounts)).add_(values)
+    deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=caps.rho_bar))
+    vs = scan_backwards(deltas, ratio.clamp(max=caps.c_bar).mul_(caps.lam).mul_(discounts)).add_(values)
     return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
 
 
@@ -42,9 +42,7 @@ def packed_targets(
     values: Tensor,
     bootstrap_value: Tensor,
     segment_ids: Tensor,
-    rho_bar: float,
-    c_bar: float,
-    lam: float,
+    caps: Caps,
 ) -> tuple[Tensor, Tensor]:
     """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end, N >= 1.
 
@@ -59,8 +57,8 @@ def packed_targets(
     def next_of(x: Tensor) -> Tensor:
         return x.roll(-1).index_copy_(0, ends, bootstrap_at_ends).masked_fill_(is_end, 0.0)
 
-    deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=rho_bar))
-    decays = ratio.clamp(max=c_bar).mul_(lam).mul_(discounts).masked_fill_(is_last, 0.0)
+    deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=caps.rho_bar))
+    decays = ratio.clamp(max=caps.c_bar).mul_(caps.lam).mul_(discounts).masked_fill_(is_last, 0.0)
     vs = scan_backwards(deltas, decays).add_(values)
     return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
 

@@ -35,7 +35,7 @@ from impala_llm.algorithms.checks import (
     require_same_floats,
     require_segment_ids,
 )
-from impala_llm.algorithms.importance import apply_dead_band, ratios, segment_mean, segment_sum
+from impala_llm.algorithms.importance import Caps, apply_dead_band, ratios, segment_mean, segment_sum
 from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit
 from impala_llm.settings import bounded, one_of
 
@@ -102,7 +102,7 @@ def vtrace(
 
     ratio = ratios(apply_dead_band(log_rhos, dead_band))
     loops = kernels if values.device.type == "cpu" else scan
-    vs, advantages = loops.padded_targets(ratio, discounts, rewards, values, bootstrap_value, rho_bar, c_bar, lam)
+    vs, advantages = loops.padded_targets(ratio, discounts, rewards, values, bootstrap_value, Caps(rho_bar, c_bar, lam))
     return VTraceOutput(vs, advantages.mul_(ratio.clamp_(max=pg_rho_bar)))
 
 
@@ -137,7 +137,7 @@ def vtrace_packed(
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
     ratio = ratios(apply_dead_band(log_rhos, dead_band))
     vs, advantages = _packed_targets(
-        ratio, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", rho_bar, c_bar, lam
+        ratio, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", Caps(rho_bar, c_bar, lam)
     )
     return VTraceOutput(vs, advantages.mul_(ratio.clamp_(max=pg_rho_bar)))
 
@@ -197,7 +197,7 @@ def turn_vtrace(
     discounts = torch.full_like(turn_values, discount)
     vs, advantages = _packed_targets(
         ratios(log_ratios), discounts, turn_rewards, turn_values, bootstrap_value, turn_segment_ids, "turn_segment_ids",
-        rho_bar, c_bar, lam,
+        Caps(rho_bar, c_bar, lam),
     )  # fmt: skip
     return TurnVTraceOutput(vs, advantages, log_ratios)
 
@@ -256,7 +256,7 @@ def token_vtrace(
     log_ratios = apply_dead_band(token_log_ratios, dead_band)
     vs, advantages = _packed_targets(
         ratios(log_ratios), discounts, rewards, token_values, bootstrap_value, turn_segment_ids[turn_ids],
-        "turn_segment_ids", rho_bar, c_bar, lam,
+        "turn_segment_ids", Caps(rho_bar, c_bar, lam),
     )  # fmt: skip
     return TurnVTraceOutput(vs, advantages, log_ratios)
 
@@ -269,9 +269,7 @@ def _packed_targets(
     bootstrap_value: Tensor,
     segment_ids: Tensor,
     segment_ids_name: str,
-    rho_bar: float,
-    c_bar: float,
-    lam: float,
+    caps: Caps,
 ) -> tuple[Tensor, Tensor]:
     """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end."""
     require_float("bootstrap_value", bootstrap_value, ndim=1)
@@ -280,7 +278,7 @@ def _packed_targets(
     if values.numel() == 0:
         return values.clone(), values.clone()
     loops = kernels if values.device.type == "cpu" else scan
-    return loops.packed_targets(ratio, discounts, rewards, values, bootstrap_value, segment_ids, rho_bar, c_bar, lam)
+    return loops.packed_targets(ratio, discounts, rewards, values, bootstrap_value, segment_ids, caps)
 
 
 def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -> None:

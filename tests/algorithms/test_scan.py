@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from impala_llm.algorithms import kernels, scan
+from impala_llm.algorithms.importance import Caps
 
+ALL_ONE = Caps(1.0, 1.0, 1.0)
 BOTH = pytest.mark.parametrize("loops", [kernels, scan], ids=["kernels", "scan"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 NAN = math.nan
@@ -45,7 +47,7 @@ def test_packed_equals_the_double_sum(
     columns = tensors((sum(lengths),), dtype, len(lengths))
     bootstrap = torch.linspace(-1, 2, len(lengths), dtype=dtype)
     segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    vs, advantages = loops.packed_targets(*columns, bootstrap, segment_ids, *caps)
+    vs, advantages = loops.packed_targets(*columns, bootstrap, segment_ids, Caps(*caps))
     tolerance = 1e-10 if dtype == torch.float64 else 2e-3
     for row in segment_ids.unique().tolist():
         here = segment_ids == row
@@ -61,7 +63,7 @@ def test_packed_equals_the_double_sum(
 def test_padded_equals_the_double_sum(loops: ModuleType, dtype: torch.dtype, steps: int, rows: int) -> None:
     columns = tensors((steps, rows), dtype, steps)
     bootstrap = torch.linspace(-1, 2, rows, dtype=dtype)
-    vs, advantages = loops.padded_targets(*columns, bootstrap, 1.5, 1.0, 0.95)
+    vs, advantages = loops.padded_targets(*columns, bootstrap, Caps(1.5, 1.0, 0.95))
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     for b in range(rows):
         expected = double_sum([x[:, b] for x in columns], float(bootstrap[b]), 1.5, 1.0, 0.95)
@@ -87,8 +89,8 @@ def test_both_agree_on_what_does_not_lie_in_order_in_memory() -> None:
     bootstrap = torch.ones(80, dtype=torch.float64)[::2]
     assert not columns[0].is_contiguous() and not bootstrap.is_contiguous()
     for a, b in zip(
-        kernels.padded_targets(*columns, bootstrap, 1.0, 1.0, 1.0),
-        scan.padded_targets(*columns, bootstrap, 1.0, 1.0, 1.0),
+        kernels.padded_targets(*columns, bootstrap, ALL_ONE),
+        scan.padded_targets(*columns, bootstrap, ALL_ONE),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
@@ -105,9 +107,9 @@ def test_nothing_behind_a_discount_of_0_is_seen(loops: ModuleType, dtype: torch.
     bootstrap = torch.tensor([NAN, 0.5], dtype=dtype)
     for x in columns:
         x[end + 1 :, 0] = NAN
-    vs, advantages = loops.padded_targets(*columns, bootstrap, 1.0, 1.0, 1.0)
+    vs, advantages = loops.padded_targets(*columns, bootstrap, ALL_ONE)
     short = [x[: end + 1, :1] for x in columns]
-    expected = loops.padded_targets(*short, torch.zeros(1, dtype=dtype), 1.0, 1.0, 1.0)
+    expected = loops.padded_targets(*short, torch.zeros(1, dtype=dtype), ALL_ONE)
     torch.testing.assert_close(vs[: end + 1, :1], expected[0])
     torch.testing.assert_close(advantages[: end + 1, :1], expected[1])
     assert torch.isfinite(vs[:, 1]).all() and torch.isfinite(advantages[:, 1]).all()
@@ -123,7 +125,7 @@ def test_nan_reaches_the_steps_before_it_and_no_other_row(loops: ModuleType, col
     columns[1][:] = 0.9
     segment_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     columns[column][60] = NAN
-    vs, advantages = loops.packed_targets(*columns, torch.ones(3, dtype=torch.float64), segment_ids, 1.0, 1.0, 1.0)
+    vs, advantages = loops.packed_targets(*columns, torch.ones(3, dtype=torch.float64), segment_ids, ALL_ONE)
     spoilt = torch.zeros(130, dtype=torch.bool)
     spoilt[40:61] = True
     assert torch.equal(vs.isnan(), spoilt)
@@ -135,5 +137,5 @@ def test_products_that_overflow_stay_in_their_row(loops: ModuleType) -> None:
     segment_ids = torch.repeat_interleave(torch.arange(2), torch.tensor([3, 200]))
     ratio, ones, zeros = torch.full((203,), math.exp(20.0)), torch.ones(203), torch.zeros(203)
     ratio[:3] = 1.0
-    vs, _ = loops.packed_targets(ratio, ones, zeros, zeros, torch.zeros(2), segment_ids, math.inf, math.inf, 1.0)
+    vs, _ = loops.packed_targets(ratio, ones, zeros, zeros, torch.zeros(2), segment_ids, Caps(math.inf, math.inf, 1.0))
     assert torch.equal(vs, zeros)
