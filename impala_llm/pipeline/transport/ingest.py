@@ -11,7 +11,9 @@ changed and the error ends the peer's session; afterwards it is an IngestBroken.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,9 +51,8 @@ from impala_llm.pipeline.shm.record_layout import (
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger, Verdict
-from impala_llm.pipeline.transport.inbox import Inbox
 from impala_llm.pipeline.transport.offers import Chunk, Offers
-from impala_llm.trajectory import TrajectoryError
+from impala_llm.trajectory import Trajectory, TrajectoryError
 
 _CLAIMED = np.array(
     [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
@@ -62,6 +63,50 @@ _CLAIMED = np.array(
 def too_long(num_tokens: int, max_tokens: int) -> str:
     """Reason for the refusal of a record with more tokens than `engine.max_length`."""
     return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
+
+
+class ReceiverError(RuntimeError):
+    """The receiver has died. Its `__cause__` is the reason."""
+
+
+class Inbox:
+    """Trajectories on their way from the thread that receives to the one that trains.
+
+    Each is taken out once, in the order of arrival. Once the receiver has died, nothing is taken out any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trajectories: list[Trajectory] = []
+        self._error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._trajectories)
+
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Append trajectories."""
+        with self._lock:
+            self._trajectories.extend(trajectories)
+
+    def fail(self, error: BaseException) -> None:
+        """Make `drain` raise from now on."""
+        self._error = error
+
+    def is_ready(self) -> bool:
+        """Return whether `drain` would return something, or raise."""
+        return bool(self._trajectories) or self._error is not None
+
+    def drain(self) -> list[Trajectory]:
+        """Take everything out, oldest first.
+
+        Raises:
+            ReceiverError: the receiver has died.
+        """
+        if self._error is not None:
+            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
+        with self._lock:
+            trajectories, self._trajectories = self._trajectories, []
+        return trajectories
 
 
 class IngestBroken(RuntimeError):

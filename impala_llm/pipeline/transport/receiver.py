@@ -26,8 +26,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address, Endpoints
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation, EvaluationTasks
-from impala_llm.pipeline.transport.inbox import Inbox
-from impala_llm.pipeline.transport.ingest import Ingest, too_long
+from impala_llm.pipeline.transport.ingest import Inbox, Ingest, too_long
 from impala_llm.pipeline.transport.leader_follower import LeaderFollower
 from impala_llm.pipeline.transport.message_loop import MessageLoop
 from impala_llm.pipeline.transport.messages import RUN_OVER

@@ -12,8 +12,7 @@ from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Place
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport.inbox import Inbox
-from impala_llm.pipeline.transport.ingest import Ingest, Settled
+from impala_llm.pipeline.transport.ingest import Inbox, Ingest, Settled
 from impala_llm.pipeline.transport.messages import Descriptor, DescriptorBatch
 from impala_llm.pipeline.transport.offers import Offers
 from impala_llm.trajectory import Trajectory
