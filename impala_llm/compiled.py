@@ -67,13 +67,15 @@ class _Cache(FunctionCache):
 
 @functools.cache
 def _stamp(path: Path) -> str:
-    """Hash of a source file and of those from which it imports names."""
+    """Hash of a source file and of those from which it imports names, theirs included within this package."""
     source = path.read_bytes()
     digest = hashlib.blake2b(source)
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.ImportFrom) and statement.module in sys.modules:
             file = getattr(sys.modules[statement.module], "__file__", None)
-            if file and file.endswith(".py"):
+            if file and statement.module.startswith(f"{__package__}."):
+                digest.update(_stamp(Path(file)).encode())
+            elif file and file.endswith(".py"):
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 

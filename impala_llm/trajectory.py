@@ -10,7 +10,7 @@ not check again; only the vocabulary, which is not part of it, is checked by the
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 
@@ -23,6 +23,9 @@ ARRAY_FIELDS: dict[str, np.dtype] = {
     "action_mask": np.dtype(np.bool_),
 }
 """Array fields and their dtypes, in the order in which they lie in memory: end to end, the bytes last."""
+
+TURN_BYTES = 2 * ARRAY_FIELDS["turns"].itemsize
+TOKEN_BYTES = sum(dtype.itemsize for name, dtype in ARRAY_FIELDS.items() if name != "turns")
 
 NO_VERSION = -1
 """Version of a token that no policy sampled: prompts and observations."""
@@ -68,22 +71,22 @@ class Trajectory:
     """float32[T]: reward received after the token at that place (the last token of a turn); 0 elsewhere."""
     turns: np.ndarray
     """int32[K, 2]: [start, end) of each action span, in order."""
-    bootstrap: bool
-    """True where the episode goes on, or was cut, past the last token, so that its value must be bootstrapped."""
-    continues: bool = False
-    """True where another unroll of the episode follows."""
-    episode_id: str
-    unroll_index: int = 0
+    ticket_id: int
     group_id: int
     task_id: int
+    unroll_index: int = 0
+    episode_id: str
     env: str
     actor_id: str
-    ticket_id: int
     signature: str = ""
     """Kind of task, such as a product's query; rarity counts trajectories of a kind."""
     score: float
     """Final score of the episode, in [0, 1]."""
+    bootstrap: bool
+    """True where the episode goes on, or was cut, past the last token, so that its value must be bootstrapped."""
     success: bool
+    continues: bool = False
+    """True where another unroll of the episode follows."""
     stats: dict[str, float] = field(default_factory=dict)
     block: np.ndarray = field(init=False, repr=False)
     """uint64[n]: the arrays in the order of ARRAY_FIELDS without gaps, then zeros up to a multiple of 8 bytes."""
@@ -223,20 +226,12 @@ class Trajectory:
         return block_bytes(len(self.tokens), len(self.turns))
 
 
-METADATA_FIELDS: dict[str, type] = {
-    "bootstrap": bool,
-    "continues": bool,
-    "episode_id": str,
-    "unroll_index": int,
-    "group_id": int,
-    "task_id": int,
-    "env": str,
-    "actor_id": str,
-    "ticket_id": int,
-    "signature": str,
-    "score": float,
-    "success": bool,
-    "stats": dict,
+def _kind(annotation: Any) -> type:
+    return get_origin(annotation) or annotation
+
+
+METADATA_FIELDS = {
+    part.name: _kind(part.type) for part in dataclasses.fields(Trajectory) if part.type is not np.ndarray
 }
 """Metadata fields and their Python types, in the order of the record."""
 
@@ -271,7 +266,7 @@ class DeferredTrajectory(Trajectory):
 
 def block_bytes(num_tokens: int, num_turns: int) -> int:
     """Bytes of the arrays of T tokens and K turns."""
-    return 17 * num_tokens + 8 * num_turns
+    return TOKEN_BYTES * num_tokens + TURN_BYTES * num_turns
 
 
 def block_words(num_tokens: int, num_turns: int) -> int:

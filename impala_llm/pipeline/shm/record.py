@@ -3,6 +3,7 @@
     88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
                   each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
                   unroll_index; score; flags (1: bootstrap, 2: success, 4: continues, and then bootstrap as well)
+                  A number or flag that is added to `Trajectory` gets its place by itself; then raise the format.
     float64 each  values of the stats
     texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
                   two; then zeros up to a multiple of 8 bytes
@@ -16,6 +17,7 @@ Invariant: `decode_record` returns a valid trajectory or raises RecordError, wha
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,17 +25,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from impala_llm.pipeline.shm.record_layout import (
+    ALL_FLAGS,
+    FLAG_NAMES,
     FLAGS,
-    GROUP_ID,
+    FLOATS,
     HEADER_WORDS,
+    INTEGERS,
     NUM_TOKENS,
     NUM_TURNS,
-    SCORE,
+    PLACES,
     STATS,
-    TASK_ID,
+    TEXT_NAMES,
     TEXTS,
     TICKET_ID,
-    UNROLL_INDEX,
 )
 from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, block_words
 
@@ -42,12 +46,13 @@ MAX_TEXT_BYTES = (1 << 16) - 1
 """Maximum size of each text, and of all names of stats together."""
 MAX_STATS = 256
 MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
-_HEADER = struct.Struct("<QqqHHHHIIqqqqdQ")
+_HEADER = struct.Struct(f"<QqqHHHHII{len(INTEGERS)}q{len(FLOATS)}dQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
-_SCORE = struct.Struct("<d")
+_DOUBLE = struct.Struct("<d")
 _BITS = struct.Struct("<q")
 _PADDING = [bytes(-length % 8) for length in range(8)]
-_BOOTSTRAP, _SUCCESS, CONTINUES = 1, 2, 4
+_BITS_OF_FLAGS = [1 << index for index in range(len(FLAG_NAMES))]
+_texts, _numbers, _flags = (operator.attrgetter(*names) for names in (TEXT_NAMES, (*INTEGERS, *FLOATS), FLAG_NAMES))
 
 Facts = Sequence[int]
 """A row of FACTS integers."""
@@ -80,7 +85,7 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     t = trajectory
     num_tokens = len(t.tokens)
     stats = t.stats
-    episode, env, actor, signature = parts = t.episode_id, t.env, t.actor_id, t.signature
+    episode, env, actor, signature = parts = _texts(t)
     try:
         names, num_name_bytes, header = _stats_layout(tuple(stats))
         text = f"{episode}{env}{actor}{signature}{names}"
@@ -95,12 +100,8 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
             *lengths,
             len(stats),
             num_name_bytes,
-            t.ticket_id,
-            t.group_id,
-            t.task_id,
-            t.unroll_index,
-            t.score,
-            t.bootstrap * _BOOTSTRAP + t.success * _SUCCESS + t.continues * CONTINUES,
+            *_numbers(t),
+            sum(map(operator.mul, _flags(t), _BITS_OF_FLAGS)),
             *stats.values(),
         )
     except (ValueError, TypeError, OverflowError, struct.error) as error:
@@ -185,18 +186,10 @@ def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
     if len(names) != num_stats or len(set(names)) != num_stats or (texts[4] and not num_stats):
         raise RecordError(f"stats has {num_stats} values and the names {names!r:.80}: one each, all different")
     return {
-        "bootstrap": bool(facts[FLAGS] & _BOOTSTRAP),
-        "continues": bool(facts[FLAGS] & CONTINUES),
-        "episode_id": texts[0],
-        "unroll_index": facts[UNROLL_INDEX],
-        "group_id": facts[GROUP_ID],
-        "task_id": facts[TASK_ID],
-        "env": texts[1],
-        "actor_id": texts[2],
-        "ticket_id": facts[TICKET_ID],
-        "signature": texts[3],
-        "score": _SCORE.unpack(_BITS.pack(facts[SCORE]))[0],
-        "success": bool(facts[FLAGS] & _SUCCESS),
+        **dict(zip(TEXT_NAMES, texts, strict=False)),  # behind them, the names of the stats
+        **{name: facts[PLACES[name]] for name in INTEGERS},
+        **{name: _DOUBLE.unpack(_BITS.pack(facts[PLACES[name]]))[0] for name in FLOATS},
+        **{name: bool(facts[FLAGS] & bit) for name, bit in zip(FLAG_NAMES, _BITS_OF_FLAGS, strict=True)},
         "stats": dict(zip(names, values, strict=True)),
     }
 
@@ -219,7 +212,7 @@ def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
         ("the number of tokens", NUM_TOKENS, 1, MAX_TOKENS),
         ("the number of turns", NUM_TURNS, 1, MAX_TOKENS),
         ("ticket_id", TICKET_ID, 0, 2**63 - 1),
-        ("flags", FLAGS, 0, _BOOTSTRAP | _SUCCESS | CONTINUES),
+        ("flags", FLAGS, 0, ALL_FLAGS),
     ):
         if not low <= facts[place] <= high:
             raise RecordError(f"{name} is {facts[place]}: it must lie in [{low}, {high}]")

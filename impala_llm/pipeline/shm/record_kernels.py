@@ -21,7 +21,10 @@ from impala_llm.pipeline.shm.copy_kernels import (
     stream_line,
 )
 from impala_llm.pipeline.shm.record_layout import (
+    ALL_FLAGS,
+    BOOTSTRAP,
     CHECKSUM,
+    CONTINUES,
     EPISODE_BEGIN,
     EPISODE_END,
     FACTS,
@@ -46,6 +49,7 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
+from impala_llm.trajectory import TOKEN_BYTES, TURN_BYTES
 
 _MAX_LOGPROB = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
@@ -53,6 +57,7 @@ _ZERO, _NO_VERSION = np.int32(0), np.int32(-1)
 _NO_NUMBER = np.float32(0)
 _NO_ACTION = np.uint8(0)
 _NOTHING, _EIGHT = np.uint64(0), np.uint64(8)
+_ALL_FLAGS, _CONTINUES, _GOES_ON = np.uint64(ALL_FLAGS), np.uint64(CONTINUES), np.uint64(BOOTSTRAP | CONTINUES)
 _TAKEN_BLOCK = 256
 """Words that are checked, summed and then stored: more than where they are only copied, since each block has a higher
 fixed cost."""
@@ -270,10 +275,10 @@ def _check_names(names: np.ndarray, num_stats: int) -> bool:
 
 @_compiled
 def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
-    """Word at which the arrays of a record of this size begin, by its header uint64[11]; 0 where it is invalid."""
+    """Word at which the arrays of a record of this size begin, by its header; 0 where it is invalid."""
     num_tokens, num_turns = np.int64(record[NUM_TOKENS_WORD]), np.int64(record[NUM_TURNS_WORD])
     flags = record[FLAGS_WORD]
-    if record[MAGIC_WORD] != np.uint64(magic) or flags > np.uint64(7) or flags & np.uint64(5) == np.uint64(4):
+    if record[MAGIC_WORD] != np.uint64(magic) or flags > _ALL_FLAGS or flags & _GOES_ON == _CONTINUES:
         return 0
     if not (1 <= num_tokens <= max_tokens and 1 <= num_turns <= max_tokens):
         return 0
@@ -285,7 +290,7 @@ def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_
     for shift in range(16, 64, 16):
         num_text += np.int64((record[TEXTS_WORD] >> np.uint64(shift)) & np.uint64(0xFFFF))
     start = HEADER_WORDS + num_stats + (num_text + 7) // 8
-    if size != start + (17 * num_tokens + 8 * num_turns + 7) // 8:
+    if size != start + (TOKEN_BYTES * num_tokens + TURN_BYTES * num_turns + 7) // 8:
         return 0
     return start
 

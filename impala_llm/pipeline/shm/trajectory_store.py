@@ -34,10 +34,10 @@ from impala_llm.pipeline.shm.record import (
     metadata_of,
 )
 from impala_llm.pipeline.shm.record_layout import (
-    GROUP_ID,
+    INTEGERS,
     NUM_TOKENS,
     NUM_TURNS,
-    TASK_ID,
+    PLACES,
     TICKET_ID,
     UNROLL_INDEX,
 )
@@ -56,7 +56,6 @@ _ROW_WORDS = 8
 _MAX_SERIAL = 1 << 62
 _MANY = 1024
 """Number of dropped records at which their space is reclaimed although there is room: many at once cost less."""
-_INTEGERS = {"group_id": GROUP_ID, "task_id": TASK_ID, "unroll_index": UNROLL_INDEX}
 
 
 class _Stored:
@@ -80,8 +79,8 @@ class _Stored:
         facts = self._facts
         if isinstance(facts, np.ndarray):
             facts = self._facts = facts[self._place].tolist()
-        if name in _INTEGERS:
-            return facts[_INTEGERS[name]]
+        if name in INTEGERS:
+            return facts[PLACES[name]]
         start, size = self._arena.extent(self.row)
         if name not in ARRAY_FIELDS and name != "block":
             return metadata_of(self._arena.record(start, size), facts)[name]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.pipeline.shm.journal import Journal
-from impala_llm.pipeline.shm.record import CONTINUES
+from impala_llm.pipeline.shm.record_layout import CONTINUES
 from impala_llm.pipeline.tickets import quarantine, recovery
 from impala_llm.pipeline.tickets.granting import Granting
 from impala_llm.pipeline.tickets.staleness import Admission

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from impala_llm.pipeline.shm.journal import Journal
-from impala_llm.pipeline.shm.record import CONTINUES
+from impala_llm.pipeline.shm.record_layout import CONTINUES
 from impala_llm.pipeline.tickets import journal_rows
 from impala_llm.pipeline.tickets.staleness import Admission
 from impala_llm.pipeline.tickets.task_order import TaskOrder
