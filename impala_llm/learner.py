@@ -164,9 +164,12 @@ class Learner:
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
         timer = self.trainer.timer
+        with timer.stage("receive"):
+            batch = self.batches.batch_at_hand(self.version)
         with timer.stage("idle"):
-            end = end_of_time(self.config.learner, self.began_at)
-            batch = self.batches.next_batch(self.version, end, self.while_waiting)
+            if batch is None:
+                end = end_of_time(self.config.learner, self.began_at)
+                batch = self.batches.next_batch(self.version, end, self.while_waiting)
             self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
         # Ranks end together: where one has waited in vain for the rest of the time, all do.
         if self.config.learner.max_minutes is not None and self.ranks.sum([float(batch is None)])[0] > 0:
@@ -194,7 +197,8 @@ class Learner:
                 self.save(self.run_folder / f"policy-{self.version}")
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
-        self.show(self.meters.gather())
+        with timer.stage("log"):  # of the step that begins
+            self.show(self.meters.gather())
         return True
 
     def evaluate(self, elapsed_s: float, at_the_end: bool = False) -> bool:

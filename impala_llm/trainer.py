@@ -144,13 +144,14 @@ class Trainer:
                 self.compare_arrivals(version, arrivals)
             self.step(update, part, progress)
         self.num_updates += 1
-        self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
-        if update.culprits:
-            self.name(update.culprits, version)
-        taught = [batch.trajectories[i] for i in update.teaching]
-        self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
-        self.steer(update.weight_sums)
-        self.log.add("optimizer/not_finite", len(update.culprits))
+        with self.timer.stage("log"):
+            self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
+            if update.culprits:
+                self.name(update.culprits, version)
+            taught = [batch.trajectories[i] for i in update.teaching]
+            self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
+            self.steer(update.weight_sums)
+            self.log.add("optimizer/not_finite", len(update.culprits))
 
     def trial(self, cpu_micro: PackedBatch) -> None:
         """Compute a micro-batch forward and backward, for its time and memory alone."""
@@ -285,15 +286,22 @@ class Trainer:
                     update.culprits = self.not_finite(outcome, [update.batch.trajectories[i] for i in places])
             return places, rows, replace(outcome, loss=outcome.loss.detach())
 
+        def joined(micro: PackedBatch) -> None:
+            with self.timer.stage("backward"):
+                self.take_part(micro)
+
         # Counted when all are done: where memory runs out they are computed once more.
         trajectories = [update.batch.trajectories[i] for i in members]
-        for places, rows, outcome in self.budget.run(trajectories, learned, self.model.zero_grad, self.take_part):
-            update.add(outcome, places)
-            self.log.add_all(outcome.metrics)
-            self.monitor.count(rows.recomputed, len(places))
-            if not update.at_start:
-                self.monitor.record(outcome.comparison)
-                self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
+        packing = partial(self.timer.stage, "pack")
+        found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, packing)
+        with self.timer.stage("log"):
+            for places, rows, outcome in found:
+                update.add(outcome, places)
+                self.log.add_all(outcome.metrics)
+                self.monitor.count(rows.recomputed, len(places))
+                if not update.at_start:
+                    self.monitor.record(outcome.comparison)
+                    self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
 
     def take_part(self, cpu_micro: PackedBatch) -> None:
         """Run the passes of a micro-batch that other ranks have; its gradient is 0."""
@@ -306,7 +314,7 @@ class Trainer:
     def compare_arrivals(self, version: int, arrivals: Callable[[], Sequence[Trajectory]]) -> None:
         """End the monitor's update, with what has arrived meanwhile where it has use for that."""
         if self.monitor.wants_arrivals or self.ranks.is_sharded:
-            with self.timer.stage("idle"):
+            with self.timer.stage("receive"):
                 arrived = arrivals() if self.monitor.wants_arrivals else ()
             with self.timer.stage("forward"):
                 self.monitor.look(arrived, version)

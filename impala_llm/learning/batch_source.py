@@ -120,8 +120,8 @@ class BatchSource:
             ReceiverError: the receiver has died.
         """
         started = time.monotonic()
-        self.collect(version, timeout_s=0.0)
-        while (batch := self._draw(version)) is None:
+        batch = self.batch_at_hand(version)
+        while batch is None:
             now = time.monotonic()
             if now >= until:
                 return None
@@ -138,7 +138,13 @@ class BatchSource:
             self.collect(version, timeout_s=0.2)
             if self._receiver.is_full and len(self.received) == num_received:
                 self._yield_oldest(version)
+            batch = self._draw(version)
         return batch
+
+    def batch_at_hand(self, version: int) -> Batch | None:
+        """Take in what has arrived, and draw a batch if there is one."""
+        self.collect(version, timeout_s=0.0)
+        return self._draw(version)
 
     def _missing(self) -> str:
         counters = self._receiver.counters()

@@ -7,6 +7,7 @@ its results sees each trajectory once.
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -59,6 +60,7 @@ class TokenBudget:
         work: Callable[[PackedBatch], _Result],
         undo: Callable[[], object] = lambda: None,
         take_part: Callable[[PackedBatch], object] | None = None,
+        packing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> list[_Result]:
         """Do the work on all micro-batches of these trajectories; where memory runs out, on all of them again at half
         of the budget, down to the longest row.
@@ -70,6 +72,7 @@ class TokenBudget:
             undo: removes what work that failed has left behind, such as gradients.
             take_part: called with a micro-batch without rows, where other ranks that share the policy have one more;
                 None: `work` is, and its result left out.
+            packing: around the packing, for its time.
 
         Returns:
             The results, by micro-batch.
@@ -78,7 +81,8 @@ class TokenBudget:
             OutOfMemory: memory does not suffice for the longest row alone, or runs out where ranks share the policy.
         """
         while True:
-            micros = pack(trajectories, self.tokens)
+            with packing():
+                micros = pack(trajectories, self.tokens)
             num_missing = 0 if self._ranks is None else self._ranks.num_missing(len(micros))
             try:
                 results = [work(micro) for micro in micros]

@@ -219,7 +219,8 @@ class PolicyModel(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
         """`hidden` as [1, M, H], and no view: what gathers a sharded policy hooks on to it."""
         plan = SegmentPlan(lengths.cpu()).to(tokens.device)
-        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None):
+        # Without a cache: each weight is converted once in a forward, and would be kept until its end.
+        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
             output = self._trunk(
                 input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
             )

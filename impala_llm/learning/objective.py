@@ -105,11 +105,14 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     # The bonus is a part of what the policy learns, so it has the same mask: a state that the policy left long ago says
     # nothing of the entropy that it needs. The value loss has none: targets are corrected for age (V-trace) or have no
     # ratio at all (GAE), and the values of old turns are what the advantages of the young ones before them rest on.
-    of_entropy = torch.where(keep, scored.entropy, 0.0).sum() / denominators.tokens
+    # Without a bonus not even with a weight of 0: its backward pass is as long as that of the policy's logits.
+    bonus: Tensor | float = 0.0
+    if rules.entropy_coef:
+        bonus = rules.entropy_coef * (torch.where(keep, scored.entropy, 0.0).sum() / denominators.tokens)
     value_errors, of_values = _value_loss(worth, weights, denominators)
     # A weight of 0 and not a missing term: all parameters take part in the gradient reduction.
     policy_weight = 1.0 if rules.train_policy else 0.0
-    total = policy_weight * (of_policy - rules.entropy_coef * of_entropy) + worth.value_coef * of_values
+    total = policy_weight * (of_policy - bonus) + worth.value_coef * of_values
 
     sums = importance.segment_sum((per_token + scored.entropy).detach(), batch.segment_ids, len(batch.lengths))
     if worth.value_rows is not None:

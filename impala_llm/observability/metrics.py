@@ -48,9 +48,11 @@ class MetricError(ValueError):
     """A metric that is not declared, or a value that cannot be combined."""
 
 
-STAGES = ("idle", "pack", "forward", "backward", "optimize", "publish", "log")
-"""Stages of the learner's step, in order. `idle` is waiting for a batch, with what is done to take it in; gradient
-reduction belongs to `backward`."""
+STAGES = ("idle", "receive", "pack", "forward", "backward", "optimize", "publish", "log")
+"""Stages of the learner's step, in order. `idle` is waiting for a batch, `receive` is taking in trajectories and
+drawing a batch without waiting; gradient reduction belongs to `backward`, a step's metrics to the `log` of the next."""
+OVERHEAD = ("receive", "pack", "publish", "log")
+"""Stages in which nothing is learned."""
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
 
@@ -239,10 +241,15 @@ _DECLARED = (
     ("weights/servers_sent", _LAST, "servers that got the latest version by their process groups with the learner"),
     ("weights/servers_dropped", _SUM, "servers whose transfer failed since the last step; they load from disk"),
     ("weights/load_s", _MEAN, "seconds that an engine takes to load a version, per load"),
-    # The learner's step. The shares sum to 1.
+    # The learner's step. The shares of the stages and the unaccounted one sum to 1.
     ("time/step_s", _MEAN, "seconds of one learner step, waiting included"),
     *((f"time/{stage}_share", _MEAN, f"share of the learner's step spent in stage `{stage}`") for stage in STAGES),
     ("time/unaccounted_share", _MEAN, "share of the learner's step spent in no declared stage"),
+    (
+        "time/overhead_share",
+        _MEAN,
+        "share of the learner's working time (the step without idle) spent in receive, pack, publish and log",
+    ),
 )
 
 METRICS: dict[str, Metric] = {name: Metric(name, kind, meaning) for name, kind, meaning in _DECLARED}
@@ -360,7 +367,7 @@ class MetricLog:
 class StageTimer:
     """Accounts for all of the learner's time: every moment belongs to one stage of `STAGES` or to `unaccounted`.
 
-    Invariant: the shares that `end_step` returns are non-negative and sum to 1, since stages cannot overlap.
+    Invariant: the shares of stages and of the unaccounted time are non-negative and sum to 1, since no stages overlap.
 
         with timer.stage("forward"):
             ...
@@ -395,10 +402,13 @@ class StageTimer:
         now = self._clock()
         step = now - self._step_start
         shares = {name: seconds / step if step > 0.0 else 0.0 for name, seconds in self._seconds.items()}
+        working = 1.0 - shares["idle"]
+        overhead = sum(shares[name] for name in OVERHEAD)
         self._step_start = now
         self._seconds = dict.fromkeys(STAGES, 0.0)
         return {
             "time/step_s": step,
             **{f"time/{name}_share": share for name, share in shares.items()},
             "time/unaccounted_share": max(0.0, 1.0 - sum(shares.values())),
+            "time/overhead_share": overhead / working if working > 0.0 else 0.0,
         }

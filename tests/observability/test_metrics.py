@@ -100,18 +100,23 @@ class FakeClock:
 def test_the_shares_of_a_step_sum_to_one_with_the_rest_unaccounted() -> None:
     clock = FakeClock()
     timer = StageTimer(clock)
-    for stage, seconds in (("idle", 1.0), ("forward", 2.0), ("backward", 3.0), ("forward", 2.0)):
+    for stage, seconds in (("idle", 1.0), ("forward", 2.0), ("backward", 3.0), ("forward", 1.0), ("receive", 0.25)):
         with timer.stage(stage):
             clock.now += seconds
+    for stage in ("pack", "publish", "log"):
+        with timer.stage(stage):
+            clock.now += 0.25
     clock.now += 2.0
     metrics = timer.end_step()
     assert metrics["time/step_s"] == 10.0
     assert metrics["time/idle_share"] == pytest.approx(0.1)
-    assert metrics["time/forward_share"] == pytest.approx(0.4)
+    assert metrics["time/forward_share"] == pytest.approx(0.3)
     assert metrics["time/backward_share"] == pytest.approx(0.3)
     assert metrics["time/unaccounted_share"] == pytest.approx(0.2)
-    assert sum(value for name, value in metrics.items() if name != "time/step_s") == pytest.approx(1.0)
-    assert set(metrics) == {f"time/{stage}_share" for stage in STAGES} | {"time/step_s", "time/unaccounted_share"}
+    shares = {f"time/{stage}_share" for stage in STAGES} | {"time/unaccounted_share"}
+    assert sum(metrics[name] for name in shares) == pytest.approx(1.0)
+    assert metrics["time/overhead_share"] == pytest.approx(1.0 / 9.0), "of the time that is not idle"
+    assert set(metrics) == shares | {"time/step_s", "time/overhead_share"}
     assert set(metrics) <= set(METRICS)
 
 
