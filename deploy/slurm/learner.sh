@@ -35,7 +35,8 @@ echo "tcp://${LEARNER_ADDRESS:-$(hostname -f)}:$port" >"$run/learner.new"
 mv "$run/learner.new" "$run/learner"
 
 # The ranks of a learner share the memory of one host, hence --standalone: one node. torchrun starts them again when one
-# dies, and srun passes the signal on that Slurm sends three minutes before the end of the job.
+# dies, and passes the signal on that Slurm sends three minutes before the end of the job: time to save what was learned.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
 exec srun --ntasks=1 --kill-on-bad-exit=1 \
   torchrun --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
   "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
