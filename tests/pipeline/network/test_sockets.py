@@ -1,7 +1,10 @@
 """Sockets that reach beyond this host are encrypted or not opened; connections come back by themselves."""
 
 import errno
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from impala_llm.pipeline.network.keys import load_actor_keys, load_learner_keys,
 from impala_llm.pipeline.network.sockets import SocketTimes, dealer, router
 from impala_llm.pipeline.network.zap_authenticator import ZapAuthenticator
 
+ROOT = Path(__file__).parents[3]
 MAX_BYTES = 1000
 DEADLINE_MS = 20_000
 
@@ -168,6 +172,45 @@ def test_a_file_that_is_no_socket_is_left_alone(context: zmq.Context, tmp_path: 
     with pytest.raises(zmq.ZMQError, match="no socket: move it away"):
         router(context, f"ipc://{path}", MAX_BYTES)
     assert path.read_text() == "data"
+
+
+MOVED = """
+import os, sys, zmq
+from pathlib import Path
+from impala_llm.pipeline.network.keys import load_actor_keys, load_learner_keys
+from impala_llm.pipeline.network.sockets import dealer, router
+from impala_llm.pipeline.network.zap_authenticator import ZapAuthenticator
+
+folder = Path(sys.argv[1])
+
+def learner(address, port):
+    Path("/etc/hosts").write_text(f"{address} learner-7.test\\n")
+    context = zmq.Context()
+    return router(context, f"tcp://{address}:{port}", 1000, ZapAuthenticator(context, load_learner_keys(folder)))
+
+first = learner("127.0.0.1", "*")
+port = first.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+actor = dealer(zmq.Context(), f"tcp://learner-7.test:{port}", b"a", 1000, load_actor_keys(folder))
+actor.send(b"first")
+assert first.poll(20_000)
+first.close(linger=0)
+second = learner("127.0.0.2", port)
+actor.send(b"second")
+print(second.poll(20_000) and second.recv_multipart()[1], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_name_is_looked_up_again_when_its_host_has_gone(tmp_path: Path) -> None:
+    """In a mount namespace with an /etc/hosts of its own."""
+    make_keys(tmp_path / "keys")
+    (tmp_path / "hosts").touch()
+    mount = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(tmp_path / "hosts")]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no right to make a mount namespace: the test of names needs root, and util-linux")
+    command = [*mount, sys.executable, "-c", MOVED, str(tmp_path / "keys")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "b'second'", done.stderr
 
 
 # --- the cable
