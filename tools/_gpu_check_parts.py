@@ -319,7 +319,7 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     width, layers, num_rows, longest = (1536, 16, 64, 1024) if is_gpu else (128, 3, 16, 256)
     path = Path(settings["model"]) if settings["model"] else save_model(folder / "model", width, layers, 32000, 0.02)
     precision = "bfloat16" if is_gpu else "float32"
-    budget = 32768 if is_gpu else 2048
+    budget = 16384 if is_gpu else 2048
     words = ["model=scratch", "algorithm=ppo", f"learner.batch_size={num_rows}", f"learner.precision={precision}"]
     config = load([*words, f"learner.token_budget={budget}"])
     here = Ranks(settings["device"])
@@ -333,7 +333,9 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     times = []
     for version in range(4):
         began = time.perf_counter()
-        trainer.update(batch, version, progress=0.0)  # its metrics are read, so the GPU is done
+        trainer.update(batch, version, progress=0.0)
+        if is_gpu:
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     seconds, num_tokens = statistics.median(times[1:]), sum(row.num_tokens for row in rows)
     tflops = num_tokens * flops_a_token(model, num_tokens / num_rows) / seconds / 1e12
