@@ -30,7 +30,7 @@ OPTIONS = {
     "median_s": "median of a latency, in seconds; default 0.2",
     "sigma": "standard deviation of its logarithm; default 1",
     "staleness": "algorithm.max_staleness of the asynchronous run; default 4",
-    "width": "width of the policy, whose size makes the learner's step long; default 320",
+    "width": "width of the policy, whose size makes the learner's step long; default 512",
 }
 WARM_UP = 5
 """Updates that do not count."""
@@ -41,7 +41,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     """Train in turns; see the module for figures and rows. BenchError where an option is malformed or a run fails."""
     try:
         updates, rounds = int(options.get("updates", 80)), int(options.get("rounds", 2))
-        staleness, width = int(options.get("staleness", 4)), int(options.get("width", 320))
+        staleness, width = int(options.get("staleness", 4)), int(options.get("width", 512))
         median_s, sigma = float(options.get("median_s", 0.2)), float(options.get("sigma", 1.0))
     except ValueError as error:
         raise BenchError(f"--median-s and --sigma take numbers, the others whole numbers: {error}") from error
