@@ -48,10 +48,13 @@ MAX_STATS = 256
 MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
 _HEADER = struct.Struct(f"<QqqHHHHII{len(INTEGERS)}q{len(FLOATS)}dQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
-_DOUBLE = struct.Struct("<d")
-_BITS = struct.Struct("<q")
+_DOUBLES, _BITS = struct.Struct(f"<{len(FLOATS)}d"), struct.Struct(f"<{len(FLOATS)}q")
+_FIRST, _FIRST_FLOAT = PLACES[INTEGERS[0]], PLACES[FLOATS[0]]
+_METADATA_NAMES = (*TEXT_NAMES, *INTEGERS, *FLOATS, *FLAG_NAMES, "stats")
 _PADDING = [bytes(-length % 8) for length in range(8)]
-_BITS_OF_FLAGS = [1 << index for index in range(len(FLAG_NAMES))]
+_FLAG_SETS = [tuple(bool(word >> bit & 1) for bit in range(len(FLAG_NAMES))) for word in range(ALL_FLAGS + 1)]
+"""Values of the flags, by their word."""
+_FLAG_WORDS = {flags: word for word, flags in enumerate(_FLAG_SETS)}
 _texts, _numbers, _flags = (operator.attrgetter(*names) for names in (TEXT_NAMES, (*INTEGERS, *FLOATS), FLAG_NAMES))
 
 Facts = Sequence[int]
@@ -101,7 +104,7 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
             len(stats),
             num_name_bytes,
             *_numbers(t),
-            sum(map(operator.mul, _flags(t), _BITS_OF_FLAGS)),
+            _FLAG_WORDS[_flags(t)],
             *stats.values(),
         )
     except (ValueError, TypeError, OverflowError, struct.error) as error:
@@ -185,13 +188,16 @@ def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
     names = texts[4].split("\0") if num_stats else []
     if len(names) != num_stats or len(set(names)) != num_stats or (texts[4] and not num_stats):
         raise RecordError(f"stats has {num_stats} values and the names {names!r:.80}: one each, all different")
-    return {
-        **dict(zip(TEXT_NAMES, texts, strict=False)),  # behind them, the names of the stats
-        **{name: facts[PLACES[name]] for name in INTEGERS},
-        **{name: _DOUBLE.unpack(_BITS.pack(facts[PLACES[name]]))[0] for name in FLOATS},
-        **{name: bool(facts[FLAGS] & bit) for name, bit in zip(FLAG_NAMES, _BITS_OF_FLAGS, strict=True)},
-        "stats": dict(zip(names, values, strict=True)),
-    }
+    integers, floats = facts[_FIRST:_FIRST_FLOAT], facts[_FIRST_FLOAT:FLAGS]
+    flags = _FLAG_SETS[facts[FLAGS] & ALL_FLAGS]
+    del texts[len(TEXT_NAMES) :]
+    return dict(
+        zip(
+            _METADATA_NAMES,
+            (*texts, *integers, *_DOUBLES.unpack(_BITS.pack(*floats)), *flags, dict(zip(names, values, strict=True))),
+            strict=True,
+        )
+    )
 
 
 def block_start(facts: Facts) -> int:
