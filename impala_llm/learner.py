@@ -42,6 +42,7 @@ from impala_llm.in_run_evaluation import InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.cautions import cautions
+from impala_llm.learning.lora import add_adapters, is_adapted, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
@@ -123,7 +124,8 @@ class Learner:
             in_flight: Any = config.engine.in_flight  # one that config.py has checked
             sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
             # What no rank has as it is sent, the board has.
-            board = WeightReader(self.endpoint.board.directory) if ranks.is_sharded or dtype is not None else None
+            is_made = ranks.is_sharded or dtype is not None or is_adapted(self.model.lm)
+            board = WeightReader(self.endpoint.board.directory) if is_made else None
             self.publisher.transports.append(
                 partial(send_to_servers, sender, self.receiver.engines, board=board, device=ranks.device)
             )
@@ -347,7 +349,12 @@ def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> 
     for caution in cautions(config, model):
         say(f"learner: {caution}")
     size = sum(p.numel() for p in model.lm.parameters())
-    print(f"learner: {config.model.path}, {size:,} parameters on {ranks.device}, at version {version}", flush=True)
+    learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)
+    of_them = f", {learning:,} of them learn" if learning < size else ""
+    print(
+        f"learner: {config.model.path}, {size:,} parameters{of_them} on {ranks.device}, at version {version}",
+        flush=True,
+    )
 
 
 def tell_of_actors(receiver: Receiver, connected: set[str]) -> None:
@@ -383,9 +390,19 @@ def start_model(config: Config, newest: WeightReader | None, is_main: bool = Tru
     """
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
     if newest is None:
-        return PolicyModel.from_pretrained(resolve_policy(config), *sizes), 0
+        model = PolicyModel.from_pretrained(resolve_policy(config), *sizes)
+        add_adapters(model.lm, config.model.lora)
+        return model, 0
     with newest.lease() as lease:
-        model = PolicyModel.from_pretrained(lease.path, *sizes)
+        _, of_adapters = without_prefix(lease.extra())
+        # What lies on the board has its adapters merged.
+        model = PolicyModel.from_pretrained(resolve_policy(config) if of_adapters else lease.path, *sizes)
+        add_adapters(model.lm, config.model.lora)
+        if of_adapters and not load_adapters(model.lm, of_adapters):
+            raise ConfigError(
+                f"model.lora.rank={config.model.lora.rank} with these targets does not fit the adapters of version "
+                f"{lease.version}, which this run goes on from: leave model.lora as it was, or set another run.name"
+            )
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
         if is_main:
             say(f"learner: going on from version {lease.version}; {anew} anew")

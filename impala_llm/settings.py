@@ -149,10 +149,23 @@ class ScratchConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters that learn in place of the policy's weights. Needs peft: pip install "impala_llm[lora]"."""
+
+    rank: int = bounded(0, least=0)
+    """Rank of the adapters; 0: none, all weights learn."""
+    alpha: int = bounded(32, least=1)
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Matrices with an adapter, by the ends of their names, such as q_proj; all-linear: all of the layers'."""
+
+
+@dataclass
 class ModelConfig:
     path: str = "tiny_shopper"
     """A Hugging Face directory, the name of a policy in impala_llm/assets, or `scratch`."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     device: str = one_of("auto", "cpu", "cuda")
     """Device of learner and engine; auto: a GPU where there is one."""
     cuda_products: str = one_of("float32", "tf32")

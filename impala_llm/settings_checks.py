@@ -4,6 +4,7 @@ The range and the choices of a single setting stand on its field, in settings.py
 and what must exist on this host. Invariant: no process is looked at, and none is started.
 """
 
+import importlib.util
 import math
 import re
 import shutil
@@ -49,6 +50,7 @@ def problems(config: Config) -> list[str]:
         *_host_problems(config),
         *_webshop_problems(config),
         *_model_problems(config),
+        *_lora_problems(config),
         *_run_problems(config),
         *_evaluation_problems(config),
     ]
@@ -81,6 +83,16 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
 def limits(low: float, high: float) -> str:
     """A range, as a message says it."""
     return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
+
+
+def _lora_problems(config: Config) -> list[str]:
+    """Adapters without the library that makes them."""
+    if not config.model.lora.rank or importlib.util.find_spec("peft") is not None:
+        return []
+    return [
+        f'model.lora.rank={config.model.lora.rank} needs peft, which is not installed: pip install "impala_llm[lora]", '
+        "or set model.lora.rank=0"
+    ]
 
 
 def _sampling_problems(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +30,7 @@ from impala_llm.engines.embedded.model_check import (
 )
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.logprobs import token_log_probs
+from impala_llm.learning.lora import without_prefix
 from impala_llm.pipeline.weights.slots import TensorSource
 
 ATTENTION = "impala_segments"
@@ -192,7 +193,7 @@ class PolicyModel(nn.Module):
 
     def load_value_head(self, content: bytes) -> bool:
         """Take over what `value_head_bytes` gave. False, and nothing is taken, where its shape is another."""
-        state = load(content)
+        state, _ = without_prefix(content)
         shapes = {name: tensor.shape for name, tensor in self.value_head.state_dict().items()}
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
             return False

@@ -4,8 +4,8 @@
 - fsdp2: every rank holds a share of each tensor (torch's `fully_shard`). A layer is gathered before it computes,
   forward and backward, and freed after it; its gradient is summed, and cut into shares, as soon as it is there. What
   belongs to no layer (embeddings, last norm, head) is gathered by `PolicyModel.forward` and stays until the backward
-  pass is over or `reshard` is called: `action_log_probs` needs it after the forward. The value head, small and in
-  float32, stays whole on every rank.
+  pass is over or `reshard` is called: `action_log_probs` needs it after the forward. The value head and LoRA's
+  adapters, small and in float32, stay whole on every rank; their gradients are summed before the step.
 
 Invariant: what is reduced is a sum over ranks, never a mean, since every loss is already divided by the global count. A
 collective that a rank never joins ends with an error after the time-out, instead of waiting for ever. Ranks that share
@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from impala_llm.learning.lora import adapter_tensors
 from impala_llm.learning.model import PolicyModel
 from impala_llm.supervised import RENDEZVOUS
 
@@ -89,8 +90,11 @@ class Ranks:
             model.to(self.device)
             self.broadcast(model.parameters())
             return
-        model.value_head.to(self.device)
-        self.broadcast(model.value_head.parameters())
+        whole = {*model.value_head.parameters(), *adapter_tensors(model.lm).values()}
+        for p in model.parameters():
+            if p in whole:
+                p.data = p.data.to(self.device)
+        self.broadcast(p for p in model.parameters() if p in whole)
         options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.world_size,))}
         if self._cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -98,8 +102,8 @@ class Ranks:
         if precision == "bfloat16":
             of_layers = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in [m for m in model.lm.modules() if isinstance(m, GradientCheckpointingLayer)]:
-            fully_shard(layer, mp_policy=of_layers, **options)
-        fully_shard(model, ignored_params=set(model.value_head.parameters()), **options)
+            fully_shard(layer, mp_policy=of_layers, ignored_params=whole, **options)
+        fully_shard(model, ignored_params=whole, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

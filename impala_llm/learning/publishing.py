@@ -85,7 +85,7 @@ def write_to_board(
     """
     tensors = export.tensors(dtype)
     if is_main:
-        board.publish(tensors, version, timeout_s, model.value_head_bytes(), export.sharing)
+        board.publish(tensors, version, timeout_s, export.beside(), export.sharing)
     elif export.sharing is not None and not board.contribute(tensors, export.sharing):
         raise SlotsInUse("rank 0 has found no slot")
     return {}

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.learning.lora import is_adapted, without_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.settings import Config, model_directory
@@ -52,7 +53,9 @@ class Scorers:
         self._context: Tensor | None = None
         self._reference = self._teacher = None
         if algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or credit.needs_reference:
-            self._reference = _frozen(config, algorithm.reference, policy, device)
+            # With LoRA the policy that training started from is the one without its adapters.
+            is_own = algorithm.reference is None and is_adapted(policy.lm)
+            self._reference = policy if is_own else _frozen(config, algorithm.reference, policy, device)
         if credit.needs_teacher:
             self._teacher = policy
             if credit.teacher is not None:
@@ -67,7 +70,10 @@ class Scorers:
         return TokenScores(self.reference(batch) if self._is_near_reference else None, self.teacher(batch))
 
     def reference(self, batch: PackedBatch) -> Tensor | None:
-        return None if self._reference is None else action_log_probs(self._reference, batch, self._temperature)
+        if self._reference is None:
+            return None
+        with without_adapters(self._reference.lm):
+            return action_log_probs(self._reference, batch, self._temperature)
 
     def teacher(self, batch: PackedBatch) -> Tensor | None:
         """Return the teacher's log-probabilities, with its context before each row where it has one."""

@@ -21,6 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
+from impala_llm.learning.lora import (
+    ADAPTER_FOLDER,
+    Adapter,
+    adapters,
+    beside_version,
+    exported_name,
+    is_adapted,
+    save_adapter,
+)
 from impala_llm.learning.model import SAFETENSORS_NAMES, VALUE_HEAD_FILE, PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.pipeline.weights import safetensors_layout
@@ -89,18 +98,21 @@ class PolicyExport:
             ModelRefused: parts or conversions are asked for, and the policy's files hold something else than pieces of
                 its tensors.
         """
-        if not self._ranks.is_sharded and dtype in (None, next(self._model.lm.parameters()).dtype):
+        lm = self._model.lm
+        if not (self._ranks.is_sharded or is_adapted(lm)) and dtype in (None, next(lm.parameters()).dtype):
             return dict(self._model.policy_tensors())
         found: dict[str, TensorSource] = {}
         seen: set[int] = set()
-        for held_name, tensor in self._model.lm.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:  # tied to another
+        merged = adapters(lm)
+        for held_name, tensor in lm.state_dict(keep_vars=True).items():
+            name_outside = exported_name(held_name)
+            if name_outside is None or id(tensor) in seen:  # an adapter's, or tied to another
                 continue
             seen.add(id(tensor))
-            held = _hold(tensor.detach(), self._ranks)
+            held = _hold(tensor.detach(), self._ranks, merged.get(held_name))
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             if held_name not in self._pieces:
-                self._pieces[held_name] = _pieces(self._model, held_name, tensor)
+                self._pieces[held_name] = _pieces(self._model, name_outside, tensor)
             for name, offset, shape in self._pieces[held_name]:
                 begin, end = max(offset, held.start), min(offset + math.prod(shape), held.start + held.count)
                 count = max(0, end - begin)
@@ -109,9 +121,13 @@ class PolicyExport:
                 found[name] = (SAFETENSORS_NAMES[target], shape, part)
         return found
 
+    def beside(self) -> bytes:
+        """What lies beside a version, for a learner that goes on from it: see `PolicyModel.load_beside`."""
+        return beside_version(self._model.lm, self._model.value_head.state_dict())
+
     def save(self, directory: Path, files: Mapping[str, bytes]) -> None:
-        """Write a Hugging Face directory with the value head beside it. All ranks that share the policy call it, else
-        rank 0.
+        """Write a Hugging Face directory with the value head, and what LoRA has learned, beside it. All ranks that
+        share the policy call it, else rank 0.
 
         Args:
             directory: rank 0's counts.
@@ -121,24 +137,27 @@ class PolicyExport:
             OSError: the disk does not take it.
             SafetensorError: the same.
         """
-        if not self._ranks.is_sharded:
+        is_shared = self._ranks.is_sharded
+        if not is_shared and not is_adapted(self._model.lm):
             self._model.save(directory, dict(files))
             return
         tensors = self.tensors()
         layout = safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
-        names = self._ranks.gather({"directory": list(os.fsencode(directory))})
-        path = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"]))) / WEIGHTS_FILE
         error = None
+        if is_shared:
+            names = self._ranks.gather({"directory": list(os.fsencode(directory))})
+            directory = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"])))
         if self._ranks.is_main:
             try:
                 self._write_all_but_tensors(directory, files, layout)
             except OSError as found:
                 error = found
-        if self._together.tell(int(error is None)):
-            target = np.memmap(path, np.uint8, "r+", shape=(layout.num_bytes,))
+        if self._together.tell(int(error is None)) if is_shared else error is None:
+            target = np.memmap(directory / WEIGHTS_FILE, np.uint8, "r+", shape=(layout.num_bytes,))
             write_tensors(layout, target, tensors)
             target.flush()
-            self._ranks.barrier()
+            if is_shared:
+                self._ranks.barrier()
         if error is not None:
             raise error
 
@@ -151,21 +170,33 @@ class PolicyExport:
         if lm.generation_config is not None:
             lm.generation_config.save_pretrained(directory)
         (directory / VALUE_HEAD_FILE).write_bytes(self._model.value_head_bytes())
+        if is_adapted(lm):
+            save_adapter(lm, directory / ADAPTER_FOLDER)
         with (directory / WEIGHTS_FILE).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, layout.num_bytes)  # a full disk is an error here, and a signal later
             file.write(layout.header)
 
 
-def _hold(tensor: Tensor, ranks: Ranks) -> _Held:
-    """Return what this rank holds, and writes, of a tensor."""
+def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
+    """Return what this rank holds, and writes, of a tensor, to which an adapter may be added."""
     if isinstance(tensor, DTensor):
         here = tensor.to_local()
         # As torch.chunk cuts it: all parts but the last ones have as many rows.
-        start = min(len(tensor), -(-len(tensor) // ranks.world_size) * ranks.rank) * math.prod(tensor.shape[1:])
+        first_row = min(len(tensor), -(-len(tensor) // ranks.world_size) * ranks.rank)
     else:
-        here, start = (tensor if ranks.is_main else tensor[:0]), 0
-    flat = here.reshape(-1)
-    return _Held(start, len(flat), lambda begin, end: flat[begin:end])
+        here, first_row = (tensor if ranks.is_main else tensor[:0]), 0
+    flat, width = here.reshape(-1), math.prod(tensor.shape[1:])
+    if adapter is None:
+        return _Held(first_row * width, len(flat), lambda begin, end: flat[begin:end])
+
+    def merged(begin: int, end: int) -> Tensor:
+        rows = slice(first_row + begin // width, first_row + end // width)
+        left, right = adapter.left[rows], adapter.right
+        of_rows = flat[begin:end].view(-1, width).to(left.device)
+        return torch.addmm(of_rows, left, right, alpha=adapter.scale).reshape(-1)
+
+    # Whole rows, and as many of them as make whole words in any type.
+    return _Held(first_row * width, len(flat), merged, width * (8 // math.gcd(8, width)))
 
 
 def _pieces(model: PolicyModel, name: str, tensor: Tensor) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel
 from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.settings import LoraConfig
 from tests.learning.builders import save_lm
 from tests.system.runs import Run
 
@@ -76,6 +78,35 @@ def test_five_updates_give_the_parameters_of_one_rank(
     if "learner.sharding=fsdp2" in words:
         assert_published(tmp_path / "out", number, found)
         assert len({facts(tmp_path / "out", rank)["passes"] for rank in range(number)}) == 1
+
+
+@pytest.mark.system
+def test_five_updates_of_adapters_give_those_of_one_rank(policy: Path, tmp_path: Path) -> None:
+    """Replicated and in shares; their merged sum on the board and the disk is that of one rank's adapters."""
+    words = (*STEPS, "model.lora.rank=4", "learner.learning_rate=0.01")
+    expected = train(1, policy, tmp_path / "alone", *words)
+    start = PolicyModel.from_pretrained(policy).state_dict()
+    merged = {}
+    for name, p in expected.items():
+        if ".lora_" not in name:
+            stem = name.removesuffix(".base_layer.weight")
+            assert name.startswith("value_head") or torch.equal(p, start[name.replace(".base_layer", "")])
+            pair = [expected.get(f"{stem}.lora_{part}.default.weight") for part in "BA"]
+            merged[name.replace(".base_layer", "")] = p if pair[0] is None else p + 32 / 4 * pair[0] @ pair[1]
+    assert_equal(train(2, policy, tmp_path / "replicated", *words), expected)
+    assert_equal(train(2, policy, tmp_path / "fsdp2", *words, "learner.sharding=fsdp2"), expected)
+    with WeightReader(tmp_path / "fsdp2" / "board").lease() as lease:
+        lease.tensors(verify=True)
+        for name, tensor in load_file(lease.path / "model.safetensors").items():
+            torch.testing.assert_close(tensor.float(), merged[f"lm.{name}"], atol=1e-4, rtol=2**-8)
+        _, of_adapters = without_prefix(lease.extra())
+    resumed = PolicyModel.from_pretrained(policy)
+    add_adapters(resumed.lm, LoraConfig(rank=4))
+    assert load_adapters(resumed.lm, of_adapters)
+    assert_equal(dict(resumed.lm.named_parameters(prefix="lm")), {n: p for n, p in expected.items() if "lm." in n})
+    saved = PolicyModel.from_pretrained(tmp_path / "fsdp2" / "saved")
+    for name, p in saved.named_parameters():
+        torch.testing.assert_close(p.detach(), merged[name], atol=1e-4, rtol=0, msg=name)
 
 
 def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor]) -> None:

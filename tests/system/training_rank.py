@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, local
 from impala_llm.learning.publishing import VersionPublisher
@@ -90,6 +91,7 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
     ranks = Ranks("cpu", 60.0, config.learner.sharding, config.learner.cpu_offload)
     torch.manual_seed(0)
     model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
+    add_adapters(model.lm, config.model.lora)
     ranks.place(model, config.learner.precision)
     episodes = [*make_batch(), *(make_trajectory(38, [(4, 9), (20, 36)], seed) for seed in range(6, 12))]
     share = episodes[ranks.rank * len(episodes) // num_ranks : (ranks.rank + 1) * len(episodes) // num_ranks]

@@ -1,0 +1,158 @@
+"""LoRA (Hu et al., arXiv 2106.09685) by peft: low-rank adapters beside the policy's matrices, which alone learn.
+
+The policy's own weights stay as they were at the start, without gradient and moments: without its adapters it is the
+reference policy. Engines get matrices with the adapters merged, W + s·B·A, computed a few rows at a time on their way
+out (shares.py). Beside each version lie the adapters themselves, in float32, with which a restarted learner goes on.
+
+Invariant: adapters lie whole, and equal, on every rank, also where ranks share the rest of the policy.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from impala_llm.engines.base import ModelRefused
+from impala_llm.settings import LoraConfig
+
+ADAPTER_FOLDER = "adapter"
+_ALL = "all-linear"
+_NAME = "default"
+"""The adapter's, as peft calls the first one of a model."""
+_PREFIX = "adapter."
+"""Of the adapters' tensors among the bytes beside a version."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to a matrix: `scale` · left @ right.
+
+    Attributes:
+        left: [rows of the matrix, rank]. right: [rank, columns].
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float
+
+
+def add_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
+    """Put adapters into a model, in place, where the settings have a rank; from then on they alone have a gradient.
+
+    They begin as a sum of nothing. Raises ModelRefused where `model.lora.targets` names no matrix of the model.
+    """
+    if not config.rank:
+        return
+    import peft  # takes seconds, and few runs need it
+
+    targets: Any = _ALL if config.targets == [_ALL] else list(config.targets)
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    settings.base_model_name_or_path = lm.config._name_or_path
+    lm.requires_grad_(False)
+    try:
+        peft.inject_adapter_in_model(settings, lm)
+    except ValueError as error:
+        raise ModelRefused(f"model.lora.targets={config.targets} cannot be used: {error}") from error
+    odd = [name for name, layer in _layers_of(lm) if getattr(layer.base_layer, "weight", torch.empty(0)).ndim != 2]
+    if odd:
+        raise ModelRefused(
+            f"model.lora.targets={config.targets} would adapt {odd[0]}, which is no matrix, and could not be merged "
+            "for engines: name matrices, such as model.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+        )
+    # Its own record of where the adapters are: targets by name, where they were described.
+    adapted: Any = lm
+    adapted.peft_config = {_NAME: settings}
+
+
+def is_adapted(lm: PreTrainedModel) -> bool:
+    """Whether a model has adapters."""
+    return _NAME in (getattr(lm, "peft_config", None) or {})
+
+
+def _layers(lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Layers with adapters, by name."""
+    if is_adapted(lm):
+        yield from _layers_of(lm)
+
+
+def _layers_of(lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    for name, module in lm.named_modules():
+        if hasattr(module, "lora_A") and _NAME in module.lora_A:
+            yield name, module
+
+
+def adapters(lm: PreTrainedModel) -> dict[str, Adapter]:
+    """The adapters by the name of the matrix in the model's state dict."""
+    found = {}
+    for name, layer in _layers(lm):
+        down, up = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
+        left, right = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
+        found[f"{name}.base_layer.weight"] = Adapter(left, right, layer.scaling[_NAME])
+    return found
+
+
+def exported_name(name: str) -> str | None:
+    """Name of a tensor of an adapted model in one without adapters; None for those of the adapters."""
+    return None if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+@contextmanager
+def without_adapters(lm: PreTrainedModel) -> Iterator[None]:
+    """The model as it was before the adapters, meanwhile."""
+    layers = [layer for _, layer in _layers(lm)]
+    scales = [layer.scaling[_NAME] for layer in layers]
+    for layer in layers:
+        layer.scaling[_NAME] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_NAME] = scale
+
+
+def adapter_tensors(lm: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters of the adapters, by their names in the model; none without adapters."""
+    return {name: p for name, p in lm.named_parameters() if ".lora_" in name} if is_adapted(lm) else {}
+
+
+def beside_version(lm: PreTrainedModel, value_head: Mapping[str, Tensor]) -> bytes:
+    """What lies beside a version: the value head and the adapters, as a safetensors file."""
+    return save({**value_head, **{_PREFIX + name: p.detach().cpu() for name, p in adapter_tensors(lm).items()}})
+
+
+def without_prefix(content: bytes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Value head and adapters of what lies beside a version."""
+    state = load(content)
+    own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX)}, own
+
+
+@torch.no_grad()
+def load_adapters(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> bool:
+    """Take adapters over. False, and nothing is taken, where those are of other matrices or another rank."""
+    mine = adapter_tensors(lm)
+    if {name: p.shape for name, p in mine.items()} != {name: tensor.shape for name, tensor in state.items()}:
+        return False
+    for name, p in mine.items():
+        p.copy_(state[name])
+    return True
+
+
+def save_adapter(lm: PreTrainedModel, directory: Path) -> None:
+    """Write the adapters as peft does: for `PeftModel.from_pretrained` with the model that training began with."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings: Any = lm.peft_config[_NAME]
+    settings.save_pretrained(str(directory))
+    tensors = {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": p.detach().cpu().contiguous()
+        for name, p in adapter_tensors(lm).items()
+    }
+    (directory / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
