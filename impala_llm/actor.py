@@ -308,20 +308,20 @@ class Actor:
     async def play_evaluation(self, grant: EvaluationGrant, task_id: int) -> Trajectory | str:
         """Play an evaluation task. Returns its episode, or the reason why there is none."""
         self.episodes += 1
-        spec = EpisodeSpec(
-            episode_id=f"{self.actor_id}:evaluation:{self.episodes}",
-            task_id=task_id,
-            group_id=0,
-            ticket_id=0,
-            seed=task_id % (1 << 63),
-            env=self.suite.name,
-            actor_id=self.actor_id,
-            signature=self.suite.signature(task_id),
-        )
         greedy = grant.temperature == 0
         engine = self.config.engine
         limits = EpisodeLimits(1.0 if greedy else grant.temperature, engine.max_new_tokens, engine.max_length, greedy)
         try:
+            spec = EpisodeSpec(
+                episode_id=f"{self.actor_id}:evaluation:{self.episodes}",
+                task_id=task_id,
+                group_id=0,
+                ticket_id=0,
+                seed=task_id % (1 << 63),
+                env=self.suite.name,
+                actor_id=self.actor_id,
+                signature=self.suite.signature(task_id),
+            )
             async with asyncio.timeout(self.config.actor.episode_timeout_s):
                 episode = await play_episode(spec, self.suite.session(False), self.engine, self.chat, limits)
         except (EngineError, EpisodeAborted, TimeoutError) as error:

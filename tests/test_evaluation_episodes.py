@@ -2,18 +2,23 @@
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from impala_llm.actor import Actor, evaluation_places
+from impala_llm.actor import Actor, EnvironmentFaults, evaluation_places
 from impala_llm.config import load
-from impala_llm.engines.base import EngineError
+from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.envs import make_suite
 from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes
+from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, HelloWanted
+from impala_llm.rollout import ChatFormat
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.support import make_trajectory
 
@@ -222,3 +227,45 @@ def test_a_failed_engine_and_another_learner_stop_what_is_evaluated() -> None:
         assert wanted == [0]
 
     run(test)
+
+
+class FirstLetter:
+    """An engine that answers with the letter that it is shown, and keeps what it was asked for."""
+
+    version = 3
+
+    def __init__(self) -> None:
+        self.params: list[SamplingParams] = []
+
+    async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
+        self.params.append(params)
+        tokens = np.array([prompt[-2], params.stop_token_ids[0]], np.int32)
+        return Generation(tokens, np.zeros(2, np.float32), np.full(2, self.version, np.int32), "stop")
+
+    def release(self, session_id: str) -> None: ...
+
+
+def test_an_evaluation_task_is_sampled_as_the_learner_says_and_is_no_training(tmp_path: Path) -> None:
+    actor: Any = Actor.__new__(Actor)
+    actor.config = config = load(["experiment=toy", f"run.dir={tmp_path}", "engine.temperature=0.7"])
+    actor.actor_id, actor.episodes, actor.engine, actor.faults = "actor-0", 0, FirstLetter(), EnvironmentFaults()
+    suite = make_suite(config.env)
+    trainings: list[bool] = []
+
+    def session(training: bool) -> Any:
+        trainings.append(training)
+        return suite.session(training)
+
+    def signature(task_id: int) -> str:
+        if task_id == 99:
+            raise KeyError("no such task")
+        return suite.signature(task_id)
+
+    actor.suite = SimpleNamespace(name=suite.name, session=session, signature=signature)
+    actor.chat = ChatFormat.of(resolve_policy(config), "")
+    episode = asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (5,)), 5))
+    assert (episode.task_id, episode.score, set(episode.versions[episode.action_mask])) == (5, 1.0, {3})
+    asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.25, (5,)), 5))
+    assert [(p.greedy, p.temperature) for p in actor.engine.params] == [(True, 1.0), (False, 0.25)]
+    assert trainings == [False, False]
+    assert "no such task" in asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (99,)), 99))
