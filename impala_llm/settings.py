@@ -295,7 +295,7 @@ class LearnerConfig:
     """Processes of the learner, all on one host; each has its own receiver and replay shard."""
     sharding: str = one_of("replicated", "fsdp2")
     """replicated: every rank holds the whole policy; fsdp2: each holds a share of parameters, gradients and moments,
-    and gathers a layer while it computes it."""
+    and gathers a layer while it computes it. See docs/sharding.md."""
     cpu_offload: bool = False
     """fsdp2: shares lie in the host's memory, and the optimizer steps there; a GPU holds only what it computes with."""
     batch_size: int = bounded(64, least=1)
