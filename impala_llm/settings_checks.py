@@ -50,7 +50,7 @@ def problems(config: Config) -> list[str]:
         *_host_problems(config),
         *_webshop_problems(config),
         *_model_problems(config),
-        *_lora_problems(config),
+        *_sharding_problems(config),
         *_run_problems(config),
         *_evaluation_problems(config),
     ]
@@ -85,14 +85,20 @@ def limits(low: float, high: float) -> str:
     return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
 
 
-def _lora_problems(config: Config) -> list[str]:
-    """Adapters without the library that makes them."""
-    if not config.model.lora.rank or importlib.util.find_spec("peft") is not None:
-        return []
-    return [
-        f'model.lora.rank={config.model.lora.rank} needs peft, which is not installed: pip install "impala_llm[lora]", '
-        "or set model.lora.rank=0"
-    ]
+def _sharding_problems(config: Config) -> list[str]:
+    """Shares that nobody has, and adapters without the library that makes them."""
+    learner, rank, found = config.learner, config.model.lora.rank, []
+    if learner.cpu_offload and learner.sharding != "fsdp2":
+        found.append(
+            f"learner.cpu_offload=true has no effect with learner.sharding={learner.sharding}: set "
+            "learner.sharding=fsdp2, or leave it out"
+        )
+    if rank and importlib.util.find_spec("peft") is None:
+        found.append(
+            f'model.lora.rank={rank} needs peft, which is not installed: pip install "impala_llm[lora]", or set '
+            "model.lora.rank=0"
+        )
+    return found
 
 
 def _sampling_problems(config: Config) -> list[str]:

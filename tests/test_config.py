@@ -224,6 +224,7 @@ def test_none_is_null_on_the_command_line() -> None:
         (["pipeline.connect=tcp://0.0.0.0:7400"], ["pipeline.connect=tcp://0.0.0.0:7400", "no address to connect to"]),
         (["pipeline.connect=tcp://learner:0"], ["pipeline.connect=tcp://learner:0", "from 1 to 65535"]),
         (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
+        (["learner.cpu_offload=true"], ["learner.cpu_offload=true", "learner.sharding=fsdp2"]),
     ],
 )
 def test_bad_setting_names_key_value_and_fix(overrides, words):
@@ -231,6 +232,12 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_adapters_without_the_library_that_makes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model.lora.rank=8 needs peft.*pip install"):
+        load(["model.lora.rank=8"])
 
 
 @pytest.mark.parametrize(

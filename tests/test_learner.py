@@ -35,11 +35,13 @@ def test_a_run_is_over_by_updates_or_by_time() -> None:
     assert share_done(LearnerConfig(total_updates=200), 3, 1e6) == 3 / 200
 
 
+@pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("last", ["published", "kept"])
 def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
-    tmp_path: Path, last: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, last: str, lora_rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Config()
+    config.model.lora.rank = lora_rank
     config.model.path = str(save_lm(tmp_path / "policy"))
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
         model, version = start_model(config, newest_board(run))
@@ -51,7 +53,8 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
         receiver = Mock(**{"must_keep.return_value": last == "kept"})
         for number in (1, 2):
             for p in model.parameters():
-                p.data.add_(0.125 * number)
+                if p.requires_grad:
+                    p.data.add_(0.125 * number)
             publisher.publish(number, receiver)
         resumed, version = start_model(config, newest_board(run))
         start_model(config, newest_board(run), is_main=False)
