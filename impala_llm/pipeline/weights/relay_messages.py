@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import msgpack
 
@@ -177,6 +178,7 @@ Reply = Latest | Contents | Chunk | Gone
 
 _REQUESTS: dict[int, type[Request]] = {1: LatestRequest, 2: ManifestRequest, 3: ChunkRequest}
 _REPLIES: dict[int, type[Reply]] = {11: Latest, 12: Contents, 13: Chunk, 14: Gone}
+_Message = TypeVar("_Message", Request, Reply)
 _CODES: dict[type[Request | Reply], int] = {kind: code for code, kind in (*_REQUESTS.items(), *_REPLIES.items())}
 
 
@@ -193,12 +195,7 @@ def decode_request(frame: bytes) -> Request:
     Raises:
         RelayWireError: it is not valid; the message says why.
     """
-    if len(frame) > MAX_REQUEST_BYTES:
-        raise RelayWireError(f"a request of {len(frame)} bytes: at most {MAX_REQUEST_BYTES} are allowed")
-    code, values = _unpack(frame)
-    if code not in _REQUESTS:
-        raise RelayWireError(f"code {code} is no request")
-    return _build(_REQUESTS[code], values)
+    return _decode(frame, _REQUESTS, "request", MAX_REQUEST_BYTES)
 
 
 def decode_reply(frame: bytes) -> Reply:
@@ -207,15 +204,12 @@ def decode_reply(frame: bytes) -> Reply:
     Raises:
         RelayWireError: it is not valid; the message says why.
     """
-    if len(frame) > MAX_FRAME_BYTES:
-        raise RelayWireError(f"a reply of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are allowed")
-    code, values = _unpack(frame)
-    if code not in _REPLIES:
-        raise RelayWireError(f"code {code} is no reply")
-    return _build(_REPLIES[code], values)
+    return _decode(frame, _REPLIES, "reply", MAX_FRAME_BYTES)
 
 
-def _unpack(frame: bytes) -> tuple[int, tuple[Any, ...]]:
+def _decode(frame: bytes, kinds: Mapping[int, type[_Message]], what: str, max_bytes: int) -> _Message:
+    if len(frame) > max_bytes:
+        raise RelayWireError(f"a {what} of {len(frame)} bytes: at most {max_bytes} are allowed")
     try:
         values = msgpack.unpackb(frame, use_list=False, strict_map_key=True)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
@@ -226,14 +220,13 @@ def _unpack(frame: bytes) -> tuple[int, tuple[Any, ...]]:
         raise RelayWireError(
             f"schema {values[0]}: this side speaks {SCHEMA_VERSION}, run the same version on all hosts"
         )
-    return values[1], values[2:]
-
-
-def _build(kind: type[Any], values: tuple[Any, ...]) -> Any:
+    if values[1] not in kinds:
+        raise RelayWireError(f"code {values[1]} is no {what}")
+    kind, fields = kinds[values[1]], values[2:]
     num_fields = len(dataclasses.fields(kind))
-    if len(values) != num_fields:
-        raise RelayWireError(f"{kind.__name__} has {len(values)} fields: {num_fields} are expected")
-    return kind(*values)
+    if len(fields) != num_fields:
+        raise RelayWireError(f"{kind.__name__} has {len(fields)} fields: {num_fields} are expected")
+    return kind(*fields)
 
 
 def _check_int(name: str, value: object, low: int = 0, high: int = _INT64 - 1) -> None:
