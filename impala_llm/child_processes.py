@@ -24,10 +24,14 @@ from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, sign
 
 GRACE_S = 5.0
 """Time between the polite signal and the kill."""
+SAVING_S = 120.0
+"""The same for a process that says that it is saving what was learned."""
 GUARD_S = 3.0
 """Seconds that orphans have for ending by themselves."""
 MAX_RESTARTS = 20
 """Restarts of an actor without a trajectory acknowledged in between."""
+POLL_S = 0.02
+"""Time between two looks at processes that are ending."""
 LOG_END = 4096
 """Bytes at the end of a log in which the last line is looked for."""
 PROGRESS_BAR = re.compile(r"\d%\|")
@@ -116,6 +120,11 @@ class Child:
         messages, self.messages = self.messages, []
         return messages
 
+    def is_saving(self) -> bool:
+        """Whether it has said that it is saving what was learned."""
+        self._read_pipe()
+        return any("saving" in message for message in self.messages)
+
     def has_worked(self) -> bool:
         """Whether it has made progress since this was last asked."""
         self._read_pipe()
@@ -190,20 +199,21 @@ def end(children: Sequence[Child], polite: bool) -> None:
 
     Args:
         polite: wait for them to end by themselves, as actors do after a finished run; else SIGTERM is sent first. Those
-            that are left after `GRACE_S` are killed.
+            that are left after `GRACE_S` are killed, those that are saving after `SAVING_S`.
     """
     # The number of a process that has ended before may be that of a stranger by now.
     running = [(child, [process for process in child.processes if process.poll() is None]) for child in children]
     if not polite:
         for _, processes in running:
             _signal_groups(processes, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    began = time.monotonic()
     for child, processes in running:
-        try:
-            for process in processes:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            say(f"{child.name} does not end: killing it")
+        while any([process.poll() is None for process in processes]):
+            waited = time.monotonic() - began
+            if waited > SAVING_S or (waited > GRACE_S and not child.is_saving()):
+                say(f"{child.name} does not end: killing it")
+                break
+            time.sleep(POLL_S)
         _signal_groups(processes, signal.SIGKILL)  # also what is left of their groups
     for _, processes in running:
         for process in processes:

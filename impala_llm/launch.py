@@ -23,6 +23,7 @@ from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_ali
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
@@ -116,6 +117,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise`. indices: of the actors."""
+    start = how_to_start(config)  # before config.yaml changes, with which it is compared
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
     children = plan(config, overrides, indices)
@@ -126,7 +128,9 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     final = (STOPPED, BAD_SETTINGS, NOT_SAVED)
     with (
         _stop_signal() as stop_signal,
-        RunDirectory.create(config.run.name, take_over=config.run.resume) as run_dir,
+        RunDirectory.create(
+            config.run.name, take_over=start.take_over, run_id=start.run_id, output=Path(config.run.dir).resolve()
+        ) as run_dir,
         _terminal_view(config) as view,
     ):
         learner.meeting_place = run_dir.path

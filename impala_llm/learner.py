@@ -7,16 +7,19 @@ rank has its own receiver, tickets and replay shard; ranks meet only to add up c
 version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
-every trajectory that it had acknowledged and not yet trained on; its optimizer begins anew (checkpoints are a later
-stage), and its warm-ups with it. What a step trained on counts once the step's version, or one after it, is on a board:
-that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone, before
-the trajectories that wait for it fill the trajectory store.
+every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one
+optimizer and warm-ups begin anew. What a step trained on counts once the step's version, or one after it, is on a
+board: that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone,
+before the trajectories that wait for it fill the trajectory store.
+
+Where shared memory is gone as well, after a lost host or at the end of a run, all of it comes from the newest whole
+checkpoint (learning/checkpoint.py): the updates from there on are made again, under versions that were never published.
+So versions may be ahead of updates; metrics and schedules count updates.
 
 Actors also play validation tasks now and then, while training goes on (in_run_evaluation.py).
-
-Left out on purpose: checkpoints (a later stage).
 """
 
+import logging
 import math
 import os
 import shutil
@@ -24,12 +27,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
@@ -42,36 +47,96 @@ from impala_llm.in_run_evaluation import InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.cautions import cautions
+from impala_llm.learning.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    State,
+    Stateful,
+    load_random_state,
+    random_state,
+    tensors_of,
+)
+from impala_llm.learning.checkpoint_files import (
+    FOLDER,
+    CheckpointError,
+    VersionMark,
+    name_of,
+    newest_whole,
+    read_manifest,
+)
 from impala_llm.learning.lora import add_adapters, is_adapted, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
+from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.metrics import MetricError
 from impala_llm.observability.terminal import SupervisorView, TerminalView, View
 from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
+from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run
+from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.programs import how_to_evaluate
-from impala_llm.settings import Config, LearnerConfig, holds_run
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, say
+from impala_llm.settings import Config, LearnerConfig
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, say, tell
 from impala_llm.trainer import Trainer
 
+_log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 DEAL_GRACE_S = 10.0
 """Seconds in which an actor is expected to have the first task of an evaluation that is awaited."""
+STOP_PATIENCE_S = 4.0
+"""Seconds for which a signal waits for the end of an update. The supervisor waits for five."""
+Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]
+"""Rows of the tickets of a rank, and the records that they have brought: see `Receiver.rows` and `held`."""
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
 
 
-def learn(config: Config, ranks: Ranks) -> bool:
+class _Stopped(Exception):
+    """A signal has come while the learner waits for a batch."""
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
+    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most. A second one does not cut
+    that short."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Signal that has come."""
+        self.holds_back: Callable[[], bool] = lambda: False
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._receive)
+        signal.signal(signal.SIGALRM, lambda *_: self.check())
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt or SystemExit where a signal has come."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.number:
+            raise KeyboardInterrupt if self.number == signal.SIGINT else SystemExit(128 + self.number)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        self.number = number
+        if self.holds_back():
+            signal.setitimer(signal.ITIMER_REAL, STOP_PATIENCE_S)
+        else:
+            self.check()
+
+
+def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> bool:
     """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy.
 
     Returns:
@@ -79,7 +144,7 @@ def learn(config: Config, ranks: Ranks) -> bool:
     """
     torch.manual_seed(config.run.seed)
     with ExitStack() as stack:
-        learner = Learner(config, ranks, stack)
+        learner = Learner(config, ranks, stack, start, stops)
         while learner.progress < 1.0 and learner.step():
             pass
         learner.finish_evaluation()
@@ -91,21 +156,35 @@ class Learner:
 
     Args:
         stack: what is to be undone at the end, with the error that ended the run, if one did.
+        start: what `how_to_start` has found, where no supervisor has asked it.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, stack: ExitStack) -> None:
-        self.config, self.ranks = config, ranks
+    def __init__(self, config: Config, ranks: Ranks, stack: ExitStack, start: Start, stops: StopSignals) -> None:
+        self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
         self.files = policy_files(resolve_policy(config))
         batch_size = config.learner.batch_size // ranks.world_size
 
         self.endpoint = stack.enter_context(
-            LearnerEndpoint(config, ranks.rank, ranks.world_size, ranks.barrier, self.files)
+            LearnerEndpoint(
+                config, ranks.rank, ranks.world_size, ranks.barrier, self.files, start.take_over, start.run_id
+            )
         )
-        self.model, self.version = start_model(config, self.endpoint.newest_weights(), ranks.is_main)
+        self.checkpointer = Checkpointer(self.run_folder, config.learner.checkpoints_kept, ranks.rank, ranks.world_size)
+        if ranks.is_main:
+            self.checkpointer.begin()
+        newest = self.endpoint.newest_weights()
+        origin = find_origin(self.run_folder, newest, self.checkpointer.versions, ranks)
+        checkpoint, is_on_board = origin.checkpoint, origin.board is not None
+        beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
+        self.model, _ = start_model(config, origin.board, ranks.is_main, beside)
+        self.version, self.update = origin.version, origin.update
+        """Of the weights, for engines; updates of the run."""
         if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
             self.model.check(config.engine.max_length)
         ranks.place(self.model, config.learner.precision)
+        if checkpoint is not None and not is_on_board:
+            checkpoint.load_model(self.model)
         if not ranks.is_sharded:
             self.model.check(config.engine.max_length)
         if ranks.is_main:
@@ -114,6 +193,11 @@ class Learner:
         boards = self.endpoint.board, self.endpoint.kept
         dtype = board_dtype(config)
         self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness, dtype=dtype)
+        past = None if checkpoint is None else Past.of(checkpoint, ranks.rank, ranks.world_size, self.version)
+        if past is not None and origin.is_lost:
+            self.endpoint.restore(past.tickets)
+            ranks.barrier()
+        self.reserve_version()
         self.publisher.begin(self.version)
         suite = make_suite(config.env)
         tasks = contract.tasks(suite, "train")
@@ -134,7 +218,7 @@ class Learner:
         self.writer: MetricWriter | None = None
         if ranks.is_main:
             folder, names = self.run_folder / "tensorboard", config.run.metric_writers
-            self.writer = stack.enter_context(MetricWriter(folder, names))
+            self.writer = stack.enter_context(MetricWriter(folder, names, self.update))
             self.writer.write_text("settings", to_yaml(config))
         self.view = self.make_view(stack)
         self.meters = Meters(self.receiver, ranks, staleness)
@@ -143,60 +227,99 @@ class Learner:
         self.trainer = Trainer(
             config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
         )
-        if ranks.is_main or ranks.is_sharded:
-            stack.push(self.save_what_was_learned)
-        self.is_saved = True
-        """Whether no policy had to be left in shared memory."""
-        self.is_refusal_said = False
-        """Whether it was said that a connection was refused."""
-        self.connected: set[str] = set()
-        """Actors that were connected when it was last said which are."""
-        self.progress = self.version / config.learner.total_updates
-        """Share of the run that is over: 1 at its end."""
-        # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
-        self.began_at = math.inf
         self.evaluation: InRunEvaluation | None = None
         """On rank 0, where evaluations inside of the run are wanted."""
         if config.evaluation.inside_run and ranks.is_main:
             held_out = contract.tasks(suite, "validation")
             self.evaluation = InRunEvaluation(config.evaluation, self.receiver, held_out, self.run_folder, self.version)
             stack.callback(self.evaluation.close)
+        self.used_s = 0.0
+        """Time that the run had trained for when this host was given it."""
+        self.stateful: dict[str, Stateful] = {"trainer": self.trainer, "meters": self.meters}
+        """Further parts with a state, which is in each checkpoint."""
+        if self.evaluation is not None:
+            self.stateful["evaluation"] = self.evaluation
+        if checkpoint is not None and past is not None:
+            self.restore(checkpoint, past, origin.is_lost)
+        self.undone: dict[str, Any] | None = None
+        """Amid an update, until the weights change: states of `stateful` as they were before."""
+        self.is_changed = False
+        """Whether weights have changed since the last update that is over."""
+        self.trainer.before_change = self.before_change
+        self.ends_together = False
+        """Whether all ranks have agreed to end after the same update."""
+        self.saved_at = time.monotonic()
+        """When the last checkpoint was begun."""
+        self.saved = None if checkpoint is None else (checkpoint.manifest.update, checkpoint.manifest.version)
+        """Update and version of the last checkpoint."""
+        self.saves_next = self.is_update_to_save()
+        """Whether the next update ends with a checkpoint."""
+        stops.holds_back = self.holds_back
+        stack.push(self.save_what_was_learned)
+        self.is_saved = True
+        """Whether no policy had to be left in shared memory."""
+        self.is_refusal_said = False
+        """Whether it was said that a connection was refused."""
+        self.connected: set[str] = set()
+        """Actors that were connected when it was last said which are."""
+        self.progress = self.update / config.learner.total_updates
+        """Share of the run that is over: 1 at its end."""
+        # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
+        self.began_at = math.inf
         self.evaluate(0.0)
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
         timer = self.trainer.timer
         with timer.stage("receive"):
-            batch = self.batches.batch_at_hand(self.version)
+            batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
         with timer.stage("idle"):
-            if batch is None:
+            if batch is None and not self.stops.number:
                 end = end_of_time(self.config.learner, self.began_at)
-                batch = self.batches.next_batch(self.version, end, self.while_waiting)
+                with suppress(_Stopped):
+                    batch = self.batches.next_batch(self.version, end, self.while_waiting)
             self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
-        # Ranks end together: where one has waited in vain for the rest of the time, all do.
-        if self.config.learner.max_minutes is not None and self.ranks.sum([float(batch is None)])[0] > 0:
+        # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
+        if self.ranks.sum([float(batch is None)])[0] > 0:
+            self.ends_together = True
+            self.stops.check()
             return False
         assert batch is not None
         if math.isinf(self.began_at):
-            self.began_at = self.ranks.sum([self.endpoint.run_dir.began_at() if self.ranks.is_main else 0.0])[0]
+            began_at = self.endpoint.run_dir.began_at(self.used_s) if self.ranks.is_main else 0.0
+            self.began_at = self.ranks.sum([began_at])[0]
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
+        self.undone = self.states()
         self.trainer.update(batch, self.version, self.progress, partial(self.batches.arrivals, self.version))
         with timer.stage("publish"):
             self.version += 1
+            self.update += 1
+            self.reserve_version()
+            # Before the announcement: a later learner then deals the tickets of the next update anew, all of them.
+            noted = self.tickets() if self.saves_next else None
             self.meters.log.update(self.publisher.publish(self.version, self.receiver))
         with timer.stage("log"):
             elapsed_s = time.monotonic() - self.began_at
-            share = share_done(self.config.learner, self.version, elapsed_s) if self.ranks.is_main else 0.0
-            self.progress = self.ranks.sum([share])[0]  # by rank 0's clock
-            if self.ranks.is_main:
+            share, due = 0.0, 0.0
+            if self.ranks.is_main:  # by whose clock all go
+                share = share_done(self.config.learner, self.update, elapsed_s)
+                # Rank 0 is the last to have written its part.
+                is_due = self.is_update_to_save() or self.is_time_to_save()
+                due = float(is_due and not self.checkpointer.is_busy)
                 self.meters.log.add("progress/seconds", elapsed_s)
+            self.progress, due = self.ranks.sum([share, due])
+            self.saves_next = due > 0
             if self.evaluate(elapsed_s):
                 self.progress = 1.0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
-            if save_every and self.version % save_every == 0 and (self.ranks.is_main or self.ranks.is_sharded):
-                self.save(self.run_folder / f"policy-{self.version}")
+            if save_every and self.update % save_every == 0 and (self.ranks.is_main or self.ranks.is_sharded):
+                self.save(self.run_folder / f"policy-{self.update}")
+            self.batches.end_step()
+            self.undone, self.is_changed = None, False
+            if noted is not None:
+                self.save_checkpoint(noted)
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
         with timer.stage("log"):  # of the step that begins
@@ -217,7 +340,7 @@ class Learner:
             return False
         begins = is_over = False
         if self.evaluation is not None:
-            self.meters.log.update(self.evaluation.collect(self.version))
+            self.collect_evaluation(self.evaluation)
             begins = self.evaluation.begin(self.version, elapsed_s, at_the_end)
             is_over = self.evaluation.is_over
         begins, is_over = (n > 0 for n in self.ranks.sum([float(begins), float(is_over)]))
@@ -233,7 +356,7 @@ class Learner:
         self.evaluate(0.0 if math.isinf(self.began_at) else time.monotonic() - self.began_at, at_the_end=True)
         self.await_evaluation()
         if self.writer is not None and (found := self.meters.log.flush()):
-            self.writer.write(self.version, found)
+            self.writer.write(self.update, found)
 
     def await_evaluation(self) -> None:
         """Wait until no evaluation is under way, or for as long as one may take. All ranks call it."""
@@ -242,14 +365,130 @@ class Learner:
         is_said = is_awaited = False
         while True:
             if self.evaluation is not None:
-                self.meters.log.update(self.evaluation.collect(self.version))
+                self.collect_evaluation(self.evaluation)
                 is_awaited = self.evaluation.is_under_way and time.monotonic() < until
             if self.ranks.sum([float(is_awaited)])[0] == 0:
                 return
             if is_awaited and not is_said:
                 is_said = True
                 say("learner: training is over, and an evaluation is under way: Ctrl-C ends without it")
+            self.stops.check()
             time.sleep(POLL_S)
+
+    def collect_evaluation(self, evaluation: InRunEvaluation) -> None:
+        """Take in the evaluation that has ended, if one has; of the best one the checkpoint is kept."""
+        before = evaluation.schedule.best
+        self.meters.log.update(evaluation.collect(self.version))
+        if (best := evaluation.schedule.best) is not None and best != before:
+            self.checkpointer.mark_best(*best)
+
+    # --- checkpoints
+
+    def is_update_to_save(self) -> bool:
+        """Whether the next update is one of those by number that end with a checkpoint."""
+        every = self.config.learner.checkpoint_every
+        return bool(every) and (self.update + 1) % every == 0
+
+    def is_time_to_save(self) -> bool:
+        """Whether a checkpoint is due by time, or for the best policy so far."""
+        minutes = self.config.learner.checkpoint_minutes
+        is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return is_late or self.checkpointer.is_wanted
+
+    def reserve_version(self) -> None:
+        """Note on the disk that the learner's version will be published."""
+        if self.ranks.is_main and self.checkpointer.is_on:
+            self.checkpointer.versions.reserve(self.version, self.version - self.update)
+
+    def before_change(self) -> None:
+        """Called before the weights change."""
+        self.is_changed = True
+        self.checkpointer.wait_until_copied()
+
+    def holds_back(self) -> bool:
+        """Whether a signal waits for the end of the update: not while its gradient is computed on the only rank."""
+        return self.undone is None or self.is_changed or self.ranks.world_size > 1
+
+    def states(self) -> dict[str, Any]:
+        """States of all that is in `stateful`."""
+        return {name: part.state_dict() for name, part in self.stateful.items()}
+
+    def tickets(self) -> Tickets:
+        """The tickets of this rank, and the trajectories that they have brought, as of the learner's version."""
+        return self.receiver.rows(self.version), self.receiver.held()
+
+    def state(self, tickets: Tickets) -> State:
+        """What a checkpoint holds: as of the last update that is over."""
+        rows, held = tickets
+        moment = self.batches.moment()
+        records: dict[int, Callable[[], bytes | memoryview]] = dict(held)
+        for t in moment.buffer.trajectories:
+            if t.unroll_id not in held:
+                records[t.unroll_id] = partial(record_bytes, t)
+        plain = {
+            "states": self.states() if self.undone is None else self.undone,
+            "batches": self.batches.state_dict(moment),
+            "rows": np.array(rows, np.int64),
+            "held": list(held),
+            "random": random_state(),
+        }
+        exports = self.ranks.is_main and not self.ranks.is_sharded and not is_adapted(self.model.lm)
+        used_s = self.used_s if math.isinf(self.began_at) else time.monotonic() - self.began_at
+        return State(
+            update=self.update,
+            version=self.version,
+            run_id=self.endpoint.run_dir.run_id,
+            minutes_used=used_s / 60,
+            plain=plain,
+            records=records,
+            tensors=tensors_of(self.model, self.trainer.optimizer, self.ranks.is_main),
+            policy=dict(self.model.policy_weights()) if exports else {},
+            files=self.model.config_files(self.files) if exports else {},
+        )
+
+    def save_checkpoint(self, tickets: Tickets) -> None:
+        """Begin to write a checkpoint of the last update that is over. All ranks call it."""
+        if not self.checkpointer.is_on:
+            return
+        # Ranks meet in an export that each writes a part of, and adapters are merged into one: that is not put off.
+        if self.ranks.is_sharded or (is_adapted(self.model.lm) and self.ranks.is_main):
+            try:
+                self.publisher.export.save(self.checkpointer.export_folder(self.update), self.files)
+            except (OSError, SafetensorError) as error:
+                _log.warning("the checkpoint has no plain export: %s", error)
+        if self.checkpointer.save(self.state(tickets)):
+            self.saved_at, self.saved = time.monotonic(), (self.update, self.version)
+
+    def restore(self, checkpoint: CheckpointReader, past: Past, is_lost: bool) -> None:
+        """Take over the state of a checkpoint beside weights and tickets.
+
+        Args:
+            is_lost: also what the trajectory store and the buffer held; else they lie in shared memory.
+        """
+        checkpoint.load_optimizer(self.trainer.optimizer)
+        for name, state in past.plain["states"].items():
+            if name in self.stateful:
+                self.stateful[name].load_state_dict(state)
+        self.trainer.num_updates = self.update
+        if not is_lost:
+            return
+        self.used_s = 60 * checkpoint.manifest.minutes_used
+        load_random_state(past.plain["random"])
+        arrived = {t.unroll_id: t for t in self.receiver.drain(0.0)}
+        self.batches.load_state_dict(past.plain["batches"], {**past.settled, **arrived}, self.version)
+
+    def save_last(self) -> None:
+        """Write the last checkpoint, of the last update that is over, and return once it is on the disk."""
+        if not self.checkpointer.is_on or self.is_changed or self.update == 0:
+            return
+        is_there = self.checkpointer.wait()
+        if self.saved is None or self.saved[0] != self.update:
+            self.save_checkpoint(self.tickets())
+            is_there = self.checkpointer.wait()
+        if is_there and self.ranks.is_main and self.saved == (self.update, self.version):
+            self.checkpointer.versions.end(self.version)
+
+    # --- the end
 
     def save(self, target: Path) -> bool:
         """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
@@ -280,10 +519,20 @@ class Learner:
         weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
         in shared memory.
         """
+        signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
             return
-        if kind is not None and self.ranks.is_sharded:
+        ends_together = kind is None or self.ends_together or self.ranks.world_size == 1
+        if self.ranks.is_sharded and not ends_together:
             return
+        tell(saving=True)
+        if self.ranks.is_main or self.ranks.is_sharded:
+            self.save_policy()
+        if ends_together:
+            self.save_last()
+
+    def save_policy(self) -> None:
+        """Save the last policy, on the disk or, where that is full, in shared memory."""
         target = self.run_folder / "policy"
         if self.save(target):
             if self.ranks.is_main:
@@ -304,6 +553,8 @@ class Learner:
 
     def while_waiting(self, what: str) -> None:
         """Called while there is no batch. what: is missing."""
+        if self.stops.number:
+            raise _Stopped
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
         if self.view is not None:
             self.tell_of_actors()
@@ -331,11 +582,11 @@ class Learner:
     def show(self, summary: dict[str, float]) -> None:
         """A step's metrics, to the writers and the terminal."""
         if self.writer is not None:
-            self.writer.write(self.version, summary)
+            self.writer.write(self.update, summary)
         if self.ranks.is_main:
             self.tell_of_actors()
         if self.view is not None:
-            self.view.update(self.version, summary, self.progress)
+            self.view.update(self.update, summary, self.progress)
 
 
 def board_dtype(config: Config) -> torch.dtype | None:
@@ -373,20 +624,71 @@ def end_of_time(config: LearnerConfig, began_at: float) -> float:
     return math.inf if config.max_minutes is None else began_at + 60 * config.max_minutes
 
 
-def share_done(config: LearnerConfig, version: int, elapsed_s: float) -> float:
+def share_done(config: LearnerConfig, update: int, elapsed_s: float) -> float:
     """Share of a run that is over, by updates or by time, whichever is further. elapsed_s: since its first batch."""
-    share = version / config.total_updates
+    share = update / config.total_updates
     if config.max_minutes is not None:
         share = max(share, elapsed_s / 60 / config.max_minutes)
     return min(1.0, share)
 
 
-def start_model(config: Config, newest: WeightReader | None, is_main: bool = True) -> tuple[PolicyModel, int]:
+@dataclass(frozen=True)
+class Origin:
+    """What a learner goes on from."""
+
+    update: int
+    version: int
+    """For its first weights: of a lost host's checkpoint one that was never published."""
+    board: WeightReader | None
+    """Board with these weights; None: they are those of the checkpoint, or the configured start."""
+    checkpoint: CheckpointReader | None
+    """The newest whole one: of it come at least the optimizer and the state of the trainer."""
+    is_lost: bool
+    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
+
+
+def find_origin(run_folder: Path, newest: WeightReader | None, versions: VersionMark, ranks: Ranks) -> Origin:
+    """Find what the learner goes on from; rank 0 says so where it is a checkpoint. All ranks call it.
+
+    Args:
+        newest: board with what an earlier learner of this run has left in shared memory.
+    """
+    update = -1
+    if ranks.is_main:
+        manifest, passed_over = newest_whole(run_folder)
+        for reason in passed_over:
+            say(f"learner: checkpoint {reason}: it is passed over")
+        update = -1 if manifest is None else manifest.update
+    update = int(ranks.sum([float(update) if ranks.is_main else 0.0])[0])
+    checkpoint = None
+    if update >= 0:
+        checkpoint = CheckpointReader(read_manifest(run_folder / FOLDER / name_of(update)))
+    on_board = None if newest is None else newest.latest()
+    if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
+        version = on_board or 0
+        return Origin(max(0, version - versions.ahead), version, newest, checkpoint, is_lost=False)
+    saved, is_lost = checkpoint.manifest, on_board is None
+    version = versions.unused(saved.version) if is_lost else saved.version
+    if ranks.is_main:
+        under = "" if version == saved.version else f", as version {version}: the {version - 1} before may be in use"
+        say(f"learner: going on from update {update}, checkpoint {saved.path}{under}")
+        if saved.num_ranks != ranks.world_size and is_lost:
+            say(
+                f"learner: it is of learner.num_ranks={saved.num_ranks}: tickets, trajectories and replay are dealt "
+                f"among {ranks.world_size} anew, and the order of random draws is another"
+            )
+    return Origin(update, version, None, checkpoint, is_lost)
+
+
+def start_model(
+    config: Config, newest: WeightReader | None, is_main: bool = True, checkpoint: str | None = None
+) -> tuple[PolicyModel, int]:
     """The policy to go on from, and its version.
 
     Args:
         newest: board with what a killed learner published or kept last; None: the configured start.
         is_main: whether this rank says where it goes on from.
+        checkpoint: name of the one that the optimizer comes from; None: it begins anew.
     """
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
     if newest is None:
@@ -405,7 +707,8 @@ def start_model(config: Config, newest: WeightReader | None, is_main: bool = Tru
             )
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
         if is_main:
-            say(f"learner: going on from version {lease.version}; {anew} anew")
+            rest = f"{anew} anew" if checkpoint is None else f"the optimizer is that of checkpoint {checkpoint}"
+            say(f"learner: going on from version {lease.version}; {rest}")
         return model, lease.version
 
 
@@ -425,27 +728,22 @@ def check_ranks(config: Config) -> None:
         )
 
 
-def check_folder(config: Config) -> None:
-    """ConfigError where a learner that was started by hand would mix two runs; of what it removes it says so.
+def check_folder(config: Config) -> Start:
+    """How a learner that was started by hand begins; of what it removes it says so.
 
-    Raises RunDirectoryError where another learner of this run is alive: before anything in its folder changes.
+    Raises ConfigError where it would mix two runs, and RunDirectoryError where another learner of this run is alive:
+    before anything in its folder changes.
     """
-    if SUPERVISED in os.environ:
-        return
-    left = find_run(config.run.name) if os.environ.get("RANK", "0") == "0" else None
-    if config.run.resume:
-        return
-    if holds_run(Path(config.run.dir)):
-        raise ConfigError(
-            f"run.dir={config.run.dir} holds a run already, and two would be mixed: set another run.name, or "
-            "run.resume=true to go on with what a killed learner left"
-        )
-    if left is not None:
+    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+        return Start()
+    start = how_to_start(config)
+    if not start.take_over and start.run_id is None and find_run(config.run.name) is not None:
         print(
             f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
             "actors are told to end: run.resume=true would have gone on with it",
             flush=True,
         )
+    return start
 
 
 def keep_settings(config: Config) -> None:
@@ -461,16 +759,6 @@ def keep_settings(config: Config) -> None:
         ) from None
 
 
-def end_by(number: int, _frame: object) -> NoReturn:
-    """End by a signal: as an exception, which undoes everything on its way out: sockets, shared memory, files.
-
-    A second one does not cut that short.
-    """
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
     too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
@@ -478,21 +766,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(argv)
         check_ranks(config)
-        check_folder(config)
+        start = check_folder(config)
         keep_settings(config)
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, end_by)
+    stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
     disable_progress_bar()
     learner = config.learner
     ranks = Ranks(config.model.device, learner.stall_timeout_s, learner.sharding, learner.cpu_offload)
     try:
-        return 0 if learn(config, ranks) else NOT_SAVED
+        return 0 if learn(config, ranks, start, stops) else NOT_SAVED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Stalled as error:
@@ -503,7 +789,15 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (ArenaError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError) as error:
+    except (
+        ArenaError,
+        CheckpointError,
+        ConfigError,
+        KeyFileError,
+        MetricError,
+        OutOfMemory,
+        RunDirectoryError,
+    ) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:

@@ -24,10 +24,11 @@ from impala_llm.config import ConfigError
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
+from impala_llm.learning.resume import how_to_start
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
-from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_run, left_bytes, shared_memory
-from impala_llm.settings import Config, holds_run, model_directory, other_models
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError, left_bytes, shared_memory
+from impala_llm.settings import Config, model_directory, other_models
 
 MEGABYTE = 1 << 20
 DISK_SPARE = 32 * MEGABYTE
@@ -140,25 +141,10 @@ def _folder(config: Config) -> list[str]:
 
 def _earlier_run(config: Config) -> list[str]:
     """A folder takes one run; a name, one living run."""
-    folder, name = Path(config.run.dir), config.run.name
     try:
-        left = find_run(name)
-    except RunDirectoryError as error:
+        how_to_start(config)
+    except (ConfigError, RunDirectoryError) as error:
         return [str(error)]
-    if config.run.resume and left is None:
-        trained = folder / "policy"
-        onward = f", or train its policy further with model.path={trained} and another run.name"
-        return [
-            f"run.resume=true: nothing of run {name!r} is left in {shared_memory()} to go on from; leave run.resume out"
-            + (onward if trained.is_dir() else "")
-        ]
-    if not config.run.resume and holds_run(folder):
-        trained = folder / "policy"
-        onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
-        return [
-            f"run.dir={folder} holds a run already, and two would be mixed: set another run.name, and run.dir where it "
-            f"is given{onward}, or " + ("run.resume=true to go on with it" if left is not None else "remove the folder")
-        ]
     return []
 
 

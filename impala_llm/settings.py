@@ -37,9 +37,11 @@ class RunConfig:
     """Folder of logs, metrics and checkpoints; made if it is missing."""
     seed: int = bounded(0, least=0, most=2**31 - 1)
     """Seed of everything random: task order, sampling, weights of new heads."""
-    resume: bool = False
-    """A learner started by hand goes on from what a killed one left in shared memory: weights, tickets, trajectories.
-    Under `impala-llm train` a killed learner is started again by itself, and always does."""
+    resume: Any = field(default="auto", metadata={"choices": ("auto", True, False)})
+    """auto: where run.dir holds a run of the same model, environment, algorithm and seed, it goes on: from what a
+    killed learner left in shared memory, or from the newest whole checkpoint. true: it must go on, also with other
+    settings of the algorithm. false: it begins anew, and a folder that holds a run is refused. See
+    docs/checkpoints.md."""
     terminal: bool = True
     """Live view in the terminal."""
     metric_writers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -345,6 +347,14 @@ class LearnerConfig:
     """The gradient is scaled down to this norm."""
     save_every: int = bounded(0, least=0)
     """Updates between two saved models; 0: only the last one."""
+    checkpoint_minutes: float | None = bounded(10.0, least=0.01)
+    """Time between two checkpoints, in the background; null: by updates alone. One is also written at the end of the
+    run, at Ctrl-C and at SIGTERM. What a lost host costs is the work since the last one: see docs/checkpoints.md."""
+    checkpoint_every: int = bounded(0, least=0)
+    """Updates between two checkpoints, beside those by time; 0: by time alone."""
+    checkpoints_kept: int = bounded(2, least=0)
+    """Checkpoints that stay on the disk, the newest ones, and beside them the best by evaluation. 0: none is written,
+    and a run that has ended cannot go on."""
     stall_timeout_s: float = bounded(600.0, least=1)
     """The learner ends with an error when no batch came together for so long."""
 
@@ -472,9 +482,9 @@ def model_directory(path: str) -> Path | None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written metrics into this folder: a second one would be mixed with it."""
+    """Whether a run has written metrics or checkpoints into this folder: a second one would be mixed with it."""
     metrics = folder / "tensorboard" / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
+    return metrics.is_file() and metrics.stat().st_size > 0 or any((folder / "checkpoints").glob("update-*"))
 
 
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:

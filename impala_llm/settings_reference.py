@@ -112,7 +112,7 @@ def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
 
 def _allowed(field: Field[Any]) -> str:
     """The values that the metadata of a field allow."""
-    allowed = list(field.metadata.get("choices", ()))
+    allowed = list(map(_written, field.metadata.get("choices", ())))
     least, most = field.metadata.get("range", (-math.inf, math.inf))
     if least > -math.inf:
         allowed.append(f"at least {least:.12g}" if most == math.inf else f"{least:.12g} to {most:.12g}")

@@ -5,9 +5,10 @@ number that is not finite ends no rank: all leave the step out together, and the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +111,9 @@ class Trainer:
         self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
         """Whether rewards are added to the environment's."""
         self.num_updates = 0
-        """Since this process began: what warms up does so again after a restart."""
+        """Of the run; after a restart without a checkpoint of this process: what warms up then does so again."""
+        self.before_change: Callable[[], object] = lambda: None
+        """Called before each change of the weights."""
         self.is_stepping = False
         """Amid a change of the weights, also where an exception has ended it there."""
 
@@ -161,6 +164,24 @@ class Trainer:
         (scored.log_probs.sum() + scored.entropy.sum() + values.sum()).backward()
         self.model.zero_grad(set_to_none=True)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What lives from update to update beside weights, optimizer and buffer, as plain numbers and lists."""
+        return {
+            "num_updates": self.num_updates,
+            "entropy": self.entropy.state_dict(),
+            "rewards": self.rewards.state_dict(),
+            "collapse": self.collapse.state_dict(),
+            "monitor": self.monitor.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.num_updates = state["num_updates"]
+        self.entropy.load_state_dict(state["entropy"])
+        self.rewards.load_state_dict(state["rewards"])
+        self.collapse.load_state_dict(state["collapse"])
+        self.monitor.load_state_dict(state["monitor"])
+
     def prepare(self, batch: Batch, version: int) -> _Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
@@ -191,7 +212,7 @@ class Trainer:
         learner = self.config.learner
         found = []
         for epoch in range(learner.epochs):
-            order = np.random.default_rng((self.config.run.seed, self.ranks.rank, update.version, epoch))
+            order = np.random.default_rng((self.config.run.seed, self.ranks.rank, self.num_updates, epoch))
             places = order.permutation(len(update.batch.trajectories))
             found += [sorted(part.tolist()) for part in np.array_split(places, learner.minibatches)]
         return found
@@ -330,6 +351,7 @@ class Trainer:
             self.ranks.sum_gradients(self.model)
             num_culprits = self.ranks.sum([len(update.culprits)])[0]
         with self.timer.stage("optimize"):
+            self.before_change()
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
             self.is_stepping = False

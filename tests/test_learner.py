@@ -70,7 +70,7 @@ def test_a_learner_by_hand_takes_no_folder_that_holds_a_run(tmp_path: Path, caps
     (tmp_path / "tensorboard" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert f"run.dir={tmp_path} holds a run" in said and "run.resume=true" in said
+    assert f"run.dir={tmp_path} holds a run" in said and "without a checkpoint" in said
 
 
 def test_what_a_killed_learner_left_is_not_removed_in_silence(
@@ -82,7 +82,7 @@ def test_what_a_killed_learner_left_is_not_removed_in_silence(
     subprocess.run([sys.executable, "-c", make], check=True)
     try:
         settings = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}"]
-        check_folder(load([*settings, "run.resume=true"]))
+        assert check_folder(load([*settings, "run.resume=true"])).take_over
         assert capsys.readouterr().out == ""
         check_folder(load(settings))
         assert "run.resume=true would have gone on with it" in capsys.readouterr().out

@@ -8,8 +8,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from impala_llm.algorithms.advantages import episode_return
 from impala_llm.pipeline.transport.receiver import Receiver
@@ -22,6 +23,7 @@ from impala_llm.replay import (
     ReplayFraction,
     SamplesPerInsert,
 )
+from impala_llm.replay.buffer import Moment
 from impala_llm.settings import Config
 from impala_llm.trajectory import DeferredTrajectory, Trajectory
 
@@ -47,6 +49,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True)
+class SourceMoment:
+    """State of a source at a moment, without a copy of the trajectories."""
+
+    buffer: Moment
+    rest: dict[str, Any]
+    """Of the other parts, as `BatchSource.state_dict` has it."""
 
 
 class BatchSource:
@@ -107,6 +118,7 @@ class BatchSource:
         self._refills_left = self._most_refills
         self.num_yielded = 0
         """Groups that had to go on without members that were still to come, since the start."""
+        self._before_draw: SourceMoment | None = None
 
     def next_batch(
         self, version: int, until: float = math.inf, on_wait: Callable[[str], object] | None = None
@@ -156,9 +168,12 @@ class BatchSource:
 
     def collect(self, version: int, timeout_s: float) -> None:
         """Take in what has arrived, waiting up to `timeout_s` for the first."""
+        self._take_in(self._receiver.drain(timeout_s), version)
+
+    def _take_in(self, arrived: Sequence[Trajectory], version: int) -> None:
         late: list[Trajectory] = []
         complete: list[tuple[Trajectory, ...]] = []
-        for trajectory in self._receiver.drain(timeout_s):
+        for trajectory in arrived:
             self.received.append(trajectory)
             if self._groups.is_closed(trajectory.group_id):
                 late.append(trajectory)
@@ -212,14 +227,65 @@ class BatchSource:
         self.collect(version, timeout_s=0.0)
         return self.received
 
+    def moment(self) -> SourceMoment:
+        """State as of now; amid a step as it was before its batch was drawn, so that it can be drawn again.
+
+        What has arrived since the draw is then missing: the ledger has it as received."""
+        return self._before_draw or self._moment()
+
+    def end_step(self) -> None:
+        """Note that the batch that was drawn last has been trained on: its draw stays."""
+        self._before_draw = None
+
+    def _moment(self) -> SourceMoment:
+        fraction = self.replay_fraction
+        return SourceMoment(
+            self.buffer.moment(),
+            {
+                "rate": self._rate.state_dict(),
+                "groups": self._groups.state_dict(),
+                "replay_fraction": None if fraction is None else fraction.state_dict(),
+                "max_replayed": self._max_replayed,
+                "refills_left": self._refills_left,
+            },
+        )
+
+    def state_dict(self, moment: SourceMoment | None = None) -> dict[str, Any]:
+        """State as plain numbers, lists, strings and arrays; see `ReplayBuffer.state_dict`.
+
+        Args:
+            moment: of which it is wanted; None: what `moment` gives.
+        """
+        moment = moment or self.moment()
+        return {"buffer": self.buffer.state_dict(moment.buffer), **moment.rest}
+
+    def load_state_dict(self, state: Mapping[str, Any], trajectories: Mapping[int, Trajectory], version: int) -> None:
+        """Restore a state.
+
+        Args:
+            trajectories: by `unroll_id`: those of the buffer's items, and all that were received and are in none.
+            version: the learner's.
+        """
+        self.buffer.load_state_dict(state["buffer"], trajectories)
+        self._rate.load_state_dict(state["rate"])
+        self._groups.load_state_dict(state["groups"])
+        if self.replay_fraction is not None and state["replay_fraction"] is not None:
+            self.replay_fraction.load_state_dict(state["replay_fraction"])
+        self._max_replayed = state["max_replayed"]
+        self._refills_left = min(state["refills_left"], self._most_refills)
+        held = {t.unroll_id for t in self.buffer.moment().trajectories}
+        self._take_in([t for number, t in trajectories.items() if number not in held], version)
+
     def _draw(self, version: int) -> Batch | None:
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
             return None
+        self._before_draw = self._moment()
         if self.replay_fraction is not None and self._max_replayed is None:
             self._max_replayed = self.replay_fraction.num_replayed(self._num_items)
         sample = self.buffer.sample(self._num_items, version, self._exponent, self._max_replayed)
         self._evict(sample.evicted)
         if not sample.items:
+            self._before_draw = None
             return None
         self._max_replayed = None
         self._refills_left = self._most_refills

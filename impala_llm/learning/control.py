@@ -6,7 +6,8 @@ Invariant: all observe sums over all ranks and have the same state on every rank
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import AlgorithmConfig
@@ -36,6 +37,15 @@ class EntropyControl:
         """entropy: mean of the update's action tokens, in nats."""
         if self._target is not None and math.isfinite(entropy):
             self.coef = max(0.0, self.coef + self._rate * (self._target - entropy))
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient; nothing without a target, since it is then a setting."""
+        return {} if self._target is None else {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore `state_dict`; of a run without a target nothing is taken."""
+        if self._target is not None:
+            self.coef = state.get("coef", self.coef)
 
 
 class RewardScale:
@@ -79,6 +89,15 @@ class RewardScale:
         self._squares += squares
         if self._count >= self._enough:
             self._first.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums over all returns, and this rank's first ones."""
+        return {"first": list(self._first), "sums": [self._count, self._sum, self._squares]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._first = list(state["first"])
+        self._count, self._sum, self._squares = state["sums"]
 
     @property
     def divisor(self) -> float:
@@ -147,6 +166,22 @@ class CollapseAlarm:
         self._recent.append((score, entropy))
         if len(self._recent) == _FIRST_UPDATES:
             self._look_for_noise()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later updates are compared with."""
+        return {
+            "first": {name: list(values) for name, values in self._first.items()},
+            "recent": [list(values) for values in self._recent],
+            "best": [self._best_score, self._entropy_at_best],
+            "collapsed": dict(self.collapsed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._first = {name: list(values) for name, values in state["first"].items()}
+        self._recent = deque(((score, entropy) for score, entropy in state["recent"]), maxlen=_FIRST_UPDATES)
+        self._best_score, self._entropy_at_best = state["best"]
+        self.collapsed = dict(state["collapsed"])
 
     def _look_for_noise(self) -> None:
         score, entropy = (sum(values) / len(self._recent) for values in zip(*self._recent, strict=True))

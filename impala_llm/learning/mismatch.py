@@ -28,7 +28,7 @@ ever compared. Each rank decides by itself about the engines that play for it.
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -228,6 +228,16 @@ class MismatchMonitor:
         metrics.append(("mismatch/alarm", float(self.alarm), 1.0))
         self._metrics, self._num_compared = [], 0
         return metrics
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """The alarm, and what is not yet compared with its threshold. Log-probabilities that replace the engine's are
+        not in here: a trajectory that outlives the learner gets new ones when it is next used."""
+        return {"alarm": self.alarm, "total": self._total, "num_tokens": self._num_tokens}
+
+    def load_state_dict(self, state: Mapping[str, float | bool]) -> None:
+        """Restore `state_dict`: the first batch is then one of many."""
+        self.alarm, self._is_first = bool(state["alarm"]), False
+        self._total, self._num_tokens = float(state["total"]), int(state["num_tokens"])
 
     def _probe(self, candidates: Sequence[Trajectory], version: int) -> None:
         chosen: list[Trajectory] = []

@@ -5,7 +5,7 @@ Invariant: `hidden` of packed rows equals the plain forward of each row alone, s
 Hugging Face user would compute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -294,6 +294,17 @@ class PolicyModel(nn.Module):
                 seen.add(tensor.data_ptr())
                 state[name] = tensor.detach()
         yield from checkpoint_tensors(self.lm, state).items()
+
+    def config_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Files of a Hugging Face directory beside the weights, by name.
+
+        Args:
+            files: those of the directory that the policy comes from, such as the tokenizer's.
+        """
+        own = {"config.json": self.lm.config.to_json_string(use_diff=True).encode()}
+        if self.lm.generation_config is not None:
+            own["generation_config.json"] = self.lm.generation_config.to_json_string(use_diff=True).encode()
+        return {**files, **own, VALUE_HEAD_FILE: self.value_head_bytes()}
 
     def save(self, directory: Path, files: dict[str, bytes] | None = None) -> None:
         """Write a Hugging Face directory with the value head beside it.

@@ -1,7 +1,8 @@
 """Metrics of a rank's step beyond those of the update: episodes, buffer, tickets, actors."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import psutil
 
@@ -49,6 +50,14 @@ class EpisodeWindow:
             "rollout/window_success_rate": success / count,
             "rollout/window_episodes": count,
         }
+
+    def state_dict(self) -> list[list[float]]:
+        """Episodes of each step, and their sums of score and success."""
+        return [list(step) for step in self._steps]
+
+    def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
+        """Restore `state_dict`."""
+        self._steps = deque((count, score, success) for count, score, success in state)
 
 
 class Meters:
@@ -161,6 +170,16 @@ class Meters:
         )
         for key, value in t.stats.items():
             self.log.add(f"env/{key}", value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What metrics of later steps are made of: the episodes of the window, and those that have begun."""
+        begun = [[ticket, *so_far] for ticket, so_far in self._begun.items()]
+        return {"window": self._window.state_dict(), "begun": begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._window.load_state_dict(state["window"])
+        self._begun = {ticket: (reward, tokens, turns) for ticket, reward, tokens, turns in state["begun"]}
 
     def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
         self.log.update(times)

@@ -5,15 +5,19 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from impala_llm.observability.writers import last_step
+
 FLUSH_S = 10
 """An open TensorBoard is at most this many seconds behind."""
 
 
 class TensorBoardWriter:
-    """The metric writer `tensorboard`. A run that is resumed appends."""
+    """The metric writer `tensorboard`. A run that is resumed appends; what it makes again replaces the old."""
 
     def __init__(self, directory: Path) -> None:
-        self._events = SummaryWriter(log_dir=str(directory), flush_secs=FLUSH_S)
+        last = last_step(directory)
+        first = None if last is None else last + 1
+        self._events = SummaryWriter(log_dir=str(directory), flush_secs=FLUSH_S, purge_step=first)
 
     def write(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
         for name, value in metrics.items():

@@ -25,7 +25,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -77,18 +77,22 @@ class MetricWriter:
 
     Args:
         names: of the writers beside the JSONL file.
+        after: step from which the run goes on: what the JSONL file has of later ones is removed, since they are made
+            again. None: it has none.
 
     Raises:
         ConfigError: a writer cannot be made.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str] = ("tensorboard",)) -> None:
+    def __init__(self, directory: Path, names: Sequence[str] = ("tensorboard",), after: int | None = None) -> None:
         self._directory = directory
         self._is_full_said = False
         self._writers: dict[str, Writer] = {}
         for name in (METRICS_FILE, *names):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
+                if name == METRICS_FILE and after is not None:
+                    _cut(directory / METRICS_FILE, after)
                 self._writers[name] = _JsonLines(directory) if name == METRICS_FILE else _made(name, directory)
             except (OSError, ConfigError) as error:
                 # A learner that is started again amid a run is not to fail for its metrics.
@@ -165,6 +169,27 @@ def last_metrics(directory: Path) -> dict[str, float]:
             if "learner/version" in row:
                 return {name: value for name, value in row.items() if value is not None}
     return {}
+
+
+def last_step(directory: Path) -> int | None:
+    """The last step in the JSONL file of this folder; None where it has none."""
+    return max((step for step, _ in _steps(directory / METRICS_FILE)), default=None)
+
+
+def _steps(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Steps of a JSONL file, each with its line. Lines that are not whole are passed over."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            yield int(json.loads(line)["step"]), line
+
+
+def _cut(path: Path, after: int) -> None:
+    """Remove the lines of later steps from a JSONL file, in place: a disk that is full has no room for another."""
+    if path.is_file():
+        kept = b"".join(line for step, line in _steps(path) if step <= after)
+        with path.open("r+b") as file:
+            file.write(kept)
+            file.truncate()
 
 
 def is_disk_full(error: BaseException) -> bool:

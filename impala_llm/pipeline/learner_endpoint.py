@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from impala_llm.hosts import rank_endpoint
@@ -12,6 +14,7 @@ from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
@@ -19,8 +22,20 @@ from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.remote import serve_weights
 from impala_llm.settings import Config
 from impala_llm.supervised import SUPERVISED
+from impala_llm.trajectory import Trajectory
 
+_log = logging.getLogger(__name__)
 _KEPT_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class PastTickets:
+    """What a checkpoint knows of the tickets of a rank."""
+
+    rows: Sequence[Row]
+    """See `TicketLedger.rows`."""
+    trajectories: Sequence[Trajectory]
+    """Those that were received and not trained on."""
 
 
 def newest_board(run_dir: RunDirectory) -> WeightReader | None:
@@ -46,6 +61,7 @@ class LearnerEndpoint:
     Args:
         barrier: returns once all ranks have called it. Called here, and in `newest_weights`.
         files: of the policy besides its weights, by name, which rank 0 puts on the boards: config.json, tokenizer.
+        take_over, run_id: see `RunDirectory.create`; without effect under a supervisor, which has decided that.
 
     Raises:
         RunDirectoryError: another learner of this run is alive, or shared memory cannot be had.
@@ -53,7 +69,14 @@ class LearnerEndpoint:
     """
 
     def __init__(
-        self, config: Config, rank: int, num_ranks: int, barrier: Callable[[], None], files: Mapping[str, bytes]
+        self,
+        config: Config,
+        rank: int,
+        num_ranks: int,
+        barrier: Callable[[], None],
+        files: Mapping[str, bytes],
+        take_over: bool = False,
+        run_id: int | None = None,
     ) -> None:
         self._config = config
         self._rank, self._num_ranks = rank, num_ranks
@@ -63,7 +86,9 @@ class LearnerEndpoint:
         try:
             # Rank 0 owns the run's folder in shared memory, unless a supervisor does.
             if rank == 0:
-                self.run_dir = self._stack.enter_context(RunDirectory.for_learner(config.run.name, config.run.resume))
+                output = Path(config.run.dir).resolve()
+                run_dir = RunDirectory.for_learner(config.run.name, take_over, run_id, output)
+                self.run_dir = self._stack.enter_context(run_dir)
             barrier()
             if rank != 0:
                 self.run_dir = RunDirectory.attach(config.run.name)
@@ -81,6 +106,18 @@ class LearnerEndpoint:
         newest = newest_board(self.run_dir)
         self._barrier()  # no rank may publish before all have looked
         return newest
+
+    def restore(self, past: PastTickets) -> None:
+        """Put the tickets and trajectories of a checkpoint where `listen` finds those of a learner that was killed.
+
+        Before the first version is published, and only where no earlier learner has left a board.
+        """
+        Journal(self.run_dir.journal_path(self._rank)).rewrite(past.rows)
+        if num_lost := self._store().adopt(past.trajectories):
+            _log.warning(
+                "%d trajectories of the checkpoint find no room in replay.capacity_mb=%d, and are played again",
+                *(num_lost, self._config.replay.capacity_mb),
+            )
 
     def listen(self, version: int, tasks: Sequence[int], vocab_size: int, batch_size: int) -> None:
         """Take actors in, here and, where `pipeline.bind` says so, from other hosts.
@@ -106,15 +143,12 @@ class LearnerEndpoint:
         max_open = config.replay.capacity if algorithm.max_staleness is None else None
         journal = Journal(run_dir.journal_path(self._rank))
         ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
-        # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
-        num_bytes = (config.replay.capacity_mb * 5 // 4 + 64) << 20
-        store = TrajectoryStore(run_dir.replay_path(self._rank), num_bytes, 4 * config.replay.capacity)
         receiver = Receiver(
             Endpoints(run_dir.endpoint(self._rank), bind, keys),
             ledger,
             RecordLimits(vocab_size, config.engine.max_length),
             run_dir,
-            store,
+            self._store(),
             SessionLimits(heartbeat_timeout_s=pipeline.actor_timeout_s, ticket_timeout_s=pipeline.ticket_timeout_s),
             published=WeightReader(run_dir.weights_path).latest(),
         )
@@ -140,6 +174,12 @@ class LearnerEndpoint:
                 self._receiver.interrupted()
             if kind is None or (told_to_stop and SUPERVISED not in os.environ):
                 self._receiver.shutdown()
+
+    def _store(self) -> TrajectoryStore:
+        replay = self._config.replay
+        # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
+        num_bytes = (replay.capacity_mb * 5 // 4 + 64) << 20
+        return TrajectoryStore(self.run_dir.replay_path(self._rank), num_bytes, 4 * replay.capacity)
 
     def _keys(self) -> LearnerKeys | None:
         folder = self._config.pipeline.keys

@@ -14,20 +14,37 @@ items, also across `state_dict`.
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from impala_llm.replay.items import NO_ITEMS, EvictedItem, Items, Sample
 from impala_llm.replay.priorities import OldestFirst, Sampler
-from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
 from impala_llm.trajectory import NO_VERSION, Trajectory, block_bytes
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 _SAVED_COLUMNS = ("item_id", "num_replays", "abs_advantage", "is_known")
 """The others follow from the trajectories."""
+_CHANGED_IN_PLACE = ("num_replays", "signature", "abs_advantage", "is_known")
+"""Columns whose elements change; of the others a new array replaces the old one."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """State of a buffer at a moment, without a copy of its trajectories."""
+
+    items: Items
+    signatures: list[str]
+    """By the number that stands for each."""
+    generator: str
+    version: int
+    next_id: int
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [t for members in self.items.trajectories for t in members]
 
 
 @dataclass(frozen=True)
@@ -244,22 +261,38 @@ class ReplayBuffer:
             newest_version=int(items.version.max()) if len(self) else None,
         )
 
-    def state_dict(self) -> State:
-        """Everything but the settings, as dicts, lists, arrays, numbers and strings."""
+    def moment(self) -> Moment:
+        """What `state_dict` is made of, as it is now: cheap, and unchanged by what the buffer does next."""
+        copies = {name: getattr(self._items, name).copy() for name in _CHANGED_IN_PLACE}
+        generator = json.dumps(self._rng.bit_generator.state)  # its numbers are larger than those of most formats
         names = list(self._signature_numbers)
+        return Moment(self._items._replace(**copies), names, generator, self._version, self._next_id)
+
+    def state_dict(self, moment: Moment | None = None) -> dict[str, Any]:
+        """Everything but the settings and the trajectories, as dicts, lists, arrays, numbers and strings.
+
+        Trajectories stand there by `unroll_id`: whoever saves the state saves `Moment.trajectories` beside it.
+
+        Args:
+            moment: of which the state is wanted; None: as of now.
+        """
+        moment = moment or self.moment()
+        items = moment.items
         return {
             "format": STATE_FORMAT,
-            # its numbers are larger than those of most formats
-            "generator": json.dumps(self._rng.bit_generator.state),
-            "version": self._version,
-            "next_id": self._next_id,
-            "columns": {name: getattr(self._items, name).copy() for name in _SAVED_COLUMNS},
-            "signatures": [names[number] for number in self._items.signature],
-            "trajectories": [[trajectory_to_state(t) for t in members] for members in self._items.trajectories],
+            "generator": moment.generator,
+            "version": moment.version,
+            "next_id": moment.next_id,
+            "columns": {name: getattr(items, name) for name in _SAVED_COLUMNS},
+            "signatures": [moment.signatures[number] for number in items.signature],
+            "trajectories": [[t.unroll_id for t in members] for members in items.trajectories],
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], trajectories: Mapping[int, Trajectory]) -> None:
         """Take over a saved state, its seed included; what the buffer held is forgotten.
+
+        Args:
+            trajectories: by `unroll_id`. An item of which one is missing is left out.
 
         Raises:
             ValueError: another format, or more than the capacity holds.
@@ -270,11 +303,13 @@ class ReplayBuffer:
         self._version = state["version"]
         self._next_id = state["next_id"]
         self._items, self._signature_numbers = NO_ITEMS, {}
-        if not state["trajectories"]:
+        rows = [row for row, ids in enumerate(state["trajectories"]) if all(number in trajectories for number in ids)]
+        if not rows:
             return
-        items = _columns([tuple(map(trajectory_from_state, members)) for members in state["trajectories"]])
-        columns = {name: column.copy() for name, column in state["columns"].items()}
-        self._items = items._replace(signature=self._numbers_of(state["signatures"]), **columns)
+        items = _columns([tuple(trajectories[number] for number in state["trajectories"][row]) for row in rows])
+        columns = {name: column[rows] for name, column in state["columns"].items()}
+        signatures = [state["signatures"][row] for row in rows]
+        self._items = items._replace(signature=self._numbers_of(signatures), **columns)
         stats = self.stats()
         if stats.fill > 1.0:
             raise ValueError(

@@ -10,7 +10,6 @@ open group, a group handed out, the dropped ones returned by `close_short`.
 import statistics
 from dataclasses import dataclass
 
-from impala_llm.replay.state import State, trajectory_from_state, trajectory_to_state
 from impala_llm.trajectory import Trajectory
 
 
@@ -84,22 +83,15 @@ class GroupAssembler:
             return _freeze(group_id, members), ()
         return None, tuple(members.values())
 
-    def state_dict(self) -> State:
-        return {
-            "open": [trajectory_to_state(t) for members in self._open.values() for t in members.values()],
-            "closed_short": sorted(self._closed_short),
-        }
+    def state_dict(self) -> dict[str, list[int]]:
+        """The groups that were closed short. Members of open groups are not in here: the ledger has them as received,
+        and whoever restores both adds them again."""
+        return {"closed_short": sorted(self._closed_short)}
 
-    def load_state_dict(self, state: State) -> None:
-        """Raises ValueError if a saved group has as many members as a complete one: group_size has shrunk since."""
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        """Restore `state_dict`; open groups are forgotten."""
         self._open = {}
         self._closed_short = set(state["closed_short"])
-        for trajectory in map(trajectory_from_state, state["open"]):
-            if self.add(trajectory) is not None:
-                raise ValueError(
-                    f"group_size is {self._group_size}, but the saved state holds that many members of an open group: "
-                    "resume with the group_size that it was saved with"
-                )
 
 
 def _freeze(group_id: int, members: dict[int, Trajectory]) -> Group:

@@ -2,6 +2,7 @@
 
 import logging
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -132,3 +133,37 @@ def test_scores_that_fall_while_the_entropy_rises_are_a_collapse_to_noise(caplog
     assert alarm.collapsed["noise"]
     for word in ("COLLAPSE TO NOISE", "from 0.80 to", "algorithm.loss=ppo_clip"):
         assert word in caplog.text
+
+
+def test_controllers_go_on_from_their_state() -> None:
+    """What follows is the same with the state of the first half as without a break."""
+    config = AlgorithmConfig(entropy_coef=0.1, entropy_target=1.0, entropy_rate=0.05)
+    rng = np.random.default_rng(2)
+    returns, entropies = rng.normal(0.0, 2.0, (12, 40)), [2.0] * 6 + [0.01] * 6
+
+    def go_on(parts: tuple[EntropyControl, RewardScale, CollapseAlarm], places: range) -> list[object]:
+        entropy, scale, alarm = parts
+        seen: list[object] = []
+        for i in places:
+            entropy.observe(entropies[i])
+            scale.observe(*scale.sums(returns[i].tolist()))
+            alarm.observe(entropies[i], 5.0, 0.1)
+            seen.append((entropy.coef, scale.divisor, dict(alarm.collapsed)))
+        return seen
+
+    for half in (1, 6):
+        whole, before, after = (
+            (EntropyControl(config), RewardScale(True), CollapseAlarm(AlgorithmConfig())) for _ in range(3)
+        )
+        expected = go_on(whole, range(12))[half:]
+        go_on(before, range(half))
+        for part, saved in zip(after, before, strict=True):
+            part.load_state_dict(msgpack.unpackb(msgpack.packb(saved.state_dict())))
+        assert go_on(after, range(half, 12)) == expected
+
+
+def test_a_bonus_that_is_a_setting_is_not_taken_from_a_state() -> None:
+    saved = EntropyControl(AlgorithmConfig(entropy_coef=0.1, entropy_target=1.0))
+    control = EntropyControl(AlgorithmConfig(entropy_coef=0.3))
+    control.load_state_dict(saved.state_dict())
+    assert control.coef == 0.3

@@ -185,3 +185,21 @@ def test_a_run_writes_with_the_users_own(own: Path) -> None:
     lines = (own / "run/tensorboard/scores.txt").read_text().splitlines()
     assert lines[-1] == "closed" and lines[-2].startswith("3 ")
     assert "tensorboard --logdir" not in done.stdout
+
+
+def test_what_a_resumed_run_makes_again_replaces_what_was_there(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as writer:
+        for step in range(1, 7):
+            writer.write(step, {"rollout/score": step / 10})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 7, "rollout/sc')
+    with MetricWriter(tmp_path, after=4) as writer:
+        assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4]
+        for step in (5, 6, 7):
+            writer.write(step, {"rollout/score": step / 100})
+    scores = [0.1, 0.2, 0.3, 0.4, 0.05, 0.06, 0.07]
+    assert [line["rollout/score"] for line in read_lines(tmp_path)] == scores
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("rollout/score")] == list(range(1, 8))
+    assert [event.value for event in events.Scalars("rollout/score")] == pytest.approx(scores)

@@ -30,6 +30,10 @@ def fill(buffer: ReplayBuffer, count: int) -> None:
         assert buffer.insert([make_trajectory(ticket_id=i)], version=0) == ()
 
 
+def held_by(buffer: ReplayBuffer) -> dict[int, Trajectory]:
+    return {t.unroll_id: t for t in buffer.moment().trajectories}
+
+
 def tickets(items: object) -> list[int]:
     return [t.ticket_id for item in items for t in item.trajectories]
 
@@ -97,7 +101,7 @@ def test_an_item_is_stale_when_all_of_its_action_tokens_are_too_old() -> None:
     assert len(buffer) == 1
     state = buffer.state_dict()
     again = make_buffer(max_staleness=2)
-    again.load_state_dict(state)
+    again.load_state_dict(state, held_by(buffer))
     assert again.evict_stale(5) == () and tickets(again.evict_stale(6)) == [0, 1]
 
 
@@ -326,7 +330,7 @@ def test_a_saved_buffer_goes_on_as_if_nothing_had_happened() -> None:
         step(buffer, rng, version)
     saved = msgpack.unpackb(msgpack.packb(buffer.state_dict(), default=pack_array), object_hook=unpack_array)
     restored, _ = busy_buffer(1234)
-    restored.load_state_dict(saved)
+    restored.load_state_dict(saved, held_by(buffer))
     assert restored.stats() == buffer.stats()
     twin = np.random.default_rng()
     twin.bit_generator.state = rng.bit_generator.state
@@ -372,7 +376,8 @@ def test_a_divided_buffer_goes_on_after_a_restart() -> None:
         seen = []
         for version in versions:
             for i in range(8):
-                buffer.insert([make_trajectory(version=version, signature=f"s{(7 * version + i * i) % 5}")], version)
+                signature, ticket_id = f"s{(7 * version + i * i) % 5}", 8 * version + i
+                buffer.insert([make_trajectory(version=version, signature=signature, ticket_id=ticket_id)], version)
             sample = buffer.sample(8, version, 0.5, max_replayed=3)
             buffer.update_advantages(sample.item_ids, [0.1 * (item_id % 7) for item_id in sample.item_ids.tolist()])
             seen += [(item.item_id, item.weight) for item in sample.items]
@@ -380,7 +385,7 @@ def test_a_divided_buffer_goes_on_after_a_restart() -> None:
 
     buffer, restored = make(3), make(4)
     go_on(buffer, range(12))
-    restored.load_state_dict(buffer.state_dict())
+    restored.load_state_dict(buffer.state_dict(), held_by(buffer))
     assert go_on(restored, range(12, 30)) == go_on(buffer, range(12, 30))
 
 
@@ -414,9 +419,31 @@ def test_a_smaller_buffer_refuses_the_state() -> None:
     buffer = make_buffer()
     fill(buffer, 5)
     with pytest.raises(ValueError, match="holds 5 trajectories .* raise the capacity"):
-        make_buffer(capacity=4).load_state_dict(buffer.state_dict())
+        make_buffer(capacity=4).load_state_dict(buffer.state_dict(), held_by(buffer))
     with pytest.raises(ValueError, match="format is 0"):
-        make_buffer().load_state_dict(buffer.state_dict() | {"format": 0})
+        make_buffer().load_state_dict(buffer.state_dict() | {"format": 0}, {})
+
+
+def test_a_moment_stays_as_it_was_while_the_buffer_goes_on() -> None:
+    buffer, rng = busy_buffer(9)
+    for version in range(6):
+        step(buffer, rng, version)
+    moment = buffer.moment()
+    twin = np.random.default_rng()
+    twin.bit_generator.state = rng.bit_generator.state
+    expected = [step(buffer, rng, version) for version in range(6, 12)]
+    restored, _ = busy_buffer(1234)
+    restored.load_state_dict(buffer.state_dict(moment), {t.unroll_id: t for t in moment.trajectories})
+    assert [step(restored, twin, version) for version in range(6, 12)] == expected
+
+
+def test_an_item_without_its_trajectory_is_left_out() -> None:
+    buffer, restored = make_buffer(), make_buffer()
+    fill(buffer, 5)
+    held = held_by(buffer)
+    del held[3]
+    restored.load_state_dict(buffer.state_dict(), held)
+    assert sorted(tickets(restored.sample(4, version=0).items)) == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -242,11 +242,13 @@ def test_signatures_that_come_and_go_are_counted_as_long_as_they_are_there() -> 
     buffer = ReplayBuffer(PrioritySampler(rarity_exponent=1.0), 10, BIG, max_staleness=1, max_replays=BIG)
     for version in range(200):
         names = ["same"] + [f"v{version} i{i // 2}" for i in range(4)]
-        buffer.insert_all([[make_trajectory(version=version)]] * 5, version, names)
+        buffer.insert_all(
+            [[make_trajectory(version=version, ticket_id=5 * version + i)] for i in range(5)], version, names
+        )
     # of two versions each: "same" twice, and two pairs
     assert buffer.stats().num_signatures == 5
     restored = ReplayBuffer(PrioritySampler(rarity_exponent=1.0), 10, BIG, max_staleness=1, max_replays=BIG)
-    restored.load_state_dict(buffer.state_dict())
+    restored.load_state_dict(buffer.state_dict(), {t.unroll_id: t for t in buffer.moment().trajectories})
     for each in (buffer, restored):
         each.insert_all([[make_trajectory(version=200)]] * 5, 200, ["same"] * 5)
         weights = {item.item_id: item.weight for item in each.sample(10, 200).items}

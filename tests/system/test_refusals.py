@@ -415,7 +415,7 @@ def test_a_learner_by_hand_mixes_no_two_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert f"run.dir={tmp_path}/run holds a run already" in ended.stderr and "run.resume=true" in ended.stderr
+    assert f"run.dir={tmp_path}/run holds a run already" in ended.stderr and "without a checkpoint" in ended.stderr
 
 
 @pytest.mark.system

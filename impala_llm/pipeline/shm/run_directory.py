@@ -102,21 +102,30 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def for_learner(cls, run_name: str, resume: bool) -> RunDirectory:
-        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one.
-
-        Args:
-            resume: see `take_over` of `create`.
-        """
-        return cls.attach(run_name) if os.environ.get(SUPERVISED) else cls.create(run_name, take_over=resume)
+    def for_learner(
+        cls, run_name: str, take_over: bool = False, run_id: int | None = None, output: Path | None = None
+    ) -> RunDirectory:
+        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one."""
+        if os.environ.get(SUPERVISED):
+            return cls.attach(run_name)
+        return cls.create(run_name, take_over=take_over, run_id=run_id, output=output)
 
     @classmethod
-    def create(cls, run_name: str, base: Path | None = None, take_over: bool = False) -> RunDirectory:
+    def create(
+        cls,
+        run_name: str,
+        base: Path | None = None,
+        take_over: bool = False,
+        run_id: int | None = None,
+        output: Path | None = None,
+    ) -> RunDirectory:
         """Make the directory of a run and own it until `remove`. A dead owner's directory of that name goes first.
 
         Args:
             base: parent directory; None: see `shared_memory`.
             take_over: resume a dead owner's run instead, with all trajectories that its learner has acknowledged.
+            run_id: of a run that goes on from a checkpoint, where nothing is taken over; None: a new one.
+            output: folder of the run on disk, for `find_run`.
 
         Raises:
             RunDirectoryError: the owner is alive, or the path belongs to another user.
@@ -125,17 +134,18 @@ class RunDirectory:
         while (lock := _lock(root, run_name, make=True)) is None:
             continue
         try:
-            run_id = _read_run_id(root) if take_over else None
-            server_key = secrets.token_hex(16) if run_id is None else _read(root).get("server_key")
-            if run_id is None:
+            left = _read_run_id(root) if take_over else None
+            server_key = secrets.token_hex(16) if left is None else _read(root).get("server_key")
+            if left is None:
                 _empty(root)
                 os.fchmod(lock, 0o700)  # of whatever made it
-                run_id = 1 + secrets.randbelow(2**63 - 1)
-            run = cls(root, run_id, lock)
+                left = run_id or 1 + secrets.randbelow(2**63 - 1)
+            run = cls(root, left, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
             run._unsaved.unlink(missing_ok=True)
             new = root / (_RUN_FILE + ".new")
-            new.write_text(json.dumps({"run_id": run_id, "pid": os.getpid(), "server_key": server_key}))
+            of_run = {"run_id": left, "server_key": server_key, "output": None if output is None else str(output)}
+            new.write_text(json.dumps({**of_run, "pid": os.getpid()}))
             os.replace(new, root / _RUN_FILE)  # last: a process that finds it finds all other files
             return run
         except BaseException:
@@ -205,12 +215,16 @@ class RunDirectory:
         """File of a learner rank's ticket journal."""
         return self.path / f"learner-{rank}.journal"
 
-    def began_at(self) -> float:
-        """Time of the first call in this run, in seconds of `time.monotonic`, which all processes of a host share."""
+    def began_at(self, used_s: float = 0.0) -> float:
+        """Time of the first call in this run, in seconds of `time.monotonic`, which all processes of a host share.
+
+        Args:
+            used_s: seconds for which the run has trained before, on another host or in an earlier life of its folder.
+        """
         path = self.path / "began"
         with contextlib.suppress(FileNotFoundError):
             return float(path.read_text())
-        now = time.monotonic()
+        now = time.monotonic() - used_s
         new = path.with_name("began.new")
         new.write_text(repr(now))
         os.replace(new, path)
@@ -265,8 +279,11 @@ class RunDirectory:
             self.remove()
 
 
-def find_run(run_name: str, base: Path | None = None) -> int | None:
+def find_run(run_name: str, base: Path | None = None, output: Path | None = None) -> int | None:
     """Find the run that a dead owner has left under this name.
+
+    Args:
+        output: only one with this folder on disk counts; None: any does.
 
     Returns:
         Its run id; None where there is none.
@@ -277,6 +294,8 @@ def find_run(run_name: str, base: Path | None = None) -> int | None:
     root = _run_path(run_name, base)
     if _has_owner(root):
         raise _in_use(root, run_name)
+    if output is not None and _read(root).get("output") not in (None, str(output)):
+        return None
     return _read_run_id(root)
 
 

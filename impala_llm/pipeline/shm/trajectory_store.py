@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from impala_llm.pipeline.shm.record import (
     decode_record,
     facts_of,
     metadata_of,
+    record_bytes,
 )
 from impala_llm.pipeline.shm.record_layout import (
     INTEGERS,
@@ -88,6 +89,10 @@ class _Stored:
         words.keeper = self
         block = words.view(np.ndarray)[block_start(facts) :]
         return block if name == "block" else block_views(block, facts[NUM_TOKENS], facts[NUM_TURNS])[name]
+
+    def record(self) -> memoryview:
+        """Its bytes."""
+        return self._arena.record(*self._arena.extent(self.row))
 
     def __del__(self) -> None:
         # In any thread: only note it. The thread of the arena reclaims the space.
@@ -231,6 +236,31 @@ class TrajectoryStore:
         trajectories = self._keep(rows, facts)
         self._index[rows, _STATE] = _COMMITTED  # last: from here on the records count
         return trajectories
+
+    def held(self) -> dict[int, Callable[[], memoryview]]:
+        """Records that a later process would find: `unroll_id` -> what returns its bytes. For any thread.
+
+        Their space is not used again while one of these functions is referred to.
+        """
+        with self._lock:
+            return {number: stored.record for number, stored in self._by_unroll.items()}
+
+    def adopt(self, trajectories: Iterable[Trajectory]) -> int:
+        """Take in trajectories that another process had committed. Returns how many found no room."""
+        num_lost = 0
+        for trajectory in trajectories:
+            record = np.frombuffer(record_bytes(trajectory), np.uint64)
+            sizes = np.array([len(record)], np.int64)
+            starts = self.reserve(sizes)
+            if not len(starts):
+                num_lost += 1
+                continue
+            start = int(starts[0])
+            self.words[start : start + len(record)] = record
+            checksums = np.array([copy_kernels.checksum(record)], np.uint64).view(np.int64)
+            facts = np.array([facts_of(self.record(start, len(record)))], np.int64)
+            self._recovered += self.commit(starts, sizes, checksums, facts)
+        return num_lost
 
     def end(self, unroll_ids: Iterable[int]) -> None:
         """End records that were trained on or evicted: a later process does not find them.

@@ -75,6 +75,73 @@ def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Ro
     ]
 
 
+def as_of(rows: Iterable[Row], version: int) -> list[Row]:
+    """Rows from which a process restores tickets as they were at a version: later steps have not been.
+
+    Args:
+        rows: see `account`.
+        version: of the weights that the process goes on from.
+    """
+    found: list[Row] = []
+    for row in rows:
+        if row[0] == _MADE:
+            found.append(note_made(min(row[1], version)))
+        elif row[0] == _TRAINED and row[5] > version:
+            found.append((_LIVE, *row[1:5], 0))
+        elif row[0] != _SETTLED or row[3] <= version:
+            found.append(row)
+    return found
+
+
+def group_size_of(rows: Iterable[Sequence[int]]) -> int:
+    """Tickets of a group, by rows that were noted with `account`."""
+    return next(row[2] for row in rows if row[0] == _ORDER)
+
+
+def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int) -> list[Row]:
+    """Rows of one of several ranks, from those of another number of ranks: a group belongs to the rank of its number.
+
+    What some ranks had taken from the order, and others not yet, becomes tickets that were granted to nobody.
+
+    Args:
+        by_rank: see `account`.
+        rank, num_ranks: that the rows are for.
+    """
+    num_before = len(by_rank)
+    group_size = group_size_of(by_rank[0])
+    taken = [next(row[1] for row in rows if row[0] == _TAKEN) for rows in by_rank]
+    made = max(row[1] for rows in by_rank for row in rows if row[0] == _MADE)
+    order = next(row for row in by_rank[0] if row[0] == _ORDER)
+    end = max((count - 1) * num_before + before + 1 if count else 0 for before, count in enumerate(taken))
+    mine = range(rank, end, num_ranks)
+    skipped = [group for group in mine if group // num_before >= taken[group % num_before]]
+    return [
+        (*order[:4], rank, num_ranks),
+        (_TAKEN, len(mine), 0, 0, 0, 0),
+        note_made(made),
+        *(
+            (_LIVE, ticket, made, 0, 0, 0)
+            for group in skipped
+            for ticket in range(group * group_size, (group + 1) * group_size)
+        ),
+        *(
+            (kind, ticket, *rest)
+            for rows in by_rank
+            for kind, ticket, *rest in rows
+            if kind not in (_ORDER, _TAKEN, _MADE) and ticket // group_size % num_ranks == rank
+        ),
+    ]
+
+
+def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
+    """Rows with all versions higher by `shift`; 0, which means none in most places, stays."""
+    found: list[Row] = []
+    for kind, *fields in rows:
+        at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), _TAKEN: (), _CRASHED: ()}.get(kind, (1, 2, 4))
+        found.append((kind, *(value + shift if i in at and value else value for i, value in enumerate(fields))))
+    return found
+
+
 @dataclass
 class Past:
     """State of tickets, as read from rows. By ticket id."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.record_layout import CONTINUES
-from impala_llm.pipeline.tickets import quarantine, recovery
+from impala_llm.pipeline.tickets import journal_rows, quarantine, recovery
 from impala_llm.pipeline.tickets.granting import Granting
 from impala_llm.pipeline.tickets.staleness import Admission
 from impala_llm.pipeline.tickets.table import Claim, TicketTable, Verdict
@@ -360,6 +360,15 @@ class TicketLedger:
             return unsettled
 
     # --- after a death
+
+    def rows(self, version: int) -> list[journal_rows.Row]:
+        """Rows of a journal from which the ledger of another process, at this version, goes on; see `recover`.
+
+        Args:
+            version: the current one, or that of the step under way: what it trained on then counts.
+        """
+        with self._lock:
+            return journal_rows.as_of(self._table.account(), version)
 
     def recover(self, received: Sequence[tuple[int, str, int]]) -> list[bool]:
         """Continue from the journal of a process that has ended. Once, before any other call.

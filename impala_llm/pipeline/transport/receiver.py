@@ -15,7 +15,7 @@ import logging
 import resource
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import MAX_TOKENS
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address, Endpoints
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation, EvaluationTasks
@@ -262,6 +263,16 @@ class Receiver:
     def is_full(self) -> bool:
         """Whether records that actors offer wait for room in the trajectory store."""
         return self._loop.is_full
+
+    def rows(self, version: int) -> list[Row]:
+        """Rows of the tickets, see `TicketLedger.rows`. Take them before `held`: what arrives in between is then
+        among the trajectories that a later process finds, and the other way round it would be missing."""
+        return self._ledger.rows(version)
+
+    def held(self) -> dict[int, Callable[[], memoryview]]:
+        """Records of all trajectories that were acknowledged and whose end does not count yet, see
+        `TrajectoryStore.held`."""
+        return self._arena.held()
 
     def interrupted(self) -> None:
         """Note that this process was told to end, see `TicketLedger.interrupted`."""

@@ -1,0 +1,486 @@
+"""Checkpoints of the learner: all that it needs to go on, written in the background, and read again.
+
+A checkpoint has two kinds of state. Tensors (weights, moments) are large and change with each optimizer step: a thread
+copies them to host memory while the learner goes on, and the learner waits for the copy before it changes them. All
+else (tickets, trajectories, replay, control, random numbers) is taken at the moment of the call.
+
+Nothing is pickled. torch.distributed.checkpoint pickles its metadata and, over several ranks, its plans; here each rank
+writes what it holds in safetensors, of tensors that are shared its shares, and the manifest says where each piece lies
+in the whole. So any number of ranks can read what any other number has written. Ranks meet in the folder and not in
+collectives: they can also write it while they are being ended.
+
+Invariant: a checkpoint that cannot be written leaves the earlier ones as they are, and the run goes on.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from impala_llm.learning.checkpoint_files import (
+    FOLDER,
+    MANIFEST,
+    NEW,
+    CheckpointError,
+    Manifest,
+    Part,
+    VersionMark,
+    checksum,
+    manifest_bytes,
+    mark_best,
+    name_of,
+    read_manifest,
+    remove_old,
+    remove_unfinished,
+    sync_folder,
+    write_file,
+)
+from impala_llm.learning.checkpoint_files import checkpoints as folders_of
+from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from impala_llm.learning.optim import Optimizer
+from impala_llm.pipeline.shm.record import RecordError, decode_record
+from impala_llm.pipeline.weights.safetensors_layout import plan
+from impala_llm.supervised import say
+from impala_llm.trajectory import Trajectory
+
+_log = logging.getLogger(__name__)
+POLICY = "policy"
+_WEIGHTS = f"{POLICY}/model.safetensors"
+_ARRAY = 1
+"""Code of an array in msgpack."""
+_RANKS_TIMEOUT_S = 120.0
+"""Seconds that rank 0 waits for what the others write."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a rank at the end of an update.
+
+    Attributes:
+        update, version, run_id, minutes_used: see `Manifest`.
+        plain: numbers, strings, lists, dicts and arrays.
+        records: trajectories by `unroll_id`, each as a function that returns its bytes; cleared once they are copied.
+        tensors: that this rank alone writes, or its share of; by name. They are copied later.
+        policy: weights of the plain Hugging Face export, by the names there; of rank 0 alone.
+        files: of the export beside its weights, by name.
+    """
+
+    update: int
+    version: int
+    run_id: int
+    minutes_used: float
+    plain: Mapping[str, Any]
+    records: dict[int, Callable[[], bytes | memoryview]]
+    tensors: Mapping[str, Tensor]
+    policy: Mapping[str, Tensor] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool) -> dict[str, Tensor]:
+    """Weights that learn, and their moments, that a rank has to save: of those that all ranks hold alike, rank 0."""
+    found = {f"model.{name}": tensor for name, tensor in _learned(model).items()}
+    found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    return {name: t.detach() for name, t in found.items() if is_main or isinstance(t, DTensor)}
+
+
+def _learned(model: PolicyModel) -> dict[str, Tensor]:
+    """Tensors of a model but those that stay as they were at its start, beside adapters."""
+    state = model.state_dict(keep_vars=True)
+    return {name: t.detach() for name, t in state.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
+
+
+def random_state() -> dict[str, Any]:
+    """State of torch's generators, of the CPU and the GPU in use."""
+    found = {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state().numpy()
+    return found
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Restore `random_state`, as far as the devices are there."""
+    torch.set_rng_state(torch.from_numpy(state["cpu"].copy()))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state["cuda"].copy()))
+
+
+class Stateful(Protocol):
+    """A part of the learner with a state of plain numbers, strings, lists, dicts and arrays."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> object: ...
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run. One for each rank, for one thread.
+
+    Args:
+        run_folder: `run.dir`.
+        num_kept: newest checkpoints that stay; 0: none is written.
+    """
+
+    def __init__(self, run_folder: Path, num_kept: int, rank: int = 0, num_ranks: int = 1) -> None:
+        self._run_folder, self._num_kept = run_folder, num_kept
+        self._folder = run_folder / FOLDER
+        self._rank, self._num_ranks = rank, num_ranks
+        self._thread: threading.Thread | None = None
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._is_written = False
+        self._best: tuple[int, float] | None = None
+        self._wants_best = False
+        self.versions = VersionMark(self._folder)
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_kept > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a checkpoint should be written soon: the best policy so far is in none."""
+        return self._wants_best and not self.is_busy
+
+    def begin(self) -> None:
+        """Remove what a process that died amid a checkpoint left, and say so. On rank 0, before others write."""
+        for name in remove_unfinished(self._run_folder):
+            say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
+
+    def export_folder(self, update: int) -> Path:
+        """Folder in which ranks that share the policy put its plain export before they call `save`."""
+        return self._folder / (name_of(update) + NEW) / POLICY
+
+    def save(self, state: State) -> bool:
+        """Begin to write a checkpoint.
+
+        The tensors must not change before `wait_until_copied` has returned.
+
+        Returns:
+            Whether it was begun: not while another is being written, nor where checkpoints are off.
+        """
+        if not self.is_on or self.is_busy:
+            return False
+        self._is_copied.clear()
+        self._is_written = False
+        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return True
+
+    def wait_until_copied(self) -> None:
+        """Return once tensors may change again."""
+        self._is_copied.wait()
+
+    def wait(self) -> bool:
+        """Return once nothing is being written. Returns whether the last checkpoint that was begun is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._is_written
+
+    def mark_best(self, version: int, score: float) -> None:
+        """Keep the checkpoint of this version, and no longer the one that was the best before. On rank 0.
+
+        Where there is none of this version the next one counts, and one is written soon.
+
+        Args:
+            score: in the evaluation that it was the best of.
+        """
+        self._best, self._wants_best = (version, score), False
+        for path in folders_of(self._run_folder):
+            with suppress(CheckpointError):
+                if read_manifest(path).version == version:
+                    mark_best(self._run_folder, path.name)
+                    return
+        self._wants_best = self.is_on
+
+    # --- the thread
+
+    def _write(self, state: State) -> None:
+        target = self._folder / name_of(state.update)
+        aside = target.with_name(target.name + NEW)
+        try:
+            try:
+                copied = _Copied(state)
+            finally:
+                self._is_copied.set()
+            aside.mkdir(parents=True, exist_ok=True)
+            mine = self._write_part(state, copied, aside)
+            del copied
+            if self._rank == 0:
+                self._finish(state, mine, aside, target)
+            self._is_written = True
+        except Exception as error:  # a full disk, as a rule; whatever it is, the run goes on
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            reason = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
+            kept = next((path.name for path in folders_of(self._run_folder)), None)
+            stays = f"{kept} stays the newest" if kept else "there is none yet"
+            say(f"learner: checkpoint {target.name} cannot be written to {self._folder} ({reason}): {stays}")
+            if not isinstance(error, OSError | CheckpointError):
+                _log.exception("a checkpoint could not be written")
+
+    def _write_part(self, state: State, copied: "_Copied", aside: Path) -> "_Written":
+        """Write the files of this rank."""
+        written = _Written()
+        prefix = f"rank-{self._rank}"
+        exported = aside / POLICY
+        if state.policy:
+            exported.mkdir()
+            for name, content in state.files.items():
+                written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
+            places = {key: (key, t) for key, t in copied.policy.items()}
+            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, places)
+        elif self._rank == 0 and exported.is_dir():  # written by all ranks together
+            for path in exported.rglob("*"):
+                if (found := checksum(path)) is not None:
+                    written.files[str(path.relative_to(aside))] = found
+        own = {name: (name, t) for name, t in copied.tensors.items() if name not in copied.exported}
+        written.files[f"{prefix}.safetensors"] = _write_tensors(aside / f"{prefix}.safetensors", own)
+        for name, offsets in copied.offsets.items():
+            file, key = (
+                (_WEIGHTS, copied.exported[name]) if name in copied.exported else (f"{prefix}.safetensors", name)
+            )
+            written.tensors[name] = [Part(file, key, offsets)]
+        records = copied.records
+        written.files[f"{prefix}.records"] = write_file(aside / f"{prefix}.records", records.values())
+        index = [[number, len(record)] for number, record in records.items()]
+        packed = msgpack.packb({**state.plain, "records": index}, default=_pack)
+        written.files[f"{prefix}.msgpack"] = write_file(aside / f"{prefix}.msgpack", [packed])
+        if self._rank:
+            write_file(aside / f"{prefix}.json", [written.to_bytes()])
+        return written
+
+    def _finish(self, state: State, written: "_Written", aside: Path, target: Path) -> None:
+        """Write the manifest once all ranks have written theirs, give the checkpoint its name, and remove old ones."""
+        deadline = time.monotonic() + _RANKS_TIMEOUT_S
+        for rank in range(1, self._num_ranks):
+            path = aside / f"rank-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"rank {rank} has not written its part for {_RANKS_TIMEOUT_S:.0f} s")
+                time.sleep(_POLL_S)
+            written.add(path.read_bytes())
+            path.unlink()
+        tensors = {name: tuple(parts) for name, parts in written.tensors.items()}
+        facts = (state.update, state.version, state.run_id, self._num_ranks, state.minutes_used)
+        write_file(aside / MANIFEST, [manifest_bytes(Manifest(aside, *facts, written.files, tensors))])
+        for folder in (aside / POLICY, aside):
+            if folder.is_dir():
+                sync_folder(folder)
+        # Of the same update there is one where a learner has gone on from it and ended at once.
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+        sync_folder(self._folder)
+        if self._wants_best:
+            self._wants_best = False
+            mark_best(self._run_folder, target.name)
+        remove_old(self._run_folder, self._num_kept)
+
+
+class _Written:
+    """Files and tensors of a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[int, int]] = {}
+        self.tensors: dict[str, list[Part]] = {}
+
+    def to_bytes(self) -> bytes:
+        parts = {name: [[p.file, p.key, p.offsets] for p in found] for name, found in self.tensors.items()}
+        return json.dumps({"files": self.files, "tensors": parts}).encode()
+
+    def add(self, content: bytes) -> None:
+        """Take in another rank's `to_bytes`."""
+        values = json.loads(content)
+        self.files |= {name: (size, crc) for name, (size, crc) in values["files"].items()}
+        for name, parts in values["tensors"].items():
+            self.tensors.setdefault(name, []).extend(Part(file, key, tuple(at)) for file, key, at in parts)
+
+
+class _Copied:
+    """Copy of a state's tensors and records in host memory; each piece of memory is copied once."""
+
+    def __init__(self, state: State) -> None:
+        copies: dict[tuple[object, ...], Tensor] = {}
+        keys: dict[tuple[object, ...], str] = {}
+
+        def copy(tensor: Tensor) -> tuple[tuple[object, ...], Tensor]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            memory = (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride())
+            if local.numel() == 0 or memory not in copies:
+                copies[memory] = local.to("cpu", copy=True).contiguous()
+            return memory, copies[memory]
+
+        self.policy: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.exported: dict[str, str] = {}
+        """Tensors that the export holds already: name -> its key there."""
+        self.offsets: dict[str, tuple[int, ...]] = {}
+        for key, tensor in state.policy.items():
+            memory, self.policy[key] = copy(tensor)
+            keys[memory] = key
+        for name, tensor in state.tensors.items():
+            memory, self.tensors[name] = copy(tensor)
+            if memory in keys and not isinstance(tensor, DTensor):
+                self.exported[name] = keys[memory]
+            self.offsets[name] = _offsets(tensor)
+        self.records = {number: bytes(read()) for number, read in state.records.items()}
+        state.records.clear()  # their space in the trajectory store is wanted
+
+
+def _offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's share of a tensor begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tuple[int, int]:
+    """Write a safetensors file. tensors: key -> (name, tensor in host memory)."""
+    layout = plan({key: (_dtype_name(t), tuple(t.shape)) for key, (_, t) in tensors.items()})
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield layout.header
+        for key in layout.places:
+            tensor = tensors[key][1]
+            if tensor.numel():
+                yield tensor.reshape(-1).view(torch.uint8).numpy().data
+
+    return write_file(path, pieces())
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL", torch.float64: "F64"}
+    return (SAFETENSORS_NAMES | names)[tensor.dtype]
+
+
+def _pack(value: object) -> msgpack.ExtType:
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, list(value.shape), value.tobytes()]))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
+
+
+def _unpack(code: int, content: bytes) -> object:
+    if code != _ARRAY:
+        raise ValueError(f"code {code} is not of this format")
+    dtype, shape, data = msgpack.unpackb(content)
+    if not isinstance(dtype, str) or np.dtype(dtype).hasobject:
+        raise ValueError(f"dtype {dtype!r} is not of this format")
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+
+
+class CheckpointReader:
+    """Reads a checkpoint that was verified.
+
+    Raises CheckpointError in every method, for contents that do not fit.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._open: dict[str, Any] = {}
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.manifest.path / name, "pt")
+        return self._open[name]
+
+    def plain(self, rank: int) -> dict[str, Any]:
+        """The state of a rank besides tensors and trajectories."""
+        try:
+            content = (self.manifest.path / f"rank-{rank}.msgpack").read_bytes()
+            state: dict[str, Any] = msgpack.unpackb(content, ext_hook=_unpack, strict_map_key=False)
+            return state
+        except (OSError, ValueError, TypeError, msgpack.UnpackException) as error:
+            raise CheckpointError(f"{self.manifest.path.name}: rank-{rank}.msgpack cannot be read: {error}") from error
+
+    def trajectories(self, rank: int, shift: int = 0) -> dict[int, Trajectory]:
+        """Trajectories of a rank by `unroll_id`.
+
+        Args:
+            shift: is added to the versions of all tokens.
+        """
+        try:
+            content = memoryview((self.manifest.path / f"rank-{rank}.records").read_bytes())
+            found, start = {}, 0
+            for number, size in self.plain(rank)["records"]:
+                found[number] = _shifted(decode_record(bytearray(content[start : start + size])), shift)
+                start += size
+            return found
+        except (OSError, RecordError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.manifest.path.name}: rank-{rank}.records cannot be read: {error}") from error
+
+    def load_model(self, model: PolicyModel) -> None:
+        """Give a model the weights of the checkpoint."""
+        with torch.no_grad():
+            for name, tensor in _learned(model).items():
+                self._read(f"model.{name}", tensor)
+
+    def load_optimizer(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the moments of the checkpoint."""
+        state = optimizer.state_dict()
+        loaded = {}
+        for name, tensor in state.items():
+            loaded[name] = torch.empty_like(tensor)
+            self._read(f"optimizer.{name}", loaded[name])
+        optimizer.load_state_dict(loaded)
+
+    def _read(self, name: str, target: Tensor) -> None:
+        """Copy a tensor, or of one that is shared this rank's share, from the files that have it."""
+        local = target.to_local() if isinstance(target, DTensor) else target
+        begin = _offsets(target)
+        parts = self.manifest.tensors.get(name)
+        if parts is None:
+            raise CheckpointError(f"{self.manifest.path.name} has no tensor {name}: it is of another model")
+        num_read = 0
+        shapes = [self._file(part.file).get_slice(part.key).get_shape() for part in parts]
+        ends = [
+            [o + n for o, n in zip(part.offsets, shape, strict=True)] for part, shape in zip(parts, shapes, strict=True)
+        ]
+        whole = [max(end) for end in zip(*ends, strict=True)]
+        if list(target.shape) != whole:
+            raise CheckpointError(
+                f"{self.manifest.path.name} has {name} of shape {whole}, this model of {list(target.shape)}"
+            )
+        for part, end in zip(parts, ends, strict=True):
+            # What of the share lies in this piece, in places of the whole tensor.
+            first = [max(places) for places in zip(begin, part.offsets, strict=True)]
+            last = [min(a + n, b) for a, n, b in zip(begin, local.shape, end, strict=True)]
+            if any(a >= b for a, b in zip(first, last, strict=True)):
+                continue
+            theirs = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, part.offsets, strict=True))
+            ours = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
+            file = self._file(part.file)
+            found = file.get_slice(part.key)[theirs] if theirs else file.get_tensor(part.key)
+            local[ours].copy_(found)
+            num_read += found.numel()
+        if num_read != local.numel():
+            raise CheckpointError(f"{self.manifest.path.name} has only {num_read} elements of {name} for this rank")
+
+
+def _shifted(trajectory: Trajectory, shift: int) -> Trajectory:
+    """A trajectory whose action tokens have versions that are higher by `shift`."""
+    if shift:
+        trajectory.versions[trajectory.action_mask] += np.int32(shift)
+    return trajectory

@@ -1,0 +1,109 @@
+"""Whether a run begins, goes on or is refused: `run.resume` against what its folders hold. No torch here.
+
+Invariant: nothing is changed; whoever asks acts on the answer before anybody else can.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from impala_llm.config import ConfigError
+from impala_llm.learning.checkpoint_files import Manifest, newest_whole
+from impala_llm.pipeline.shm.run_directory import find_run, shared_memory
+from impala_llm.settings import Config, holds_run, leaves, model_directory
+
+_MUST_AGREE = ("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env.", "algorithm.group_size")
+"""Settings, and beginnings of settings, without which a saved state means nothing."""
+_SAME_RUN = (*_MUST_AGREE, "algorithm.", "run.seed")
+"""Settings by which `auto` tells the same command from another experiment in the same folder."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts."""
+
+    take_over: bool = False
+    """From what a dead learner has left in shared memory, where that is newer than a checkpoint."""
+    run_id: int | None = None
+    """Of the run whose checkpoint it goes on from; None: it is a new run."""
+
+
+def how_to_start(config: Config) -> Start:
+    """Look at the folders of a run.
+
+    Raises:
+        ConfigError: it can neither begin nor go on; the message says why, and what would.
+        RunDirectoryError: a living process has a run of this name.
+    """
+    folder, name, resume = Path(config.run.dir), config.run.name, config.run.resume
+    any_left = find_run(name)
+    left = find_run(name, output=folder.resolve())
+    if not holds_run(folder):
+        if resume is True and any_left is None:
+            raise ConfigError(_nothing_left(config))
+        return Start(take_over=resume is True)
+    where = f"run.dir={folder} holds a run already"
+    trained = folder / "policy"
+    onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
+    anew = f"set another run.name, and run.dir where it is given{onward}"
+    if resume is False:
+        raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
+    checkpoint, _ = newest_whole(folder, verifies=False)
+    if left is None and checkpoint is None:
+        if resume is True:
+            raise ConfigError(_nothing_left(config))
+        raise ConfigError(f"{where}, without a checkpoint to go on from: {anew}, or remove the folder")
+    if differing := _differing(config, folder, _MUST_AGREE if resume is True else _SAME_RUN):
+        key, before, now = differing[0]
+        others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        way = (
+            "" if resume is True or _differing(config, folder, _MUST_AGREE) else ", or set run.resume=true to go on so"
+        )
+        raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+    if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
+        raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
+    return Start(take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id)
+
+
+def _nothing_left(config: Config) -> str:
+    """Why a run cannot be resumed."""
+    folder = Path(config.run.dir)
+    trained = folder / "policy"
+    onward = f", or train its policy further with model.path={trained} and another run.name" if trained.is_dir() else ""
+    return (
+        f"run.resume=true: nothing of run {config.run.name!r} is left in {shared_memory()}, nor a checkpoint in "
+        f"{folder}, to go on from; leave run.resume out{onward}"
+    )
+
+
+def _differing(config: Config, folder: Path, keys: tuple[str, ...]) -> list[tuple[str, object, object]]:
+    """Settings of these beginnings that the run in the folder had otherwise: (key, its value, ours)."""
+    try:
+        before = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return []
+    found = []
+    for key, now in leaves(config):
+        if not key.startswith(keys):
+            continue
+        value, is_there = before, True
+        for part in key.split("."):
+            is_there = isinstance(value, dict) and part in value
+            if not is_there:
+                break
+            value = value[part]
+        # What an earlier release did not know had no other value.
+        if is_there and value != now:
+            found.append((key, value, now))
+    return found
+
+
+def _finished(config: Config, checkpoint: Manifest) -> str:
+    """The setting that keeps a run from going on; empty where none does."""
+    learner = config.learner
+    if checkpoint.update >= learner.total_updates:
+        return f"learner.total_updates={learner.total_updates}"
+    if learner.max_minutes is not None and checkpoint.minutes_used >= learner.max_minutes:
+        return f"learner.max_minutes={learner.max_minutes:g}"
+    return ""

@@ -1,0 +1,331 @@
+"""Checkpoints: what is written can be gone on from, what is not whole is passed over, and old ones go."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from impala_llm.learning import checkpoint_files
+from impala_llm.learning.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    State,
+    load_random_state,
+    random_state,
+    tensors_of,
+)
+from impala_llm.learning.checkpoint_files import (
+    CheckpointError,
+    Manifest,
+    Part,
+    VersionMark,
+    best_of,
+    checkpoints,
+    newest_whole,
+    read_manifest,
+)
+from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.optim import Optimizer
+from impala_llm.pipeline.shm.record import record_bytes
+from impala_llm.settings import LearnerConfig
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
+from tests.learning.builders import VOCABULARY, make_trajectory, save_lm
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return save_lm(tmp_path / "model")
+
+
+def make(policy: Path, architecture_seed: int = 0) -> tuple[PolicyModel, Optimizer]:
+    torch.manual_seed(architecture_seed)
+    model = PolicyModel.from_pretrained(policy, value_hidden_size=8, value_trunk_gradient=True)
+    return model, Optimizer(model, LearnerConfig(value_warmup_updates=1, warmup_updates=0))
+
+
+def take_step(model: PolicyModel, optimizer: Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (12,), generator=generator)
+    hidden = model.hidden(tokens, torch.arange(12), torch.tensor([12]))
+    log_probs, _ = model.action_log_probs(hidden[:-1], tokens[1:], 1.0)
+    (model.values(hidden).square().mean() - log_probs.mean()).backward()
+    optimizer.step(number, progress=0.0)
+
+
+def make_state(update: int, model: PolicyModel, optimizer: Optimizer, policy: Path, **plain: Any) -> State:
+    return State(
+        update=update,
+        version=update + 5,
+        run_id=77,
+        minutes_used=1.5,
+        plain=plain,
+        records={},
+        tensors=tensors_of(model, optimizer, is_main=True),
+        policy=dict(model.policy_weights()),
+        files=model.config_files(policy_files(policy)),
+    )
+
+
+def write(folder: Path, policy: Path, *updates: int, num_kept: int = 9) -> Checkpointer:
+    model, optimizer = make(policy)
+    checkpointer = Checkpointer(folder, num_kept)
+    for update in updates:
+        assert checkpointer.save(make_state(update, model, optimizer, policy)) and checkpointer.wait()
+    return checkpointer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_training_goes_on_from_a_checkpoint_to_the_last_bit(
+    tmp_path: Path, architecture: str, tied: bool, num_before: int
+) -> None:
+    """Also after the updates in which only the value head learns, when the policy has no moments yet."""
+    policy = save_lm(tmp_path / "model", architecture, tied)
+    model, optimizer = make(policy)
+    for number in range(num_before):
+        take_step(model, optimizer, number)
+    checkpointer = Checkpointer(tmp_path / "run", 1)
+    assert checkpointer.save(make_state(num_before, model, optimizer, policy))
+    checkpointer.wait_until_copied()
+    for number in range(num_before, 6):
+        take_step(model, optimizer, number)
+    assert checkpointer.wait()
+    manifest, passed_over = newest_whole(tmp_path / "run")
+    assert manifest is not None and passed_over == []
+    assert (manifest.update, manifest.version, manifest.run_id, manifest.minutes_used) == (
+        num_before,
+        num_before + 5,
+        77,
+        1.5,
+    )
+    again, restored = make(policy, architecture_seed=1)
+    reader = CheckpointReader(manifest)
+    reader.load_model(again)
+    reader.load_optimizer(restored)
+    for number in range(num_before, 6):
+        take_step(again, restored, number)
+    assert {n: t.tolist() for n, t in again.state_dict().items()} == {
+        n: t.tolist() for n, t in model.state_dict().items()
+    }
+
+
+def test_the_export_is_a_plain_hugging_face_directory_and_no_tensor_is_written_twice(
+    tmp_path: Path, policy: Path
+) -> None:
+    model, _ = make(policy)
+    write(tmp_path, policy, 3)
+    folder = tmp_path / "checkpoints" / "update-000003"
+    plain = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    assert {n: t.tolist() for n, t in plain.state_dict().items()} == {
+        n: t.tolist() for n, t in model.lm.state_dict().items()
+    }
+    exported, own = load_file(folder / "policy" / "model.safetensors"), load_file(folder / "rank-0.safetensors")
+    assert not [name for name in own if name.startswith("model.lm.")] and exported
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {
+        *(".json", ".safetensors", ".msgpack", ".records", ".txt", ".jinja", ".model")
+    }
+
+
+def test_what_is_no_tensor_comes_back_as_it_was(tmp_path: Path, policy: Path) -> None:
+    model, optimizer = make(policy)
+    trajectories = [make_trajectory(20 + n, [(3, 7)], seed=n) for n in range(3)]
+    plain = {
+        "numbers": [1, 2.5, None, True],
+        "by id": {7: "seven"},
+        "array": np.arange(6, dtype=np.int32).reshape(2, 3),
+    }
+    state = make_state(1, model, optimizer, policy, **plain, random=random_state())
+    for number, t in enumerate(trajectories):
+        state.records[number] = lambda t=t: record_bytes(t)
+    checkpointer = Checkpointer(tmp_path, 1)
+    expected = torch.rand(5)
+    assert checkpointer.save(state) and checkpointer.wait()
+    reader = CheckpointReader(read_manifest(tmp_path / "checkpoints" / "update-000001"))
+    found = reader.plain(0)
+    assert {name: found[name] for name in ("numbers", "by id")} == {name: plain[name] for name in ("numbers", "by id")}
+    assert found["array"].dtype == np.int32 and found["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    load_random_state(found["random"])
+    assert torch.equal(torch.rand(5), expected)
+    for shift in (0, 4):
+        for number, t in reader.trajectories(0, shift).items():
+            original = trajectories[number]
+            assert all(getattr(t, name) == getattr(original, name) for name in METADATA_FIELDS)
+            versions = original.versions + shift * original.action_mask
+            assert (t.versions == versions).all()
+            rest = set(ARRAY_FIELDS) - {"versions"}
+            assert all((getattr(t, name) == getattr(original, name)).all() for name in rest)
+
+
+def test_shares_of_any_number_of_ranks_are_read(tmp_path: Path, policy: Path) -> None:
+    """A tensor whose rows lie in two files, as two ranks would have written them."""
+    model, optimizer = make(policy)
+    write(tmp_path, policy, 1)
+    folder = tmp_path / "checkpoints" / "update-000001"
+    manifest = read_manifest(folder)
+    name = next(n for n in manifest.tensors if n.endswith("q_proj.weight.exp_avg"))
+    moments = torch.arange(32.0 * 32.0).reshape(32, 32)
+    tensors: dict[str, tuple[Part, ...]] = dict(manifest.tensors)
+    parts = []
+    for rank, (begin, end) in enumerate(((0, 20), (20, 32))):
+        save_file({"share": moments[begin:end].contiguous()}, folder / f"share-{rank}.safetensors")
+        parts.append(Part(f"share-{rank}.safetensors", "share", (begin, 0)))
+    tensors[name] = tuple(parts)
+    step = name.replace("exp_avg", "step")
+    save_file({"step": torch.tensor(3.0)}, folder / "step.safetensors")
+    tensors[step] = (Part("step.safetensors", "step", ()),)
+    facts = (manifest.update, manifest.version, manifest.run_id, 2, manifest.minutes_used)
+    CheckpointReader(Manifest(folder, *facts, manifest.files, tensors)).load_optimizer(optimizer)
+    assert torch.equal(optimizer.state_dict()[name.removeprefix("optimizer.")], moments)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(tmp_path: Path, policy: Path) -> None:
+    write(tmp_path, policy, 1)
+    reader = CheckpointReader(read_manifest(tmp_path / "checkpoints" / "update-000001"))
+    with pytest.raises(
+        CheckpointError, match=r"update-000001 has .*value_head.* of shape \[8, 32\], this model of \[16"
+    ):
+        reader.load_model(PolicyModel.from_pretrained(policy, value_hidden_size=16))
+    with pytest.raises(CheckpointError, match="update-000001 has no tensor model.lm.* of another model"):
+        reader.load_model(PolicyModel.from_pretrained(save_lm(tmp_path / "other", "qwen2"), value_hidden_size=8))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (lambda path: (path / "rank-0.msgpack").unlink(), "rank-0.msgpack is missing"),
+        (lambda path: (path / "rank-0.records").write_bytes(b"1"), "rank-0.records has 1 bytes, not 0"),
+        (
+            lambda path: (path / "policy" / "model.safetensors").write_bytes(
+                bytes((path / "policy" / "model.safetensors").stat().st_size)
+            ),
+            "policy/model.safetensors has another checksum",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    spoil: Any, said: str, tmp_path: Path, policy: Path
+) -> None:
+    write(tmp_path, policy, 9, 10)
+    spoil(tmp_path / "checkpoints" / "update-000010")
+    manifest, passed_over = newest_whole(tmp_path)
+    assert manifest is not None and manifest.update == 9
+    assert len(passed_over) == 1 and passed_over[0].startswith(f"update-000010: {said}")
+
+
+def test_what_was_being_written_when_the_learner_died_is_named_and_removed(
+    tmp_path: Path, policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, policy, 9)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "update-000009", folder / "update-000010.new")
+    assert [path.name for path in checkpoints(tmp_path)] == ["update-000009"]
+    Checkpointer(tmp_path, 2).begin()
+    assert "checkpoint update-000010 is half-written" in capsys.readouterr().out
+    assert names(tmp_path) == ["update-000009"]
+
+
+def test_a_full_disk_keeps_the_old_one_and_says_so(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = write(tmp_path, policy, 1, 2, num_kept=1)
+    model, optimizer = make(policy)
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint_files.os, "fsync", fsync)
+        assert checkpointer.save(make_state(3, model, optimizer, policy))
+        assert not checkpointer.wait()
+    said = capsys.readouterr().out
+    assert f"checkpoint update-000003 cannot be written to {tmp_path}/checkpoints (No space left on device)" in said
+    assert "update-000002 stays the newest" in said
+    assert names(tmp_path) == ["update-000002"]
+    assert checkpointer.save(make_state(4, model, optimizer, policy)) and checkpointer.wait()
+    assert names(tmp_path) == ["update-000004"]
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, policy: Path) -> None:
+    checkpointer = write(tmp_path, policy, 1, 2, num_kept=2)
+    assert best_of(tmp_path) is None
+    checkpointer.mark_best(version=6, score=0.5)  # of update 1
+    model, optimizer = make(policy)
+    for update in (3, 4):
+        assert checkpointer.save(make_state(update, model, optimizer, policy)) and checkpointer.wait()
+    assert names(tmp_path) == ["best", "update-000001", "update-000003", "update-000004"]
+    assert (tmp_path / "checkpoints" / "best" / "policy" / "config.json").is_file()
+    assert not checkpointer.is_wanted
+    checkpointer.mark_best(version=10, score=0.6)  # of update 5, in no checkpoint: the next one counts
+    assert checkpointer.is_wanted
+    assert checkpointer.save(make_state(6, model, optimizer, policy)) and checkpointer.wait()
+    assert not checkpointer.is_wanted and best_of(tmp_path) == "update-000006"
+    assert names(tmp_path) == ["best", "update-000004", "update-000006"]
+
+
+def test_two_ranks_write_one_checkpoint(tmp_path: Path, policy: Path) -> None:
+    model, optimizer = make(policy)
+    ranks = [Checkpointer(tmp_path, 1, rank, 2) for rank in range(2)]
+    states = [make_state(1, model, optimizer, policy, rank=0)]
+    states.append(State(1, 6, 77, 1.5, {"rank": 1}, {}, {}))
+    for rank, state in zip(ranks, states, strict=True):
+        assert rank.save(state)
+    assert all([rank.wait() for rank in ranks])
+    manifest, _ = newest_whole(tmp_path)
+    assert manifest is not None and manifest.num_ranks == 2
+    reader = CheckpointReader(manifest)
+    assert [reader.plain(rank)["rank"] for rank in range(2)] == [0, 1]
+    reader.load_model(make(policy)[0])
+
+
+def test_checkpoints_can_be_switched_off(tmp_path: Path, policy: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, 0)
+    model, optimizer = make(policy)
+    assert not checkpointer.save(make_state(1, model, optimizer, policy))
+    checkpointer.wait_until_copied()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_no_version_is_used_twice(tmp_path: Path) -> None:
+    """Whoever goes on from an old checkpoint begins above all that the dead learner may have published."""
+    mark = VersionMark(tmp_path)
+    assert mark.unused(7) == 7, "nothing was published under this folder"
+    published = []
+    for version in range(1000):
+        mark.reserve(version, ahead=0)
+        published.append(version)
+    again = VersionMark(tmp_path)
+    assert again.unused(600) > max(published)
+    first = again.unused(600)
+    again.reserve(first, ahead=first - 600)
+    assert VersionMark(tmp_path).ahead == first - 600
+    again.end(first + 3)
+    assert VersionMark(tmp_path).unused(first + 3) == first + 3, "a run that has ended in order goes on without a gap"
+
+
+def test_a_full_disk_does_not_end_a_run_for_its_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    mark = VersionMark(tmp_path / "file")
+    mark.reserve(3, ahead=0)
+    assert "the versions of the run cannot be noted" in caplog.text and mark.reserved == -1
+
+
+def test_manifests_say_what_they_are(tmp_path: Path, policy: Path) -> None:
+    write(tmp_path, policy, 12)
+    values = json.loads((tmp_path / "checkpoints" / "update-000012" / "manifest.json").read_text())
+    assert (values["format"], values["update"], values["num_ranks"]) == (1, 12, 1)
+    (tmp_path / "checkpoints" / "update-000012" / "manifest.json").write_text(json.dumps(values | {"format": 9}))
+    with pytest.raises(CheckpointError, match="format 9, this program reads 1"):
+        read_manifest(tmp_path / "checkpoints" / "update-000012")

@@ -1,0 +1,125 @@
+"""Whether a run begins, goes on or is refused, by what its folders hold."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.learning.checkpoint_files import Manifest, manifest_bytes, name_of
+from impala_llm.learning.resume import Start, how_to_start
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[list[str]]:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}/run", "learner.total_updates=50"]
+    remove_run_dir(name)
+
+
+def make_run(settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0) -> Path:
+    """What a run has left on the disk, with a checkpoint or without."""
+    config = load([*settings, *others])
+    folder = Path(config.run.dir)
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "tensorboard" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "config.yaml").write_text(to_yaml(config))
+    if update is not None:
+        checkpoint = folder / "checkpoints" / name_of(update)
+        checkpoint.mkdir(parents=True)
+        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {})
+        (checkpoint / "manifest.json").write_bytes(manifest_bytes(manifest))
+    return folder
+
+
+def leave_in_memory(settings: list[str], output: Path) -> int:
+    """What a killed learner leaves in shared memory; returns its run id."""
+    name = settings[1].partition("=")[2]
+    code = (
+        "import os, sys; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
+        f"R.create({name!r}, output=Path({str(output.resolve())!r})); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    run_id = find_run(name)
+    assert run_id is not None
+    return run_id
+
+
+def refusal(settings: list[str], *others: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        how_to_start(load([*settings, *others]))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("resume", ["auto", "false"])
+def test_an_empty_folder_begins_a_run(resume: str, settings: list[str]) -> None:
+    assert how_to_start(load([*settings, f"run.resume={resume}"])) == Start()
+
+
+def test_the_same_command_goes_on_from_the_checkpoint(settings: list[str]) -> None:
+    make_run(settings, 20)
+    assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+    others = ("learner.total_updates=90", "actor.num_actors=3", "learner.learning_rate=0.1", "run.resume=true")
+    assert how_to_start(load([*settings, *others])).run_id == 77
+
+
+def test_what_was_left_in_memory_is_taken_over(settings: list[str], tmp_path: Path) -> None:
+    folder = make_run(settings, 20)
+    leave_in_memory(settings, folder)
+    assert how_to_start(load(settings)) == Start(take_over=True, run_id=77)
+
+
+def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str], tmp_path: Path) -> None:
+    make_run(settings, 20)
+    leave_in_memory(settings, tmp_path / "other")
+    assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+
+
+def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:
+    make_run(settings, None)
+    assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
+    assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
+
+
+def test_two_runs_are_never_mixed(settings: list[str]) -> None:
+    make_run(settings, 20)
+    assert "holds a run already, and two would be mixed" in refusal(settings, "run.resume=false")
+
+
+def test_a_finished_run_goes_on_only_where_its_end_is_moved(settings: list[str]) -> None:
+    make_run(settings, 50, minutes_used=30.0)
+    said = refusal(settings)
+    assert "which has finished at update 50: raise learner.total_updates=50" in said
+    more = "learner.total_updates=60"
+    assert how_to_start(load([*settings, more])).run_id == 77
+    assert "raise learner.max_minutes=20" in refusal(settings, more, "learner.max_minutes=20")
+    assert how_to_start(load([*settings, more, "learner.max_minutes=31"])).run_id == 77
+
+
+def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -> None:
+    make_run(settings, 20)
+    said = refusal(settings, "algorithm.loss.cap=3")
+    assert "holds a run already, with algorithm.loss.cap=" in said and " and not 3.0: set" in said
+    assert "or set run.resume=true to go on so" in said
+    assert how_to_start(load([*settings, "algorithm.loss.cap=3", "run.resume=true"])).run_id == 77
+    said = refusal(settings, "model.scratch.hidden_size=32", "run.resume=true")
+    assert "with model.scratch.hidden_size=128 and not 32" in said and "to go on so" not in said
+
+
+def test_a_living_run_of_the_name_is_refused(settings: list[str]) -> None:
+    make_run(settings, 20)
+    with RunDirectory.create(settings[1].partition("=")[2]), pytest.raises(RunDirectoryError, match="is in use"):
+        how_to_start(load(settings))
+
+
+def test_the_run_of_a_checkpoint_keeps_its_number(tmp_path: Path) -> None:
+    """Actors on other hosts know their run by it, and come back by themselves."""
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    with RunDirectory.create(name, tmp_path, run_id=77, output=tmp_path) as run:
+        assert run.run_id == RunDirectory.attach(name, tmp_path).run_id == 77
+        began_at = run.began_at(used_s=60.0)
+        assert run.began_at() == began_at

@@ -1,0 +1,126 @@
+"""Runs that lose their host, or are interrupted: from the checkpoint on they are what they would have been."""
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.system.runs import Run, column
+
+LOSSES = ("loss/policy", "loss/value", "loss/total", "optimizer/gradient_norm", "optimizer/learning_rate", "ratio/mean")
+STOP_S = 30.0
+SYNCHRONOUS = (
+    "experiment=corridor",
+    "algorithm.max_staleness=0",
+    "actor.num_actors=1",
+    "run.seed=3",
+    "learner.batch_size=32",
+)
+
+
+def lose_host(run: Run) -> None:
+    """Kill all processes of a run at once, and delete its folder in shared memory."""
+    killed = run.processes()
+    for process in killed:
+        process.kill()
+    psutil.wait_procs(killed)
+    for process in run.started:
+        process.wait()
+    for folder in Path("/dev/shm").glob(f"*{run.name}*"):
+        shutil.rmtree(folder)
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
+    """By update; a step that was made again counts as it was made last."""
+    return {row["step"]: [row[name] for name in LOSSES] for row in rows}
+
+
+@pytest.mark.system
+def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp_path: Path) -> None:
+    """Killed at random moments, and started elsewhere from its checkpoints: losses equal an undisturbed run's to the
+    last bit, no version has two contents, and each update trains on the tickets that it would have trained on."""
+    rng = random.Random(0)
+    num_updates = 24
+    settings = (*SYNCHRONOUS, f"learner.total_updates={num_updates}")
+    with Run(tmp_path / "whole", *settings, "learner.checkpoints_kept=0") as run:
+        assert run.train().wait(240) == 0, run.printed()
+        expected = losses(run.rows())
+        policy = (run.directory / "policy" / "model.safetensors").read_bytes()
+    assert len(expected) == num_updates
+    with Run(tmp_path / "lost", *settings, "learner.checkpoint_every=4") as run:
+        seen: dict[float, dict[str, Any]] = {}
+        for number in range(3):
+            supervisor = run.train()
+            if number < 2:
+                run.wait_for_updates(rng.randint(5, 9))
+                lose_host(run)
+                seen |= {row["learner/version"]: row for row in run.rows()}
+        assert supervisor.wait(240) == 0, run.printed()
+        rows = run.rows()
+        assert column(rows, "step") == list(range(1, num_updates + 1)), "each update stands there once"
+        assert losses(rows) == expected
+        assert (run.directory / "policy" / "model.safetensors").read_bytes() == policy
+        assert run.log.read_text().count("going on from update") == 2
+        versions = column(rows, "learner/version")
+        assert versions == sorted(set(versions))
+        again = [row for row in rows if row != seen.get(row["learner/version"], row)]
+        assert again == [], "no version was made twice"
+        received = sum(column(rows, "pipeline/received"))
+        assert received == num_updates * 32, "no task was left out, none was played for two"
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_ctrl_c_and_the_same_command_again_is_one_curve(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "actor.num_actors=1", "learner.total_updates=60") as run:
+        supervisor = run.train()
+        run.wait_for_updates(10)
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
+        run.assert_gone()
+        last = int(run.rows()[-1]["step"])
+        assert (tmp_path / "checkpoints" / f"update-{last:06d}" / "manifest.json").is_file(), run.printed()
+        assert run.train().wait(240) == 0, run.printed()
+        said = run.log.read_text()
+        assert said.count("learner: going on from update") == 1
+        assert f"going on from update {last}, checkpoint {tmp_path}/checkpoints/update-{last:06d}\n" in said
+        assert column(run.rows(), "step") == list(range(1, 61)) == column(run.rows(), "learner/version")
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert [event.step for event in events.Scalars("time/step_s")] == list(range(1, 61))
+        refused = run.train()
+        assert refused.wait(STOP_S) == 2
+        assert "has finished at update 60: raise learner.total_updates=60" in run.log.read_text()
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    with Run(tmp_path, *SYNCHRONOUS, "learner.total_updates=12", "learner.checkpoint_every=4") as run:
+        assert run.train().wait(240) == 0, run.printed()
+        expected = losses(run.rows())
+        (newest, before) = sorted((tmp_path / "checkpoints").glob("update-*"), reverse=True)
+        assert [newest.name, before.name] == ["update-000012", "update-000008"]
+        weights = newest / "policy" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+        run.settings.append("learner.total_updates=14")
+        shutil.copytree(before, tmp_path / "checkpoints" / "update-000013.new")
+        assert run.train().wait(240) == 0, run.printed()
+        said = run.log.read_text()
+        assert "checkpoint update-000012: policy/model.safetensors has another checksum: it is passed over" in said
+        assert "checkpoint update-000013 is half-written" in said
+        assert "going on from update 8, checkpoint " in said
+        again = losses(run.rows())
+        assert list(again) == list(range(1, 15)) and [again[n][0] for n in range(1, 9)] == [
+            expected[n][0] for n in range(1, 9)
+        ]
+        manifest = json.loads((tmp_path / "checkpoints" / "update-000014" / "manifest.json").read_text())
+        assert manifest["update"] == 14 and manifest["version"] > 12
+        run.assert_gone()
