@@ -3,11 +3,10 @@
 Life of a group: open (members arrive in any order) → complete (all `group_size` are there) or closed short (the caller
 knows that the others were lost) → handed out once and forgotten.
 
-Invariant: a group is handed out once, its statistics are frozen at that moment, and a member is in exactly one of: an
-open group, a group handed out, the dropped ones returned by `close_short`.
+Invariant: a group is handed out once, and a member is in exactly one of: an open group, a group handed out, the dropped
+ones returned by `close_short`.
 """
 
-import statistics
 from dataclasses import dataclass
 
 from impala_llm.trajectory import Trajectory
@@ -19,9 +18,6 @@ class Group:
 
     group_id: int
     trajectories: tuple[Trajectory, ...]
-    score_mean: float
-    score_std: float
-    """Sample standard deviation (n - 1); 0 for one member or equal scores."""
 
 
 class GroupAssembler:
@@ -95,7 +91,4 @@ class GroupAssembler:
 
 
 def _freeze(group_id: int, members: dict[int, Trajectory]) -> Group:
-    trajectories = tuple(members[ticket_id] for ticket_id in sorted(members))
-    scores = [trajectory.score for trajectory in trajectories]
-    std = statistics.stdev(scores) if len(scores) > 1 else 0.0
-    return Group(group_id, trajectories, statistics.fmean(scores), std)
+    return Group(group_id, tuple(members[ticket_id] for ticket_id in sorted(members)))
