@@ -341,14 +341,16 @@ def _memory(config: Config) -> list[str]:
 
 
 def _disk(config: Config) -> list[str]:
-    """Disk space for the last policy: a run that cannot save it has learned for nothing."""
+    """Disk space for the last policy: a run that cannot save it has learned for nothing. With evaluations inside of the
+    run there are two more, the best one and the one that is being evaluated."""
     folder = Path(config.run.dir)
-    needed = DISK_SPARE + float32_bytes(config.model.path)
+    num_policies = 3 if config.evaluation.inside_run else 1
+    needed = DISK_SPARE + num_policies * float32_bytes(config.model.path)
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
     return [
-        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policy and logs take "
+        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policies and logs take "
         f"{needed / MEGABYTE:,.0f} MB: make room, or name a folder on another disk"
     ]
 

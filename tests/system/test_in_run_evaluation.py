@@ -67,6 +67,24 @@ def test_a_run_without_gain_ends_early_and_keeps_its_best_policy(tmp_path: Path)
         assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "policy-candidate").exists()
 
 
+@pytest.mark.system
+def test_a_run_that_goes_on_knows_its_best_score_and_how_long_nothing_was_better(tmp_path: Path) -> None:
+    settings = ("experiment=toy", "learner.learning_rate=0", "evaluation.patience=4", ENDLESS)
+    with Run(tmp_path, *settings, "evaluation.every_updates=3", "evaluation.run_tasks=20") as run:
+        supervisor = run.train()
+        run.wait_for(lambda: len(evaluations(run)) >= 2, "two evaluations")
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
+        assert run.train().wait(120) == 0, run.printed()
+        run.assert_gone()
+        found = evaluations(run)
+        assert column(found, "evaluation/without_gain") == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert set(column(found, "evaluation/best_version")) == {0.0}
+        for name in ("progress/tokens", "progress/episodes", "progress/seconds"):
+            counted = column(run.rows(), name)
+            assert counted == sorted(counted)
+
+
 HANGING = """
 import asyncio
 from impala_llm.envs.toy import ParrotSession, ParrotSuite
