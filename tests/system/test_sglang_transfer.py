@@ -24,7 +24,7 @@ from impala_llm.engines.sglang.weight_push import Sent, TransferError, WeightSen
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
-from impala_llm.pipeline.weights.board import WeightPublisher
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
 from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
@@ -133,8 +133,9 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
         rig.engine.weights.in_flight = "recompute_kv"
 
 
-def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, tmp_path: Path) -> None:
-    """As all others by the process group: the actor has nothing to load."""
+@pytest.mark.parametrize("source", ["model", "board"])
+def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, tmp_path: Path, source: str) -> None:
+    """As all others by the process group, from the model or from what lies on the board: the actor loads nothing."""
 
     async def test() -> None:
         version = rig.engine.version + 1
@@ -144,7 +145,8 @@ def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, t
         publisher.begin(version - 1)
         receiver = Mock(**{"needs_weights.return_value": True})
         with WeightSender("recompute_kv", key=rig.server.key) as sender:
-            publisher.transports.append(partial(send_to_servers, sender, lambda: rig.engine.fed))
+            reader = WeightReader(tmp_path / "board") if source == "board" else None
+            publisher.transports.append(partial(send_to_servers, sender, lambda: rig.engine.fed, board=reader))
             metrics = await asyncio.to_thread(publisher.publish_early, version, receiver)
             assert metrics["weights/servers_sent"] == 1.0 and metrics["weights/servers_dropped"] == 0.0
             receiver.announce_late.assert_called_once_with(version)

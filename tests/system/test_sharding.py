@@ -81,6 +81,15 @@ def test_five_updates_give_the_parameters_of_one_rank(
 
 
 @pytest.mark.system
+def test_ranks_that_share_the_policy_leave_a_step_out_together(policy: Path, tmp_path: Path) -> None:
+    found = train(2, policy, tmp_path / "out", "learner.batch_size=12", "learner.sharding=fsdp2", "endless=1")
+    assert all(bool(p.isfinite().all()) for p in found.values())
+    of_ranks = [facts(tmp_path / "out", rank) for rank in (0, 1)]
+    assert [of_rank["skipped"] for of_rank in of_ranks] == [[0, 1, 0, 0, 0]] * 2
+    assert [of_rank["not_finite"] for of_rank in of_ranks] == [[0] * 5, [0, 1, 0, 0, 0]]
+
+
+@pytest.mark.system
 def test_five_updates_of_adapters_give_those_of_one_rank(policy: Path, tmp_path: Path) -> None:
     """Replicated and in shares; their merged sum on the board and the disk is that of one rank's adapters."""
     words = (*STEPS, "model.lora.rank=4", "learner.learning_rate=0.01")

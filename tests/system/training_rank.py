@@ -4,7 +4,8 @@ torchrun tests/system/training_rank.py POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTIN
 
 By rank: `facts-<rank>.json`, and from rank 0 `parameters`, whole, after the steps. With `resume=FILE` the optimizer
 goes on from the moments in it, and with `keep=FILE` they are written there. Where ranks share the policy they also save
-it in `saved`, and publish it on a board, `board`, in bfloat16: version 1 early, for the last rank.
+it in `saved`, and publish it on a board, `board`, in bfloat16: version 1 early, for the last rank. With `endless=1` the
+last rank has an episode with infinite rewards in its second update.
 """
 
 import json
@@ -12,9 +13,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -50,6 +53,13 @@ def counted_passes(model: PolicyModel) -> Iterator[list[int]]:
     handle.remove()
 
 
+def endless(batch: Batch) -> Batch:
+    """The batch with an episode whose rewards add up to infinity."""
+    first, *others = batch.trajectories
+    rewards = np.where(first.action_mask, np.float32(3e38), np.float32(0))
+    return replace(batch, trajectories=(replace(first, rewards=rewards), *others))
+
+
 class Receiver:
     """A receiver that gets nothing without a newer version, or gets all that it wants."""
 
@@ -80,7 +90,9 @@ def publish(ranks: Ranks, model: PolicyModel, output: Path) -> dict[str, object]
 
 def main(policy: Path, output: Path, words: list[str]) -> None:
     torch.set_num_threads(1)
-    files = {key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu"))}
+    files = {
+        key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu", "endl"))
+    }
     num_ranks = int(os.environ["WORLD_SIZE"])
     settings = [word for word in words if word.split("=")[0] not in files]
     config = load(
@@ -99,15 +111,19 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
     trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
     if "resume" in files:
         trainer.optimizer.load_state_dict(load_file(files["resume"]))
+    rows: list[dict[str, float]] = []
     with counted_passes(model) as passes:
         for update in range(UPDATES):
-            trainer.update(batch, 3 + update, progress=0.0)
+            is_bad = "endless" in files and update == 1 and ranks.rank == num_ranks - 1
+            trainer.update(endless(batch) if is_bad else batch, 3 + update, progress=0.0)
+            rows.append(trainer.log.flush())
     state = trainer.optimizer.state_dict()
     held = [*model.parameters(), *(tensor for name, tensor in state.items() if not name.endswith(".step"))]
     facts: dict[str, object] = {
         "passes": passes[0],
         "num_bytes": sum(local(tensor).nbytes for tensor in held),
-        "losses": trainer.log.flush()["loss/total"],
+        "skipped": [row["optimizer/skipped"] for row in rows],
+        "not_finite": [row["optimizer/not_finite"] for row in rows],
     }
     if ranks.is_sharded:
         facts |= publish(ranks, model, output)
