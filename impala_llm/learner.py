@@ -183,7 +183,10 @@ class Learner:
         if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
             self.model.check(config.engine.max_length)
         ranks.place(self.model, config.learner.precision)
-        if checkpoint is not None and not is_on_board:
+        dtype = board_dtype(config)
+        # Of the board's version a checkpoint has what a narrower type on the board has not.
+        is_exact = checkpoint is not None and checkpoint.manifest.version == self.version and dtype is not None
+        if checkpoint is not None and (is_exact or not is_on_board):
             checkpoint.load_model(self.model)
         if not ranks.is_sharded:
             self.model.check(config.engine.max_length)
@@ -191,7 +194,6 @@ class Learner:
             describe(config, ranks, self.model, self.version)
         interval, staleness = config.learner.sync_interval, config.algorithm.max_staleness
         boards = self.endpoint.board, self.endpoint.kept
-        dtype = board_dtype(config)
         self.publisher = VersionPublisher(ranks, self.model, *boards, interval, staleness, dtype=dtype)
         past = None if checkpoint is None else Past.of(checkpoint, ranks.rank, ranks.world_size, self.version)
         if past is not None and origin.is_lost:
@@ -706,7 +708,13 @@ def start_model(
                 f"{lease.version}, which this run goes on from: leave model.lora as it was, or set another run.name"
             )
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
+        is_rounded = not of_adapters and "BF16" in {dtype for dtype, _, _ in lease.tensors(verify=False).values()}
         if is_main:
+            if is_rounded:
+                say(
+                    f"learner: version {lease.version} lies on the board in bfloat16: unless a checkpoint has it, its "
+                    "weights are rounded; pipeline.weights_dtype=float32 avoids that"
+                )
             rest = f"{anew} anew" if checkpoint is None else f"the optimizer is that of checkpoint {checkpoint}"
             say(f"learner: going on from version {lease.version}; {rest}")
         return model, lease.version

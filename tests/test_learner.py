@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from impala_llm.config import load
 from impala_llm.learner import check_folder, main, share_done, start_model
@@ -63,6 +64,22 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {
         n: p.tolist() for n, p in model.named_parameters()
     }
+
+
+def test_a_learner_that_goes_on_from_rounded_weights_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config()
+    config.model.path = str(save_lm(tmp_path / "policy"))
+    model, _ = start_model(config, None)
+    with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
+        files = {path.name: path.read_bytes() for path in (tmp_path / "policy").glob("*.json")}
+        boards = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
+        VersionPublisher(Ranks("cpu"), model, *boards, 1, None, dtype=torch.bfloat16).begin(3)
+        resumed, version = start_model(config, newest_board(run))
+    assert version == 3 and "version 3 lies on the board in bfloat16" in capsys.readouterr().out
+    for mine, theirs in zip(resumed.lm.parameters(), model.lm.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16).float())
 
 
 def test_a_learner_by_hand_takes_no_folder_that_holds_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
