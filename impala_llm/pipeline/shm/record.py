@@ -55,7 +55,7 @@ _PADDING = [bytes(-length % 8) for length in range(8)]
 _FLAG_SETS = [tuple(bool(word >> bit & 1) for bit in range(len(FLAG_NAMES))) for word in range(ALL_FLAGS + 1)]
 """Values of the flags, by their word."""
 _FLAG_WORDS = {flags: word for word, flags in enumerate(_FLAG_SETS)}
-_texts, _numbers, _flags = (operator.attrgetter(*names) for names in (TEXT_NAMES, (*INTEGERS, *FLOATS), FLAG_NAMES))
+_numbers, _flags = operator.attrgetter(*INTEGERS, *FLOATS), operator.attrgetter(*FLAG_NAMES)
 
 Facts = Sequence[int]
 """A row of FACTS integers."""
@@ -88,7 +88,7 @@ def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     t = trajectory
     num_tokens = len(t.tokens)
     stats = t.stats
-    episode, env, actor, signature = parts = _texts(t)
+    episode, env, actor, signature = parts = t.episode_id, t.env, t.actor_id, t.signature
     try:
         names, num_name_bytes, header = _stats_layout(tuple(stats))
         text = f"{episode}{env}{actor}{signature}{names}"

@@ -158,13 +158,14 @@ class ActorChannel:
             RecordTooLarge: it does not fit even into an empty arena. `fail` its ticket.
             RecordError: its metadata is too large. `fail` its ticket.
         """
-        has_room = self._records.add(trajectory)
+        if not self._records.add(trajectory):
+            return False
         # At once where the learner has nothing of this actor to do; otherwise some are gathered.
-        if has_room and may_offer and self._records.is_offer_due:
+        if may_offer and self._records.is_offer_due:
             self._offer(self._records.unsent())
-        elif has_room:
+        else:
             self._connection.wake()  # the turn of whoever waits offers it
-        return has_room
+        return True
 
     def fail(self, ticket_id: int, reason: str) -> None:
         """Give a ticket back whose episode failed.
@@ -277,13 +278,13 @@ class ActorChannel:
             case Ack(sequences):
                 for record in self._records.settle(sequences):
                     if not record.continues:
-                        self._held.pop(record.descriptor.ticket_id, None)
+                        self._held.pop(record.ticket_id, None)
                 return [message]
             case Refused(sequence, _):
                 events: list[Event] = [message]
                 for record in self._records.settle([sequence]):
                     # The remaining turns of an episode are of no use once one of its unrolls was refused.
-                    ticket_id = record.descriptor.ticket_id
+                    ticket_id = record.ticket_id
                     if self._held.pop(ticket_id, None) is not None and record.continues:
                         events.append(Revoked((ticket_id,)))
                 return events

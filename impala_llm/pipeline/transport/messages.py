@@ -59,7 +59,8 @@ MAX_TEMPERATURE = 100.0
 _INT32, _INT64 = 1 << 31, 1 << 63
 _CRC = struct.Struct("<I")
 _RUN_ID = struct.Struct("<Q")
-_DESCRIPTOR = struct.Struct("<5q")
+DESCRIPTOR = struct.Struct("<5q")
+"""A `Descriptor` as a row of `DescriptorBatch`."""
 _BODY_AT = _CRC.size + _RUN_ID.size
 
 
@@ -81,10 +82,6 @@ class Descriptor(NamedTuple):
     start: int
     num_words: int
     checksum: int
-
-    def pack(self) -> bytes:
-        """Encode as a row of `DescriptorBatch`."""
-        return _DESCRIPTOR.pack(*self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ class DescriptorBatch:
     @classmethod
     def of(cls, descriptors: Sequence[Descriptor]) -> DescriptorBatch:
         """Make a batch of descriptors."""
-        return cls(b"".join([descriptor.pack() for descriptor in descriptors]))
+        return cls(b"".join([DESCRIPTOR.pack(*descriptor) for descriptor in descriptors]))
 
     @property
     def array(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from impala_llm.pipeline.shm.record import EncodedTrajectory, encode_record
 from impala_llm.pipeline.shm.ring import ArenaWriter, Place, RecordTooLarge
-from impala_llm.pipeline.transport.messages import Descriptor, DescriptorBatch
+from impala_llm.pipeline.transport.messages import DESCRIPTOR, DescriptorBatch
 from impala_llm.trajectory import Trajectory
 
 _MAX_RECORDS = 64
@@ -32,13 +32,15 @@ class RecordInFlight(NamedTuple):
     """Record in the arena.
 
     Attributes:
-        descriptor: as it is sent.
+        descriptor: a row of `DescriptorBatch`.
         place: in the arena.
+        ticket_id: of its episode.
         continues: whether more unrolls of the episode are to come.
     """
 
-    descriptor: Descriptor
+    descriptor: bytes
     place: Place
+    ticket_id: int
     continues: bool
 
 
@@ -174,11 +176,12 @@ class RecordsInFlight:
             return False
         sequence = self._next_sequence
         self._next_sequence += 1
-        start = place.start if self._is_shared else 0
-        descriptor = Descriptor(sequence, ticket_id, start, place.num_words, place.checksum)
-        self._in_flight[sequence] = RecordInFlight(descriptor, place, continues)
+        start, num_words, checksum = place
+        descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
+        # Three times as fast as to call the class.
+        self._in_flight[sequence] = tuple.__new__(RecordInFlight, (descriptor, place, ticket_id, continues))
         self._unsent.append(sequence)
-        self._unsent_words += place.num_words
+        self._unsent_words += num_words
         return True
 
     def _offers(self, sequences: Iterable[int], reminders: int | None, with_records: bool = True) -> list[Offer]:
@@ -207,4 +210,4 @@ class RecordsInFlight:
             self._offered[reminders].append((self._monotonic(), sequences))
         records = [self._in_flight[sequence] for sequence in sequences]
         frames = [self._arena.view(record.place) for record in records] if with_records and not self._is_shared else []
-        return DescriptorBatch.of([record.descriptor for record in records]), frames
+        return DescriptorBatch(b"".join([record.descriptor for record in records])), frames
