@@ -69,7 +69,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.observability.meters import Meters
@@ -782,6 +782,8 @@ def main(argv: Sequence[str]) -> int:
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
+    if config.learner.activation_checkpointing:
+        prepare_memory()
     disable_progress_bar()
     learner = config.learner
     ranks = Ranks(config.model.device, learner.stall_timeout_s, learner.sharding, learner.cpu_offload)

@@ -10,7 +10,7 @@ results=${1:-outputs/benchmarks.jsonl}
 if [ $# -eq 0 ]; then
   mkdir -p outputs
   rm -f "$results"
-  for name in transport weights replay engine vtrace webshop schedule; do
+  for name in transport weights replay engine vtrace learner webshop schedule; do
     echo "$(date +%T) $name" >&2
     "$python" -m impala_llm.cli bench "$name" --json | tail -n 1 >>"$results"
   done

@@ -1,8 +1,10 @@
-"""Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU.
+"""Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU; and how a
+CPU's memory is given back.
 
 Invariant: what is chosen for a CPU changes nothing on a GPU, and the other way round.
 """
 
+import ctypes
 from typing import Any
 
 import torch
@@ -27,6 +29,23 @@ def prepare_cpu(num_threads: int) -> None:
     products.fp32_precision = "bf16"
     if (a @ b - exact).abs().max() > 1e-4:  # float32 over 256 terms: 2e-5; bfloat16: 0.1
         products.fp32_precision = before
+
+
+_M_MMAP_THRESHOLD = -3  # glibc, malloc.h
+_OWN_MEMORY = 2 << 20
+"""Bytes from which a tensor gets memory of its own."""
+
+
+def prepare_memory() -> None:
+    """Have the memory of tensors go back to the system as soon as they are freed, on a CPU.
+
+    By itself glibc keeps what was freed, up to blocks of 32 MB, and what a layer keeps for the backward pass then lies
+    between holes that nothing else fits into: the heap grows to several times of what is in use. The price is that
+    memory is taken from the system again for each tensor.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc's
+        libc.mallopt(_M_MMAP_THRESHOLD, _OWN_MEMORY)
 
 
 def prepare_cuda(precision: str) -> None:
