@@ -42,8 +42,8 @@ CHILD_S = 180.0
 CONNECT_S = 5.0
 SPARE_FILES = 256
 """Open files of a process beside those for each actor or request."""
-STATE_BYTES = 16
-"""Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments."""
+STATE_BYTES, FROZEN_BYTES = 16, 4
+"""Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
 
 TORCH_PROBE = """
 import json, torch
@@ -352,8 +352,9 @@ def open_files(config: Config) -> Finding:
 def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
     """Memory for weights, gradients and optimizer: what is certain, before any activation."""
     parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.actor.num_actors
-    is_shared = learner.sharding == "fsdp2"
-    each = STATE_BYTES * parameters / 1e9 / (learner.num_ranks if is_shared else 1)
+    is_shared, has_adapters = learner.sharding == "fsdp2", config.model.lora.rank > 0
+    width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
+    each = width * parameters / 1e9 / (learner.num_ranks if is_shared else 1)
     state = f"{each:.1f} GB for weights, gradients and optimizer of a rank; activations come on top"
     gpus = [] if config.model.device == "cpu" or learner.cpu_offload else torch.get("gpus", [])
     where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"

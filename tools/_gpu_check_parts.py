@@ -7,6 +7,7 @@ weights, so that nothing has to be downloaded.
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.products import prepare_cuda
 from impala_llm.observability.metrics import MetricLog
+from impala_llm.pipeline.shm.run_directory import shared_memory
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 
@@ -128,14 +130,47 @@ def padded_log_probs(lm: Any, rows: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def train(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """The metrics of each update of a run of `impala-llm train` in a folder."""
-    settings = [f"run.name=gpu-check-{folder.name}-{os.getpid()}", f"run.dir={folder}", "run.terminal=false", *words]
-    run = subprocess.run([sys.executable, "-m", "impala_llm.cli", "train", *settings], capture_output=True, text=True)
-    if run.returncode != 0:
-        raise SystemExit(f"the run ended with code {run.returncode}: {(run.stderr.strip().splitlines() or [''])[-1]}")
-    metrics = (folder / "tensorboard" / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in metrics.splitlines()]
+def train(folder: Path, *words: str, until: int | None = None) -> tuple[int, list[dict[str, Any]]]:
+    """A run of `impala-llm train` in a folder: its exit code and the metrics of its updates.
+
+    Args:
+        until: kill it, as a host is lost, once it has made so many updates.
+    """
+    name = f"gpu-check-{folder.name}-{os.getpid()}"
+    command = [sys.executable, "-m", "impala_llm.cli", "train", f"run.name={name}", f"run.dir={folder}"]
+    log = folder.with_suffix(".log")
+    metrics = folder / "tensorboard" / "metrics.jsonl"
+
+    def rows() -> list[dict[str, Any]]:
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    with log.open("ab") as out:
+        run = subprocess.Popen([*command, "run.terminal=false", *words], stdout=out, stderr=out)
+        while run.poll() is None and (until is None or len(rows()) < until):
+            time.sleep(0.1)
+        if run.poll() is None:
+            run.kill()  # the kernel ends learner and actors with it
+            run.wait()
+            deadline = time.monotonic() + 30
+            while is_alive(name) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            for left in shared_memory().glob(f"*{name}*"):
+                shutil.rmtree(left)
+    if run.returncode not in (0, -9):
+        raise SystemExit(f"the run ended with code {run.returncode}: {log.read_text().strip().splitlines()[-1]}")
+    return run.returncode, rows()
+
+
+def is_alive(name: str) -> bool:
+    """Whether a process of a run lives."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"run.name={name}".encode() in path.read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue  # it is gone
+    return False
 
 
 def mean(rows: Sequence[dict[str, Any]], name: str) -> float:
@@ -296,7 +331,7 @@ def sglang_group(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
 
 def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool, str]:
     """A run of five updates: engine and learner must agree on what was sampled, after each change of weights too."""
-    rows = train(
+    _, rows = train(
         folder / "run",
         *("experiment=corridor", "engine=sglang", f"engine.transfer={transfer}", "learner.total_updates=5"),
         *("learner.batch_size=32", "actor.num_actors=1", "algorithm.max_staleness=0", "learner.warmup_updates=0"),
@@ -311,6 +346,25 @@ def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool,
         passed = passed and max(sent) >= 1 and dropped == 0
         figure += f", {sum(map(bool, sent))} versions sent"
     return passed, figure
+
+
+def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """A run that is killed, loses its shared memory and goes on from its checkpoint, against an undisturbed one."""
+    words = (
+        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=9", "learner.batch_size=32"),
+        *("actor.num_actors=1", f"model.device={settings['device']}"),
+    )
+    _, whole = train(folder / "whole", *words)
+    resumed = (*words, "learner.checkpoint_every=3")
+    train(folder / "lost", *resumed, until=5)
+    _, again = train(folder / "lost", *resumed)
+    last = {row["step"]: row["loss/total"] for row in again}
+    worst = max(abs(last[row["step"]] - row["loss/total"]) for row in whole)
+    size = statistics.fmean(abs(row["loss/total"]) for row in whole)
+    log = (folder / "lost.log").read_text()
+    begin = next((line for line in log.splitlines() if "going on from" in line), "")
+    passed = bool(begin) and len(last) == len(whole) == 9 and worst < SAME * size
+    return passed, f"losses differ by {worst:.1e} at most; {begin.partition(', checkpoint')[0] or 'it began anew'}"
 
 
 def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
@@ -365,18 +419,18 @@ def flops_a_token(model: PolicyModel, length: float) -> float:
 def idle(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run of the corridor: both sides work, and what each waits."""
     words = ("experiment=corridor", "learner.total_updates=30", "actor.num_actors=1")
-    rows = train(folder / "run", *words, f"model.device={settings['device']}")
+    code, rows = train(folder / "run", *words, f"model.device={settings['device']}")
     late = rows[10:]
     figure = (
         f"learner idle {mean(late, 'time/idle_share'):.0%}, actor idle {mean(late, 'actor/idle_share'):.0%}, "
         f"{mean(late, 'learner/trained_tokens_per_s'):,.0f} tokens/s trained, {mean(late, 'time/step_s'):.2f} s a step"
     )
-    return len(rows) == 30, figure
+    return code == 0 and len(rows) == 30, figure
 
 
 PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
     part.__name__.replace("sglang_", "sglang-"): part
-    for part in (engine, packed, bfloat16, ranks, fsdp2, sglang_disk, sglang_group, speed, idle)
+    for part in (engine, packed, bfloat16, ranks, fsdp2, sglang_disk, sglang_group, checkpoint, speed, idle)
 }
 
 

@@ -43,6 +43,7 @@ PARTS = {
     "fsdp2": Part("2 ranks of FSDP2 = 2 replicated", 2),
     "sglang-disk": Part("SGLang, weights by the board", 2, needs_sglang=True, limit_s=1200),
     "sglang-group": Part("SGLang, weights by process group", 2, needs_sglang=True, limit_s=1200),
+    "checkpoint": Part("resumed run = undisturbed run"),
     "speed": Part("learner: tokens a second, MFU"),
     "idle": Part("a short run: idle shares"),
 }

@@ -1,10 +1,11 @@
-"""The Slurm scripts as jobs: `srun` starts the command here, that of the actors with a /dev/shm of its own."""
+"""The Slurm scripts as jobs: `srun` starts the command here, with a /dev/shm of its own."""
 
 import os
 import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers import write_program
@@ -15,10 +16,10 @@ import os, sys
 words = sys.argv[1:]
 while words[0].startswith("-"):
     del words[0]
-if "impala_llm.learner" not in words:  # another node has another /dev/shm
-    words = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "node", *words]
-os.execvp(words[0], words)
+script = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+os.execvp("unshare", ["unshare", "--mount", "sh", "-c", script, "node", *words])
 """
+"""Each node has a /dev/shm of its own, and a job that is started again is on another one."""
 UPDATES = 20
 
 
@@ -42,26 +43,42 @@ def two_free_ports() -> int:
                 continue
 
 
-@pytest.mark.system
-@pytest.mark.skipif(not may_mount(), reason="no right to give the actors a /dev/shm of their own: it needs root")
-def test_a_learner_and_actors_in_jobs_of_their_own_train_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def job_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     write_program(tmp_path / "bin" / "srun", SRUN)
-    with Run(tmp_path / "unused", "experiment=toy", f"learner.total_updates={UPDATES}") as run:
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
-        monkeypatch.setenv("LEARNER_ADDRESS", "127.0.0.1")
-        monkeypatch.setenv("BIND_ADDRESS", "127.0.0.1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("LEARNER_ADDRESS", "127.0.0.1")
+    monkeypatch.setenv("BIND_ADDRESS", "127.0.0.1")
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not may_mount(), reason="no right to give jobs a /dev/shm of their own: it needs root")
+@pytest.mark.usefixtures("job_environment")
+def test_a_learner_that_loses_its_node_goes_on_at_another_address_with_the_actors_that_were_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("experiment=toy", f"learner.total_updates={UPDATES}", "learner.checkpoint_every=3")
+    with Run(tmp_path / "unused", *settings) as run:
         monkeypatch.setenv("PORT", str(two_free_ports()))
-        actors = run.start("bash", str(ROOT / "deploy/slurm/actors.sh"))
+        actors = run.start("bash", str(ROOT / "deploy/slurm/actors.sh"))  # before its learner
         learner = run.start("bash", str(ROOT / "deploy/slurm/learner.sh"))
         run.directory = tmp_path / "runs" / run.name  # where the scripts put it
-        run.wait_for_updates(5)
-        assert (run.directory / "learner").read_text().startswith("tcp://127.0.0.1:")
-        assert learner.wait(START_S) == 0, run.printed()
+        run.wait_for(lambda: len(run.rows()) >= 7, "update 7", 240)
+        first = (run.directory / "learner").read_text()
+        processes = [process for process in run.processes() if "impala_llm.learner" in process.cmdline()]
+        for process in processes:  # torchrun and its rank, with the memory of their node
+            process.kill()
+        psutil.wait_procs(processes)
+        learner.wait(20)
+
+        monkeypatch.setenv("PORT", str(two_free_ports()))
+        learner = run.start("bash", str(ROOT / "deploy/slurm/learner.sh"))
+        assert learner.wait(240) == 0, run.printed()
         assert actors.wait(START_S) == 0, run.printed()
-        assert len(run.rows()) == UPDATES
+        assert (run.directory / "learner").read_text() != first
+        assert [row["step"] for row in run.rows()] == list(range(1, UPDATES + 1))
         assert [path.name for path in (run.directory / "actors").iterdir()] == [socket.gethostname()]
-        run.assert_gone()
+        assert run.processes() == []
