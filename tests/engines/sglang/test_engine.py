@@ -242,6 +242,22 @@ def test_a_broken_answer_is_named_and_the_engine_lives(change, complaint):
     run(test)
 
 
+def test_greedy_and_sampled_answers_are_asked_for_side_by_side():
+    """As of evaluation tasks beside training episodes."""
+
+    async def test():
+        fake = FakeServer()
+        async with running(fake) as engine:
+            greedy = SamplingParams(max_new_tokens=5, greedy=True, temperature=0.7)
+            sampled = SamplingParams(max_new_tokens=5, temperature=0.7)
+            answers = engine.generate("a", [1, 2], greedy), engine.generate("b", [1, 2, 3], sampled)
+            await asyncio.gather(*answers)
+            asked = {len(r["input_ids"]): r["sampling_params"]["temperature"] for r in fake.requests}
+            assert asked == {2: 0.0, 3: 0.7}
+
+    run(test)
+
+
 def test_what_arrived_before_a_reset_is_kept_and_continued():
     async def test():
         fake = FakeServer()
