@@ -37,8 +37,11 @@ class KVCache:
         blocks_per_slot = -(-max_length // BLOCK)
         self.num_blocks = slots * blocks_per_slot
         shape = (layers, 2, self.num_blocks + 1, kv_heads, BLOCK, head_dim)
-        # zero_() and not torch.zeros: it touches every page now and not in the middle of a decoding step.
-        self._pool = torch.empty(shape, dtype=dtype, device=device).zero_()
+        if device.type == "cpu" and dtype == torch.float32:
+            # numpy's zeros take no memory before a session has come there: most are far shorter than max_length.
+            self._pool = torch.from_numpy(np.zeros(shape, np.float32))
+        else:
+            self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self._flat = [layer.view(-1, head_dim) for layer in self._pool]
         self._by_head = [tuple(part.view(-1, BLOCK, head_dim) for part in layer) for layer in self._pool]
         self._arrays = list(self._pool.numpy()) if device.type == "cpu" and dtype == torch.float32 else []

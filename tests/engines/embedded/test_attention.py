@@ -1,6 +1,7 @@
 """Attention over the cache against its definition in double precision."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -43,3 +44,19 @@ def test_decoding_rows_are_as_exact_as_their_inputs(dtype: torch.dtype, toleranc
         expected = torch.einsum("hl,lhd->hd", weights, values[:, of_head])
         error = (mixed[row] - expected).norm() / expected.norm()
         assert error < tolerance
+
+
+def test_the_cache_of_a_cpu_takes_memory_as_sessions_grow() -> None:
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(
+        layers=2,
+        slots=256,
+        kv_heads=KV_HEADS,
+        max_length=1024,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert psutil.Process().memory_info().rss - before < cache.nbytes / 10
+    assert cache.nbytes > 500e6
+    assert not cache.gather_blocks(1, torch.tensor([cache.num_blocks])).any()
