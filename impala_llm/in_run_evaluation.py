@@ -1,4 +1,4 @@
-"""Evaluations inside of a run, at learner rank 0: when one is due, what it found, which version is the best.
+"""Evaluations inside of a run: when one is due, what it found, which version is the best.
 
 Actors play the tasks with the published weights (`Receiver.begin_evaluation`), and training goes on meanwhile. Their
 weights change while they play, so a score belongs to a span of versions: from the one that the evaluation was begun
@@ -7,7 +7,8 @@ with to the newest that sampled a token. The policy that is kept as the best one
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.settings import EvaluationConfig
 from impala_llm.supervised import say
 
+POLL_S = 0.1
+DEAL_GRACE_S = 10.0
+"""Seconds in which an actor is expected to have the first task of an evaluation that is awaited."""
 LEAST_SHARE = 0.5
 """Share of the tasks whose results must have come for an evaluation to be compared with others."""
 BEST, CANDIDATE = "policy-best", "policy-candidate"
@@ -246,3 +252,89 @@ class InRunEvaluation:
             self.candidate.rename(self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")
+
+
+class EvaluationRounds:
+    """Evaluations of a run, in step on all ranks of the learner: all of them call each method.
+
+    Args:
+        config: of evaluations.
+        ranks: of the learner.
+        evaluation: of rank 0; None on the others, and where there are none inside of the run.
+        log: takes the metrics.
+        save: saves the policy in a folder; the one that rank 0 names counts.
+        mark_best: called on rank 0 with version and score of an evaluation that is the best so far.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        ranks: Ranks,
+        evaluation: InRunEvaluation | None,
+        log: MetricLog,
+        save: Callable[[Path], object],
+        mark_best: Callable[[int, float], object],
+    ) -> None:
+        self._config, self._ranks, self._evaluation, self._log = config, ranks, evaluation, log
+        self._save, self._mark_best = save, mark_best
+
+    def turn(self, version: int, elapsed_s: float, at_the_end: bool = False) -> bool:
+        """Take in an evaluation that has ended, and begin one that is due.
+
+        Args:
+            version: the learner's.
+            elapsed_s: seconds of training so far.
+            at_the_end: one is due unless this version was evaluated.
+
+        Returns:
+            Whether the run should end early.
+        """
+        if not self._config.inside_run:
+            return False
+        begins = is_over = False
+        if self._evaluation is not None:
+            self._collect(self._evaluation, version)
+            begins = self._evaluation.begin(version, elapsed_s, at_the_end)
+            is_over = self._evaluation.is_over
+        begins, is_over = (n > 0 for n in self._ranks.sum([float(begins), float(is_over)]))
+        if begins and (self._evaluation is not None or self._ranks.is_sharded):
+            self._save(Path(CANDIDATE) if self._evaluation is None else self._evaluation.candidate)
+        return is_over
+
+    def finish(self, version: int, elapsed_s: float, check: Callable[[], object], write: Callable[[], object]) -> None:
+        """Wait for the evaluation that is under way, and then for one of the last version.
+
+        Args:
+            check: called while it waits; what it raises ends the wait.
+            write: called after each evaluation: writes what the log has.
+        """
+        if self._config.inside_run:
+            self._await(version, check)
+            write()
+            self.turn(version, elapsed_s, at_the_end=True)
+            self._await(version, check)
+            write()
+
+    def _await(self, version: int, check: Callable[[], object]) -> None:
+        """Wait until no evaluation is under way, or for as long as one may take."""
+        # Its own time begins when an actor has the first task, if any comes for one.
+        until = time.monotonic() + self._config.run_timeout_s + DEAL_GRACE_S
+        is_said = is_awaited = False
+        while True:
+            if self._evaluation is not None:
+                self._collect(self._evaluation, version)
+                is_awaited = self._evaluation.is_under_way and time.monotonic() < until
+            if self._ranks.sum([float(is_awaited)])[0] == 0:
+                return
+            if is_awaited and not is_said:
+                is_said = True
+                say("learner: training is over, and an evaluation is under way: Ctrl-C ends without it")
+            check()
+            time.sleep(POLL_S)
+
+    def _collect(self, evaluation: InRunEvaluation, version: int) -> None:
+        """Take in the evaluation that has ended, if one has."""
+        before = evaluation.schedule.best
+        self._log.update(evaluation.collect(version))
+        if (best := evaluation.schedule.best) is not None and best != before:
+            self._mark_best(*best)

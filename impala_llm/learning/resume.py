@@ -3,6 +3,7 @@
 Invariant: nothing is changed; whoever asks acts on the answer before anybody else can.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from impala_llm.config import ConfigError
 from impala_llm.learning.checkpoint_files import Manifest, newest_whole
 from impala_llm.pipeline.shm.run_directory import find_run, shared_memory
 from impala_llm.settings import Config, holds_run, leaves, model_directory
+from impala_llm.supervised import SUPERVISED
 
 _MUST_AGREE = ("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env.", "algorithm.group_size")
 """Settings, and beginnings of settings, without which a saved state means nothing."""
@@ -64,6 +66,24 @@ def how_to_start(config: Config) -> Start:
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
     return Start(take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id)
+
+
+def check_folder(config: Config) -> Start:
+    """How a learner that was started by hand begins; of what it removes it says so.
+
+    Raises ConfigError where it would mix two runs, and RunDirectoryError where another learner of this run is alive:
+    before anything in its folder changes.
+    """
+    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+        return Start()
+    start = how_to_start(config)
+    if not start.take_over and start.run_id is None and find_run(config.run.name) is not None:
+        print(
+            f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
+            "actors are told to end: run.resume=true would have gone on with it",
+            flush=True,
+        )
+    return start
 
 
 def _nothing_left(config: Config) -> str:

@@ -1,0 +1,153 @@
+"""What a learner goes on from: its weights and their version.
+
+They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from impala_llm.config import ConfigError
+from impala_llm.learning.cautions import cautions
+from impala_llm.learning.checkpoint import CheckpointReader
+from impala_llm.learning.checkpoint_files import FOLDER, VersionMark, name_of, newest_whole, read_manifest
+from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.past import Past
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.settings import Config
+from impala_llm.supervised import say
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a learner goes on from."""
+
+    update: int
+    version: int
+    """For its first weights: of a lost host's checkpoint one that was never published."""
+    board: WeightReader | None
+    """Board with these weights; None: they are those of the checkpoint, or the configured start."""
+    checkpoint: CheckpointReader | None
+    """The newest whole one: of it come at least the optimizer and the state of the trainer."""
+    is_lost: bool
+    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
+
+    def past(self, ranks: Ranks) -> Past | None:
+        """Read what a rank had in the checkpoint; None where there is none."""
+        if self.checkpoint is None:
+            return None
+        return Past.of(self.checkpoint, ranks.rank, ranks.world_size, self.version)
+
+
+def find_origin(run_folder: Path, newest: WeightReader | None, versions: VersionMark, ranks: Ranks) -> Origin:
+    """Find what the learner goes on from; rank 0 says so where it is a checkpoint. All ranks call it.
+
+    Args:
+        newest: board with what an earlier learner of this run has left in shared memory.
+    """
+    update = -1
+    if ranks.is_main:
+        manifest, passed_over = newest_whole(run_folder)
+        for reason in passed_over:
+            say(f"learner: checkpoint {reason}: it is passed over")
+        update = -1 if manifest is None else manifest.update
+    update = int(ranks.sum([float(update) if ranks.is_main else 0.0])[0])
+    checkpoint = None
+    if update >= 0:
+        checkpoint = CheckpointReader(read_manifest(run_folder / FOLDER / name_of(update)))
+    on_board = None if newest is None else newest.latest()
+    if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
+        version = on_board or 0
+        return Origin(max(0, version - versions.ahead), version, newest, checkpoint, is_lost=False)
+    saved, is_lost = checkpoint.manifest, on_board is None
+    version = versions.unused(saved.version) if is_lost else saved.version
+    if ranks.is_main:
+        under = "" if version == saved.version else f", as version {version}: the {version - 1} before may be in use"
+        say(f"learner: going on from update {update}, checkpoint {saved.path}{under}")
+        if saved.num_ranks != ranks.world_size and is_lost:
+            say(
+                f"learner: it is of learner.num_ranks={saved.num_ranks}: tickets, trajectories and replay are dealt "
+                f"among {ranks.world_size} anew, and the order of random draws is another"
+            )
+    return Origin(update, version, None, checkpoint, is_lost)
+
+
+def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
+    """Make the policy of a rank, with the weights of its origin, where it computes. All ranks call it."""
+    checkpoint, is_on_board = origin.checkpoint, origin.board is not None
+    beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
+    model, _ = start_model(config, origin.board, ranks.is_main, beside)
+    if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
+        model.check(config.engine.max_length)
+    ranks.place(model, config.learner.precision)
+    # Of the board's version a checkpoint has what a narrower type on the board has not.
+    is_narrow = board_dtype(config) is not None
+    is_exact = checkpoint is not None and checkpoint.manifest.version == origin.version and is_narrow
+    if checkpoint is not None and (is_exact or not is_on_board):
+        checkpoint.load_model(model)
+    if not ranks.is_sharded:
+        model.check(config.engine.max_length)
+    if ranks.is_main:
+        describe(config, ranks, model, origin.version)
+    return model
+
+
+def start_model(
+    config: Config, newest: WeightReader | None, is_main: bool = True, checkpoint: str | None = None
+) -> tuple[PolicyModel, int]:
+    """The policy to go on from, and its version.
+
+    Args:
+        newest: board with what a killed learner published or kept last; None: the configured start.
+        is_main: whether this rank says where it goes on from.
+        checkpoint: name of the one that the optimizer comes from; None: it begins anew.
+    """
+    sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
+    if newest is None:
+        model = PolicyModel.from_pretrained(resolve_policy(config), *sizes)
+        add_adapters(model.lm, config.model.lora)
+        return model, 0
+    with newest.lease() as lease:
+        _, of_adapters = without_prefix(lease.extra())
+        # What lies on the board has its adapters merged.
+        model = PolicyModel.from_pretrained(resolve_policy(config) if of_adapters else lease.path, *sizes)
+        add_adapters(model.lm, config.model.lora)
+        if of_adapters and not load_adapters(model.lm, of_adapters):
+            raise ConfigError(
+                f"model.lora.rank={config.model.lora.rank} with these targets does not fit the adapters of version "
+                f"{lease.version}, which this run goes on from: leave model.lora as it was, or set another run.name"
+            )
+        anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
+        is_rounded = not of_adapters and "BF16" in {dtype for dtype, _, _ in lease.tensors(verify=False).values()}
+        if is_main:
+            if is_rounded:
+                say(
+                    f"learner: version {lease.version} lies on the board in bfloat16: unless a checkpoint has it, its "
+                    "weights are rounded; pipeline.weights_dtype=float32 avoids that"
+                )
+            rest = f"{anew} anew" if checkpoint is None else f"the optimizer is that of checkpoint {checkpoint}"
+            say(f"learner: going on from version {lease.version}; {rest}")
+        return model, lease.version
+
+
+def board_dtype(config: Config) -> torch.dtype | None:
+    """Type of the weights on the board for engines; None: the learner's."""
+    is_narrow = config.pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
+    return torch.bfloat16 if is_narrow else None
+
+
+def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> None:
+    """Say what is trained, and what about it may go wrong."""
+    for caution in cautions(config, model):
+        say(f"learner: {caution}")
+    size = sum(p.numel() for p in model.lm.parameters())
+    learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)
+    of_them = f", {learning:,} of them learn" if learning < size else ""
+    print(
+        f"learner: {config.model.path}, {size:,} parameters{of_them} on {ranks.device}, at version {version}",
+        flush=True,
+    )

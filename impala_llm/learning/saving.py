@@ -1,0 +1,204 @@
+"""Saving of a run at one rank: when a checkpoint is due, what it holds, and how a rank goes on from one.
+
+Invariant: a checkpoint is of the end of an update. What a signal interrupts amid one is saved as it was before, while
+the weights have not changed; once they have, it is not saved.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from impala_llm.learning.batch_source import BatchSource
+from impala_llm.learning.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    State,
+    Stateful,
+    load_random_state,
+    random_state,
+    tensors_of,
+)
+from impala_llm.learning.lora import is_adapted
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.past import Past
+from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.pipeline import LearnerEndpoint
+from impala_llm.pipeline.shm.record import record_bytes
+from impala_llm.pipeline.tickets.journal_rows import Row
+from impala_llm.settings import LearnerConfig
+
+_log = logging.getLogger(__name__)
+Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]
+"""Rows of the tickets of a rank, and the records that they have brought: see `Receiver.rows` and `held`."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a rank of which a checkpoint holds the state."""
+
+    ranks: Ranks
+    endpoint: LearnerEndpoint
+    model: PolicyModel
+    optimizer: Optimizer
+    batches: BatchSource
+    publisher: VersionPublisher
+    files: Mapping[str, bytes]
+    """Files of the policy beside its weights."""
+    others: dict[str, Stateful] = field(default_factory=dict)
+    """Further parts, by name."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """End of an update."""
+
+    update: int
+    version: int
+    seconds: float
+    """Time for which the run has trained."""
+
+
+class Saving:
+    """Decides when a checkpoint is due, and collects what it holds. For the learner's thread.
+
+    Args:
+        config: of the learner.
+        checkpointer: writes checkpoints.
+        parts: of which a checkpoint holds the state.
+        origin: the checkpoint that the run goes on from; None: it begins.
+    """
+
+    def __init__(
+        self, config: LearnerConfig, checkpointer: Checkpointer, parts: Parts, origin: CheckpointReader | None
+    ) -> None:
+        self._config, self._checkpointer, self._parts = config, checkpointer, parts
+        self._before: dict[str, Any] | None = None
+        """Amid an update, until the weights change: states of the other parts as they were before."""
+        self._is_changed = False
+        """Whether weights have changed since the last update that is over."""
+        self._saved_at = time.monotonic()
+        self._saved = None if origin is None else (origin.manifest.update, origin.manifest.version)
+        """Update and version of the last checkpoint."""
+
+    # --- an update
+
+    def begin_update(self) -> None:
+        """Note the state that a signal amid the update goes back to."""
+        self._before = self._states()
+
+    def before_change(self) -> None:
+        """Return once the weights may change."""
+        self._is_changed = True
+        self._checkpointer.wait_until_copied()
+
+    def end_update(self) -> None:
+        """Note that an update is over."""
+        self._before, self._is_changed = None, False
+
+    @property
+    def holds_signals_back(self) -> bool:
+        """Whether a signal waits for the end of the update: not while its gradient is computed on the only rank."""
+        return self._before is None or self._is_changed or self._parts.ranks.world_size > 1
+
+    # --- checkpoints
+
+    def is_due_by_number(self, next_update: int) -> bool:
+        """Whether this update is one of those by number that end with a checkpoint."""
+        every = self._config.checkpoint_every
+        return bool(every) and next_update % every == 0
+
+    def is_due(self, next_update: int) -> bool:
+        """Whether this update should end with a checkpoint: by number, by time, or for the best policy so far."""
+        if self._checkpointer.is_busy:
+            return False
+        minutes = self._config.checkpoint_minutes
+        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return is_late or self._checkpointer.is_wanted or self.is_due_by_number(next_update)
+
+    def tickets(self, version: int) -> Tickets:
+        """Return the tickets of this rank, and the trajectories that they have brought, as of a learner's version."""
+        receiver = self._parts.endpoint.receiver
+        return receiver.rows(version), receiver.held()
+
+    def save(self, tickets: Tickets, moment: Moment) -> None:
+        """Begin to write a checkpoint of the last update that is over. All ranks call it."""
+        if not self._checkpointer.is_on:
+            return
+        parts = self._parts
+        # Ranks meet in an export that each writes a part of, and adapters are merged into one: that is not put off.
+        if parts.ranks.is_sharded or (is_adapted(parts.model.lm) and parts.ranks.is_main):
+            try:
+                parts.publisher.export.save(self._checkpointer.export_folder(moment.update), parts.files)
+            except (OSError, SafetensorError) as error:
+                _log.warning("the checkpoint has no plain export: %s", error)
+        if self._checkpointer.save(self._state(tickets, moment)):
+            self._saved_at, self._saved = time.monotonic(), (moment.update, moment.version)
+
+    def save_last(self, moment: Moment) -> None:
+        """Write the last checkpoint, of the last update that is over, and return once it is on the disk."""
+        if not self._checkpointer.is_on or self._is_changed or moment.update == 0:
+            return
+        is_there = self._checkpointer.wait()
+        if self._saved is None or self._saved[0] != moment.update:
+            self.save(self.tickets(moment.version), moment)
+            is_there = self._checkpointer.wait()
+        if is_there and self._parts.ranks.is_main and self._saved == (moment.update, moment.version):
+            self._checkpointer.versions.end(moment.version)
+
+    def restore(self, checkpoint: CheckpointReader, past: Past, version: int, is_lost: bool) -> None:
+        """Take over the state of a checkpoint beside weights and tickets.
+
+        Args:
+            version: that the learner goes on with.
+            is_lost: also what the trajectory store and the buffer held; else they lie in shared memory.
+        """
+        parts = self._parts
+        checkpoint.load_optimizer(parts.optimizer)
+        for name, state in past.plain["states"].items():
+            if name in parts.others:
+                parts.others[name].load_state_dict(state)
+        if not is_lost:
+            return
+        load_random_state(past.plain["random"])
+        arrived = {t.unroll_id: t for t in parts.endpoint.receiver.drain(0.0)}
+        parts.batches.load_state_dict(past.plain["batches"], {**past.settled, **arrived}, version)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.others.items()}
+
+    def _state(self, tickets: Tickets, moment: Moment) -> State:
+        """Collect what a checkpoint holds."""
+        rows, held = tickets
+        parts = self._parts
+        buffered = parts.batches.moment()
+        records: dict[int, Callable[[], bytes | memoryview]] = dict(held)
+        for t in buffered.buffer.trajectories:
+            if t.unroll_id not in held:
+                records[t.unroll_id] = partial(record_bytes, t)
+        plain = {
+            "states": self._states() if self._before is None else self._before,
+            "batches": parts.batches.state_dict(buffered),
+            "rows": np.array(rows, np.int64),
+            "held": list(held),
+            "random": random_state(),
+        }
+        exports = parts.ranks.is_main and not parts.ranks.is_sharded and not is_adapted(parts.model.lm)
+        return State(
+            update=moment.update,
+            version=moment.version,
+            run_id=parts.endpoint.run_dir.run_id,
+            minutes_used=moment.seconds / 60,
+            plain=plain,
+            records=records,
+            tensors=tensors_of(parts.model, parts.optimizer, parts.ranks.is_main),
+            policy=dict(parts.model.policy_weights()) if exports else {},
+            files=parts.model.config_files(parts.files) if exports else {},
+        )

@@ -1,0 +1,42 @@
+"""SIGINT, SIGTERM and SIGHUP of a learner: as exceptions, at a moment at which its state is whole."""
+
+import signal
+from collections.abc import Callable
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_PATIENCE_S = 4.0
+"""Seconds for which a signal waits for the end of an update. The supervisor waits for five."""
+
+
+class Stopped(Exception):
+    """A signal has come while the learner waits for a batch."""
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
+    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most. A second one does not cut
+    that short."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Signal that has come."""
+        self.holds_back: Callable[[], bool] = lambda: False
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._receive)
+        signal.signal(signal.SIGALRM, lambda *_: self.check())
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt or SystemExit where a signal has come."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.number:
+            raise KeyboardInterrupt if self.number == signal.SIGINT else SystemExit(128 + self.number)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        self.number = number
+        if self.holds_back():
+            signal.setitimer(signal.ITIMER_REAL, STOP_PATIENCE_S)
+        else:
+            self.check()
