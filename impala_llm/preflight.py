@@ -341,17 +341,24 @@ def _memory(config: Config) -> list[str]:
 
 
 def _disk(config: Config) -> list[str]:
-    """Disk space for the last policy: a run that cannot save it has learned for nothing. With evaluations inside of the
-    run there are two more, the best one and the one that is being evaluated."""
-    folder = Path(config.run.dir)
+    """Disk space for the last policy, without which a run has learned for nothing, and for checkpoints. With
+    evaluations inside of the run there are two more policies, the best one and the one that is being evaluated, and the
+    checkpoint of the best."""
+    folder, kept = Path(config.run.dir), config.learner.checkpoints_kept
     num_policies = 3 if config.evaluation.inside_run else 1
-    needed = DISK_SPARE + num_policies * float32_bytes(config.model.path)
+    # One more is there while it is written. Beside the weights it has their moments, twice as large; of adapters both
+    # are small.
+    num_checkpoints = kept + (2 if config.evaluation.inside_run else 1) if kept else 0
+    num_parts = 1 if config.model.lora.rank else 3
+    weights = float32_bytes(config.model.path)
+    needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
+    fewer = ", lower learner.checkpoints_kept" if kept else ""
     return [
-        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policies and logs take "
-        f"{needed / MEGABYTE:,.0f} MB: make room, or name a folder on another disk"
+        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policies, checkpoints and logs take "
+        f"{needed / MEGABYTE:,.0f} MB: make room{fewer}, or name a folder on another disk"
     ]
 
 

@@ -172,6 +172,7 @@ class Trainer:
             "rewards": self.rewards.state_dict(),
             "collapse": self.collapse.state_dict(),
             "monitor": self.monitor.state_dict(),
+            "budget": self.budget.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +182,7 @@ class Trainer:
         self.rewards.load_state_dict(state["rewards"])
         self.collapse.load_state_dict(state["collapse"])
         self.monitor.load_state_dict(state["monitor"])
+        self.budget.load_state_dict(state["budget"])
 
     def prepare(self, batch: Batch, version: int) -> _Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""

@@ -116,7 +116,7 @@ def test_the_chosen_budget_is_said_and_kept_by_a_learner_that_goes_on(
     assert re.search(r"learner\.token_budget=auto is \d+ tokens a micro-batch: .*tokens/s at 512", said)
     budget = TokenBudget("auto")
     assert not budget.is_chosen
-    budget.load_state_dict(trainer.budget.state_dict())
+    budget.load_state_dict(trainer.state_dict()["budget"])  # as a checkpoint has it
     assert budget.is_chosen and budget.tokens == trainer.budget.tokens
     other = TokenBudget(4096)
     other.load_state_dict(trainer.budget.state_dict())
