@@ -13,15 +13,11 @@ Left out on purpose: nothing here decides what to play, in which order, or how s
 """
 
 import asyncio
-import hashlib
-import platform
-import re
 import signal
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,12 +28,14 @@ from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
 from impala_llm.engines.sglang.engine import SGLangEngine
+from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.evaluation_episodes import EvaluationEpisodes
+from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_places
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.pipeline import ActorEndpoint
+from impala_llm.pipeline.actor_endpoint import actor_name
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.learner_connection import LearnerLost
@@ -377,73 +375,8 @@ class Actor:
             self.start_episodes()  # episodes that waited for this version
 
 
-def evaluation_places(config: Config) -> int:
-    """How many evaluation tasks an actor plays at once."""
-    return max(1, int(config.evaluation.run_share * config.actor.max_episodes))
-
-
-def actor_name(config: Config, index: int) -> str:
-    """Make a name that is unique among all actors of a run: hosts number theirs from 0."""
-    if config.pipeline.connect is None:
-        return f"actor-{index}"
-    node = platform.node()
-    host = re.sub(r"[^A-Za-z0-9-]", "-", node).strip("-")[:32]
-    if not host or host != node:
-        # What was left out may be all that tells two hosts apart.
-        host = f"{host[:23] or 'host'}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
-    return f"{host}-actor-{index}"
-
-
 class ActorRefused(RuntimeError):
     """The learner of a run that goes on does not take this actor. The message is the learner's."""
-
-
-class EnvironmentBroken(RuntimeError):
-    """The environment fails again and again. The message has the last reason."""
-
-
-class EnvironmentFaults:
-    """Faults of the environment since the last episode that it completed.
-
-    The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
-    broken environment fills no log and takes no core; after a while they end the actor. A wrong
-    return value comes again: of those, the number in a row suffices.
-    """
-
-    MOST_IN_A_ROW = 32
-    PATIENCE_S = 20.0
-    """Seconds of faults after which the actor ends: shorter outages of what the environment needs are waited for."""
-    MAX_DELAY_S = 2.0
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_in_a_row = 0
-        self._num_breaches = 0
-        self._clock = clock
-        self._since = 0.0
-        self._seen: set[str] = set()
-
-    def clear(self) -> None:
-        """An episode was played to its end."""
-        self.num_in_a_row = self._num_breaches = 0
-
-    def observe(self, error: Exception) -> float:
-        """Another fault: returns the seconds to wait before its ticket is given back."""
-        if not self.num_in_a_row:
-            self._since = self._clock()
-        self.num_in_a_row += 1
-        self._num_breaches += isinstance(error, EnvironmentFault) and error.__cause__ is None
-        frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-        kind = f"{type(error.__cause__ or error).__name__} in {frames[-1].filename}:{frames[-1].lineno}"
-        if kind not in self._seen:
-            self._seen.add(kind)
-            traceback.print_exception(error)
-        return min(self.MAX_DELAY_S, 0.1 * self.num_in_a_row)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether there have been so many, for so long, that the next ones will not be better."""
-        is_lasting = self._clock() - self._since >= self.PATIENCE_S
-        return self._num_breaches >= self.MOST_IN_A_ROW or (self.num_in_a_row >= self.MOST_IN_A_ROW and is_lasting)
 
 
 class Reporter:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult
+from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 RESEND_S = 1.0
@@ -112,3 +113,8 @@ class EvaluationEpisodes:
         """Forget an episode, unless another attempt at its task has begun."""
         if self.running.get(task_id) is task:
             del self.running[task_id]
+
+
+def evaluation_places(config: Config) -> int:
+    """How many evaluation tasks an actor plays at once."""
+    return max(1, int(config.evaluation.run_share * config.actor.max_episodes))

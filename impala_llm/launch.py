@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
-from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.learning.resume import how_to_start
@@ -119,7 +119,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     """See `supervise`. indices: of the actors."""
     start = how_to_start(config)  # before config.yaml changes, with which it is compared
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
+    keep_settings(config)
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")

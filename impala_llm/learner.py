@@ -36,7 +36,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
@@ -48,7 +48,7 @@ from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.parallel import Ranks, check_ranks
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
@@ -392,35 +392,6 @@ def share_done(config: LearnerConfig, update: int, elapsed_s: float) -> float:
     return min(1.0, share)
 
 
-def check_ranks(config: Config) -> None:
-    """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
-    if num_here != num_ranks:
-        raise ConfigError(
-            f"torchrun started {num_ranks} ranks, {num_here} of them on this host: the ranks of a learner share the "
-            "memory of one host; start them with --nnodes 1"
-        )
-    if config.learner.num_ranks != num_ranks:
-        raise ConfigError(
-            f"learner.num_ranks={config.learner.num_ranks}, but {num_ranks} ranks were started: set learner.num_ranks="
-            f"{num_ranks}, or start {config.learner.num_ranks} with torchrun"
-        )
-
-
-def keep_settings(config: Config) -> None:
-    """Write config.yaml into the run's folder, as a supervisor does. ConfigError where that cannot be."""
-    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
-        return
-    try:
-        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-        (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir} cannot be written to ({error.strerror}): name another folder"
-        ) from None
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
     too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
@@ -429,7 +400,8 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         check_ranks(config)
         start = check_folder(config)
-        keep_settings(config)
+        if SUPERVISED not in os.environ and os.environ.get("RANK", "0") == "0":
+            keep_settings(config)
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2

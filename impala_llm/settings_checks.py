@@ -1,7 +1,8 @@
 """Reasons why settings cannot work, as sentences with key, value and fix.
 
 The range and the choices of a single setting stand on its field, in settings.py; here are the rules between settings,
-and what must exist on this host. Invariant: no process is looked at, and none is started.
+and what must exist on this host: a list of rules, and long for that reason. Invariant: no process is looked at, and
+none is started.
 """
 
 import importlib.util

@@ -6,7 +6,7 @@ number that is not finite ends no rank: all leave the step out together, and the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, ob
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
+from impala_llm.learning.update import Update
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, StageTimer, declare
 from impala_llm.replay import ReplayBuffer, ReplayFraction
@@ -33,51 +34,6 @@ from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 _WARNING_INTERVAL_S = 10.0
-
-
-@dataclass
-class _Update:
-    """One rank's batch on its way through an update, and what is summed up over its micro-batches."""
-
-    batch: Batch
-    version: int
-    oldest_version: int
-    """Older tokens do not teach."""
-    counts: Denominators
-    """Denominators of the whole batch."""
-    shaping: list[np.ndarray]
-    """float32[turns] for each trajectory: rewards beside the environment's."""
-    prepared: torch.Tensor | None
-    """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
-    weights: torch.Tensor
-    """float32[M]: of the draw."""
-    teaching: tuple[int, ...]
-    """Places of the trajectories that have a gradient, in ascending order."""
-    culprits: list[Trajectory]
-    """Those with a number that is not finite."""
-    at_start: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
-    moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Number, sum, and sum of squares of this rank's advantages."""
-    whitening: tuple[float, float] | None = None
-    """Mean and deviation of all ranks' advantages, where they are whitened."""
-    sizes: dict[int, float] = field(init=False)
-    """Buffer item -> largest mean |A| of its trajectories."""
-    entropy: float = 0.0
-    weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    def __post_init__(self) -> None:
-        self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
-
-    def add(self, outcome: Outcome, places: Sequence[int]) -> None:
-        """Take in a micro-batch. places: of its rows in the batch."""
-        self.entropy += outcome.entropy
-        sums = zip(self.weight_sums, outcome.weight_sums, strict=True)
-        self.weight_sums = tuple(total + part for total, part in sums)  # type: ignore[assignment]
-        for place, size in zip(places, outcome.advantage_size.tolist(), strict=True):
-            if math.isfinite(size):
-                item = self.batch.item_ids[place]
-                self.sizes[item] = max(size, self.sizes[item])
 
 
 class Trainer:
@@ -184,7 +140,7 @@ class Trainer:
         self.monitor.load_state_dict(state["monitor"])
         self.budget.load_state_dict(state["budget"])
 
-    def prepare(self, batch: Batch, version: int) -> _Update:
+    def prepare(self, batch: Batch, version: int) -> Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
         shaping = self.shaping(trajectories)
@@ -206,9 +162,9 @@ class Trainer:
         self.log.add_all(() if prepared is None else prepared.metrics)
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
-        return _Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
+        return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
 
-    def steps(self, update: _Update) -> list[list[int]]:
+    def steps(self, update: Update) -> list[list[int]]:
         """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own,
         cut into minibatches; the same number of steps on every rank."""
         learner = self.config.learner
@@ -219,7 +175,7 @@ class Trainer:
             found += [sorted(part.tolist()) for part in np.array_split(places, learner.minibatches)]
         return found
 
-    def part_counts(self, update: _Update, part: Sequence[int]) -> Denominators:
+    def part_counts(self, update: Update, part: Sequence[int]) -> Denominators:
         """Return the denominators of one of several optimizer steps, over all ranks.
 
         Args:
@@ -229,13 +185,13 @@ class Trainer:
         counts = [sum(t.num_action_tokens for t in chosen), sum(len(t.turns) for t in chosen), len(chosen)]
         return Denominators(*(max(1.0, number) for number in self.ranks.sum(counts)))
 
-    def rules(self, update: _Update, counts: Denominators) -> Rules:
+    def rules(self, update: Update, counts: Denominators) -> Rules:
         """Return what holds for all micro-batches of an optimizer step."""
         train_policy = self.num_updates >= self.config.learner.value_warmup_updates
         return Rules(counts, update.version, update.oldest_version, self.entropy.coef, update.whitening, train_policy)
 
     @torch.no_grad()
-    def survey(self, update: _Update, keeps_log_probs: bool) -> None:
+    def survey(self, update: Update, keeps_log_probs: bool) -> None:
         """Score the batch once before the first optimizer step: advantages, for their moments, and log π of the weights
         that the update begins with.
 
@@ -263,7 +219,7 @@ class Trainer:
                 parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
                 update.at_start |= dict(zip(places, parts, strict=True))
 
-    def whitening(self, update: _Update) -> tuple[float, float]:
+    def whitening(self, update: Update) -> tuple[float, float]:
         """Mean and deviation of the advantages of the batch over the action tokens of all ranks."""
         if self.credit.of_episodes and update.prepared is not None:
             sizes = torch.tensor([float(t.num_action_tokens) for t in update.batch.trajectories], dtype=torch.float64)
@@ -274,7 +230,7 @@ class Trainer:
         mean = total / max(1.0, count)
         return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
 
-    def rows(self, update: _Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
+    def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
         micro, device = cpu_micro.to(self.ranks.device), self.ranks.device
         if self.shapes:
@@ -289,7 +245,7 @@ class Trainer:
             torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
         )
 
-    def accumulate(self, update: _Update, part: Sequence[int], rules: Rules) -> None:
+    def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> None:
         """Add up the gradient of an optimizer step on this rank.
 
         Args:
@@ -343,7 +299,7 @@ class Trainer:
                 self.monitor.look(arrived, version)
         self.log.add_all(self.monitor.end())
 
-    def step(self, update: _Update, part: Sequence[int], progress: float) -> None:
+    def step(self, update: Update, part: Sequence[int], progress: float) -> None:
         """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite.
 
         Args:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from impala_llm.actor import EnvironmentFaults, Reporter
+from impala_llm.actor import Reporter
 from impala_llm.engines.base import EngineStats
+from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 

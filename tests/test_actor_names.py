@@ -4,8 +4,8 @@ import platform
 
 import pytest
 
-from impala_llm.actor import actor_name
 from impala_llm.config import load
+from impala_llm.pipeline.actor_endpoint import actor_name
 from impala_llm.pipeline.shm.run_directory import check_name
 
 POD = "a-trainer-with-quite-a-long-name-in-a-cluster"

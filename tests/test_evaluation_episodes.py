@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impala_llm.actor import Actor, EnvironmentFaults, evaluation_places
+from impala_llm.actor import Actor
 from impala_llm.config import load
 from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import make_suite
-from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes
+from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes, evaluation_places
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, HelloWanted

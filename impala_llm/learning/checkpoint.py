@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: all that it needs to go on, written in the background, and read again.
+"""Checkpoints of the learner: all that it needs to go on, written in the background. Read by checkpoint_reader.py.
 
 A checkpoint has two kinds of state. Tensors (weights, moments) are large and change with each optimizer step: a thread
 copies them to host memory while the learner goes on, and the learner waits for the copy before it changes them. All
@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import msgpack
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -52,10 +51,8 @@ from impala_llm.learning.checkpoint_files import (
 from impala_llm.learning.checkpoint_files import checkpoints as folders_of
 from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.pipeline.shm.record import RecordError, decode_record
 from impala_llm.pipeline.weights.safetensors_layout import plan
 from impala_llm.supervised import say
-from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
 POLICY = "policy"
@@ -93,12 +90,12 @@ class State:
 
 def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool) -> dict[str, Tensor]:
     """Weights that learn, and their moments, that a rank has to save: of those that all ranks hold alike, rank 0."""
-    found = {f"model.{name}": tensor for name, tensor in _learned(model).items()}
+    found = {f"model.{name}": tensor for name, tensor in learned(model).items()}
     found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
     return {name: t.detach() for name, t in found.items() if is_main or isinstance(t, DTensor)}
 
 
-def _learned(model: PolicyModel) -> dict[str, Tensor]:
+def learned(model: PolicyModel) -> dict[str, Tensor]:
     """Tensors of a model but those that stay as they were at its start, beside adapters."""
     state = model.state_dict(keep_vars=True)
     return {name: t.detach() for name, t in state.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
@@ -342,12 +339,12 @@ class _Copied:
             memory, self.tensors[name] = copy(tensor)
             if memory in keys and not isinstance(tensor, DTensor):
                 self.exported[name] = keys[memory]
-            self.offsets[name] = _offsets(tensor)
+            self.offsets[name] = offsets_of(tensor)
         self.records = {number: bytes(read()) for number, read in state.records.items()}
         state.records.clear()  # their space in the trajectory store is wanted
 
 
-def _offsets(tensor: Tensor) -> tuple[int, ...]:
+def offsets_of(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's share of a tensor begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
@@ -382,105 +379,10 @@ def _pack(value: object) -> msgpack.ExtType:
     raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
 
 
-def _unpack(code: int, content: bytes) -> object:
+def unpack(code: int, content: bytes) -> object:
     if code != _ARRAY:
         raise ValueError(f"code {code} is not of this format")
     dtype, shape, data = msgpack.unpackb(content)
     if not isinstance(dtype, str) or np.dtype(dtype).hasobject:
         raise ValueError(f"dtype {dtype!r} is not of this format")
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-
-
-class CheckpointReader:
-    """Reads a checkpoint that was verified.
-
-    Raises CheckpointError in every method, for contents that do not fit.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._open: dict[str, Any] = {}
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.manifest.path / name, "pt")
-        return self._open[name]
-
-    def plain(self, rank: int) -> dict[str, Any]:
-        """The state of a rank besides tensors and trajectories."""
-        try:
-            content = (self.manifest.path / f"rank-{rank}.msgpack").read_bytes()
-            state: dict[str, Any] = msgpack.unpackb(content, ext_hook=_unpack, strict_map_key=False)
-            return state
-        except (OSError, ValueError, TypeError, msgpack.UnpackException) as error:
-            raise CheckpointError(f"{self.manifest.path.name}: rank-{rank}.msgpack cannot be read: {error}") from error
-
-    def trajectories(self, rank: int, shift: int = 0) -> dict[int, Trajectory]:
-        """Trajectories of a rank by `unroll_id`.
-
-        Args:
-            shift: is added to the versions of all tokens.
-        """
-        try:
-            content = memoryview((self.manifest.path / f"rank-{rank}.records").read_bytes())
-            found, start = {}, 0
-            for number, size in self.plain(rank)["records"]:
-                found[number] = _shifted(decode_record(bytearray(content[start : start + size])), shift)
-                start += size
-            return found
-        except (OSError, RecordError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.manifest.path.name}: rank-{rank}.records cannot be read: {error}") from error
-
-    def load_model(self, model: PolicyModel) -> None:
-        """Give a model the weights of the checkpoint."""
-        with torch.no_grad():
-            for name, tensor in _learned(model).items():
-                self._read(f"model.{name}", tensor)
-
-    def load_optimizer(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the moments of the checkpoint."""
-        state = optimizer.state_dict()
-        loaded = {}
-        for name, tensor in state.items():
-            loaded[name] = torch.empty_like(tensor)
-            self._read(f"optimizer.{name}", loaded[name])
-        optimizer.load_state_dict(loaded)
-
-    def _read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor, or of one that is shared this rank's share, from the files that have it."""
-        local = target.to_local() if isinstance(target, DTensor) else target
-        begin = _offsets(target)
-        parts = self.manifest.tensors.get(name)
-        if parts is None:
-            raise CheckpointError(f"{self.manifest.path.name} has no tensor {name}: it is of another model")
-        num_read = 0
-        shapes = [self._file(part.file).get_slice(part.key).get_shape() for part in parts]
-        ends = [
-            [o + n for o, n in zip(part.offsets, shape, strict=True)] for part, shape in zip(parts, shapes, strict=True)
-        ]
-        whole = [max(end) for end in zip(*ends, strict=True)]
-        if list(target.shape) != whole:
-            raise CheckpointError(
-                f"{self.manifest.path.name} has {name} of shape {whole}, this model of {list(target.shape)}"
-            )
-        for part, end in zip(parts, ends, strict=True):
-            # What of the share lies in this piece, in places of the whole tensor.
-            first = [max(places) for places in zip(begin, part.offsets, strict=True)]
-            last = [min(a + n, b) for a, n, b in zip(begin, local.shape, end, strict=True)]
-            if any(a >= b for a, b in zip(first, last, strict=True)):
-                continue
-            theirs = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, part.offsets, strict=True))
-            ours = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
-            file = self._file(part.file)
-            found = file.get_slice(part.key)[theirs] if theirs else file.get_tensor(part.key)
-            local[ours].copy_(found)
-            num_read += found.numel()
-        if num_read != local.numel():
-            raise CheckpointError(f"{self.manifest.path.name} has only {num_read} elements of {name} for this rank")
-
-
-def _shifted(trajectory: Trajectory, shift: int) -> Trajectory:
-    """A trajectory whose action tokens have versions that are higher by `shift`."""
-    if shift:
-        trajectory.versions[trajectory.action_mask] += np.int32(shift)
-    return trajectory

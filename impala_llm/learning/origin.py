@@ -10,8 +10,8 @@ import torch
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.cautions import cautions
-from impala_llm.learning.checkpoint import CheckpointReader
 from impala_llm.learning.checkpoint_files import FOLDER, VersionMark, name_of, newest_whole, read_manifest
+from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks

@@ -31,8 +31,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from impala_llm.config import ConfigError
 from impala_llm.learning.lora import adapter_tensors
 from impala_llm.learning.model import PolicyModel
+from impala_llm.settings import Config
 from impala_llm.supervised import RENDEZVOUS
 
 
@@ -182,3 +184,19 @@ def reshard(model: nn.Module) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This rank's share of a tensor, or all of one that is not shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_ranks(config: Config) -> None:
+    """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    if num_here != num_ranks:
+        raise ConfigError(
+            f"torchrun started {num_ranks} ranks, {num_here} of them on this host: the ranks of a learner share the "
+            "memory of one host; start them with --nnodes 1"
+        )
+    if config.learner.num_ranks != num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks={config.learner.num_ranks}, but {num_ranks} ranks were started: set learner.num_ranks="
+            f"{num_ranks}, or start {config.learner.num_ranks} with torchrun"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from impala_llm.learning.checkpoint import CheckpointReader
+from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.pipeline.learner_endpoint import PastTickets
 from impala_llm.pipeline.tickets import journal_rows
 from impala_llm.trajectory import MAX_TICKETS, Trajectory

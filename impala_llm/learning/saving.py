@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 from impala_llm.learning.batch_source import BatchSource
 from impala_llm.learning.checkpoint import (
     Checkpointer,
-    CheckpointReader,
     State,
     Stateful,
     load_random_state,
     random_state,
     tensors_of,
 )
+from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer

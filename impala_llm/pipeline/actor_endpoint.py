@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import re
 from pathlib import Path
 
 from impala_llm.hosts import rank_endpoint
@@ -53,3 +56,15 @@ class ActorEndpoint:
             arena_name=f"{self._actor_id}.rank-{rank}",
             context=context,
         )
+
+
+def actor_name(config: Config, index: int) -> str:
+    """Make a name that is unique among all actors of a run: hosts number theirs from 0."""
+    if config.pipeline.connect is None:
+        return f"actor-{index}"
+    node = platform.node()
+    host = re.sub(r"[^A-Za-z0-9-]", "-", node).strip("-")[:32]
+    if not host or host != node:
+        # What was left out may be all that tells two hosts apart.
+        host = f"{host[:23] or 'host'}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
+    return f"{host}-actor-{index}"

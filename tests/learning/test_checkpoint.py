@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from impala_llm.learning import checkpoint_files
 from impala_llm.learning.checkpoint import (
     Checkpointer,
-    CheckpointReader,
     State,
     load_random_state,
     random_state,
@@ -31,6 +30,7 @@ from impala_llm.learning.checkpoint_files import (
     newest_whole,
     read_manifest,
 )
+from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.optim import Optimizer
 from impala_llm.pipeline.shm.record import record_bytes

@@ -1,0 +1,55 @@
+"""Faults of an environment at an actor: how long to wait after each, and when there have been too many."""
+
+import time
+import traceback
+from collections.abc import Callable
+
+from impala_llm.envs.contract import EnvironmentFault
+
+
+class EnvironmentBroken(RuntimeError):
+    """The environment fails again and again. The message has the last reason."""
+
+
+class EnvironmentFaults:
+    """Faults of the environment since the last episode that it completed.
+
+    The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
+    broken environment fills no log and takes no core; after a while they end the actor. A wrong return value comes
+    again: of those, the number in a row suffices.
+    """
+
+    MOST_IN_A_ROW = 32
+    PATIENCE_S = 20.0
+    """Seconds of faults after which the actor ends: shorter outages of what the environment needs are waited for."""
+    MAX_DELAY_S = 2.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_in_a_row = 0
+        self._num_breaches = 0
+        self._clock = clock
+        self._since = 0.0
+        self._seen: set[str] = set()
+
+    def clear(self) -> None:
+        """An episode was played to its end."""
+        self.num_in_a_row = self._num_breaches = 0
+
+    def observe(self, error: Exception) -> float:
+        """Another fault: returns the seconds to wait before its ticket is given back."""
+        if not self.num_in_a_row:
+            self._since = self._clock()
+        self.num_in_a_row += 1
+        self._num_breaches += isinstance(error, EnvironmentFault) and error.__cause__ is None
+        frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+        kind = f"{type(error.__cause__ or error).__name__} in {frames[-1].filename}:{frames[-1].lineno}"
+        if kind not in self._seen:
+            self._seen.add(kind)
+            traceback.print_exception(error)
+        return min(self.MAX_DELAY_S, 0.1 * self.num_in_a_row)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there have been so many, for so long, that the next ones will not be better."""
+        is_lasting = self._clock() - self._since >= self.PATIENCE_S
+        return self._num_breaches >= self.MOST_IN_A_ROW or (self.num_in_a_row >= self.MOST_IN_A_ROW and is_lasting)

@@ -1,0 +1,57 @@
+"""An update on its way through the trainer: the batch of one rank, and what is summed up over its micro-batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.objective import Denominators, Outcome
+from impala_llm.trajectory import Trajectory
+
+
+@dataclass
+class Update:
+    """One rank's batch on its way through an update, and what is summed up over its micro-batches."""
+
+    batch: Batch
+    version: int
+    oldest_version: int
+    """Older tokens do not teach."""
+    counts: Denominators
+    """Denominators of the whole batch."""
+    shaping: list[np.ndarray]
+    """float32[turns] for each trajectory: rewards beside the environment's."""
+    prepared: torch.Tensor | None
+    """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
+    weights: torch.Tensor
+    """float32[M]: of the draw."""
+    teaching: tuple[int, ...]
+    """Places of the trajectories that have a gradient, in ascending order."""
+    culprits: list[Trajectory]
+    """Those with a number that is not finite."""
+    at_start: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
+    moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Number, sum, and sum of squares of this rank's advantages."""
+    whitening: tuple[float, float] | None = None
+    """Mean and deviation of all ranks' advantages, where they are whitened."""
+    sizes: dict[int, float] = field(init=False)
+    """Buffer item -> largest mean |A| of its trajectories."""
+    entropy: float = 0.0
+    weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
+
+    def add(self, outcome: Outcome, places: Sequence[int]) -> None:
+        """Take in a micro-batch. places: of its rows in the batch."""
+        self.entropy += outcome.entropy
+        sums = zip(self.weight_sums, outcome.weight_sums, strict=True)
+        self.weight_sums = tuple(total + part for total, part in sums)  # type: ignore[assignment]
+        for place, size in zip(places, outcome.advantage_size.tolist(), strict=True):
+            if math.isfinite(size):
+                item = self.batch.item_ids[place]
+                self.sizes[item] = max(size, self.sizes[item])
