@@ -10,7 +10,15 @@ import torch
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.cautions import cautions
-from impala_llm.learning.checkpoint_files import FOLDER, VersionMark, name_of, newest_whole, read_manifest
+from impala_llm.learning.checkpoint_files import (
+    FOLDER,
+    CheckpointError,
+    VersionMark,
+    checkpoints,
+    name_of,
+    newest_whole,
+    read_manifest,
+)
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel
@@ -20,6 +28,9 @@ from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config
 from impala_llm.supervised import say
+
+_NONE, _NONE_WHOLE = -1, -2
+"""In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +59,30 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
 
     Args:
         newest: board with what an earlier learner of this run has left in shared memory.
+
+    Raises:
+        CheckpointError: the run has checkpoints, none of them is whole, and no board is left.
     """
-    update = -1
+    on_board = None if newest is None else newest.latest()
+    update = _NONE
     if ranks.is_main:
         manifest, passed_over = newest_whole(run_folder)
         for reason in passed_over:
             say(f"learner: checkpoint {reason}: it is passed over")
-        update = -1 if manifest is None else manifest.update
+        if manifest is not None:
+            update = manifest.update
+        elif passed_over and on_board is None:
+            update = _NONE_WHOLE
     update = int(ranks.sum([float(update) if ranks.is_main else 0.0])[0])
+    if update == _NONE_WHOLE:
+        damaged = ", ".join(path.name for path in checkpoints(run_folder))
+        raise CheckpointError(
+            f"no checkpoint in {run_folder / FOLDER} is whole ({damaged}), and nothing of the run is left in shared "
+            "memory: restore the files of one from a copy, or set another run.name, and run.dir where it is given"
+        )
     checkpoint = None
     if update >= 0:
         checkpoint = CheckpointReader(read_manifest(run_folder / FOLDER / name_of(update)))
-    on_board = None if newest is None else newest.latest()
     if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
         version = on_board or 0
         return Origin(max(0, version - versions.ahead), version, newest, checkpoint, is_lost=False)

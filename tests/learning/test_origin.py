@@ -1,0 +1,46 @@
+"""What a learner goes on from, by what its run has left on the disk and in shared memory."""
+
+from pathlib import Path
+
+import pytest
+
+from impala_llm.learning.checkpoint_files import (
+    CheckpointError,
+    Manifest,
+    VersionMark,
+    checksum,
+    manifest_bytes,
+    name_of,
+)
+from impala_llm.learning.origin import find_origin
+from impala_llm.learning.parallel import Ranks
+
+
+def make_checkpoint(run_folder: Path, update: int, version: int | None = None) -> Path:
+    """A checkpoint with one file besides its manifest."""
+    folder = run_folder / "checkpoints" / name_of(update)
+    folder.mkdir(parents=True)
+    (folder / "rank-0.records").write_bytes(b"records")
+    found = checksum(folder / "rank-0.records")
+    assert found is not None
+    version = update if version is None else version
+    manifest = Manifest(folder, update, version, 77, 1, 0.0, {"rank-0.records": found}, {})
+    (folder / "manifest.json").write_bytes(manifest_bytes(manifest))
+    return folder
+
+
+def damage(folder: Path) -> None:
+    (folder / "rank-0.records").write_bytes(b"recordz")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_not_begun_anew(tmp_path: Path) -> None:
+    for update in (10, 20):
+        damage(make_checkpoint(tmp_path, update))
+    with pytest.raises(CheckpointError, match=r"is whole \(update-000020, update-000010\), .*: restore the files"):
+        find_origin(tmp_path, None, VersionMark(tmp_path / "checkpoints"), Ranks("cpu"))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["update-000010", "update-000020"]
+
+
+def test_a_run_without_a_checkpoint_begins(tmp_path: Path) -> None:
+    origin = find_origin(tmp_path, None, VersionMark(tmp_path / "checkpoints"), Ranks("cpu"))
+    assert (origin.update, origin.version, origin.checkpoint) == (0, 0, None)
