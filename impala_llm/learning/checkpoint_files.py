@@ -7,6 +7,7 @@
         rank-0.safetensors                  what else rank 0 holds in tensors: moments of the optimizer, shares
         rank-0.msgpack                      the rest of its state: tickets, replay, control, random numbers
         rank-0.records                      its trajectories, end to end, as record.py has them
+    <run.dir>/checkpoints/update-000124.damaged/    one that was not whole when a learner went on from an older one
     <run.dir>/checkpoints/best              a link to the best one by evaluation
     <run.dir>/checkpoints/versions.json     up to which version the run may have published
 
@@ -33,6 +34,8 @@ BEST = "best"
 VERSIONS = "versions.json"
 NEW = ".new"
 """Suffix of a checkpoint that is being written."""
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint that was passed over: it is none any more, and stays for whoever wants to look at it."""
 RESERVED = 256
 """Versions that are reserved at a time: so many may be left out when a host is lost."""
 _NAME = re.compile(r"update-(\d+)")
@@ -152,6 +155,21 @@ def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[Manifest | No
         except CheckpointError as error:
             passed_over.append(f"{path.name}: {error}")
     return None, passed_over
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is none: else it would count among those that are kept.
+
+    Returns:
+        Its new path. An earlier one of that name is removed.
+    """
+    target = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+    best = path.with_name(BEST)
+    if best.is_symlink() and os.readlink(best) == path.name:
+        best.unlink()
+    return target
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ from impala_llm.learning.checkpoint_files import (
     name_of,
     newest_whole,
     read_manifest,
+    set_aside,
 )
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
@@ -67,12 +68,14 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
     update = _NONE
     if ranks.is_main:
         manifest, passed_over = newest_whole(run_folder)
-        for reason in passed_over:
-            say(f"learner: checkpoint {reason}: it is passed over")
         if manifest is not None:
             update = manifest.update
         elif passed_over and on_board is None:
             update = _NONE_WHOLE
+        # As newest ones they would count among those that are kept, and new ones be removed at once.
+        for path, reason in zip(checkpoints(run_folder), passed_over, strict=False):
+            under = "" if update == _NONE_WHOLE else f", and stays as {set_aside(path).name}"
+            say(f"learner: checkpoint {reason}: it is passed over{under}")
     update = int(ranks.sum([float(update) if ranks.is_main else 0.0])[0])
     if update == _NONE_WHOLE:
         damaged = ", ".join(path.name for path in checkpoints(run_folder))

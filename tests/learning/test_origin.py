@@ -11,6 +11,7 @@ from impala_llm.learning.checkpoint_files import (
     checksum,
     manifest_bytes,
     name_of,
+    remove_old,
 )
 from impala_llm.learning.origin import find_origin
 from impala_llm.learning.parallel import Ranks
@@ -44,3 +45,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_not_begun_anew(t
 def test_a_run_without_a_checkpoint_begins(tmp_path: Path) -> None:
     origin = find_origin(tmp_path, None, VersionMark(tmp_path / "checkpoints"), Ranks("cpu"))
     assert (origin.update, origin.version, origin.checkpoint) == (0, 0, None)
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    make_checkpoint(tmp_path, 5)
+    damage(make_checkpoint(tmp_path, 200))
+    (folder / "best").symlink_to("update-000200")
+    for _ in range(2):
+        origin = find_origin(tmp_path, None, VersionMark(folder), Ranks("cpu"))
+        assert origin.update == 5
+    said = capsys.readouterr().out
+    assert said.count("it is passed over, and stays as update-000200.damaged") == 1
+    for update in (10, 20):
+        make_checkpoint(tmp_path, update)
+        remove_old(tmp_path, 1)
+        assert {path.name for path in folder.iterdir()} == {name_of(update), "update-000200.damaged"}
