@@ -18,6 +18,8 @@ from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import ASSETS
 from tests.helpers import write_program
 
+pytestmark = pytest.mark.system
+
 Examine = Callable[..., tuple[int, dict[str, Any]]]
 
 

@@ -29,6 +29,7 @@ def test_figures_follow_from_the_times() -> None:
     assert rows["ours"]["left_to_write_s"] == pytest.approx(0.4) and rows["ours"]["megabytes"] == 5.0
 
 
+@pytest.mark.system
 @pytest.mark.timeout(240)
 def test_all_contenders_write_and_leave_nothing(tmp_path: Path) -> None:
     options = {"layers": "1", "tokens": "4", "steps": "2", "rounds": "1", "folder": str(tmp_path)}
