@@ -120,6 +120,8 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     start = how_to_start(config)  # before config.yaml changes, with which it is compared
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     keep_settings(config)
+    for note in start.notes:
+        say(note)
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")

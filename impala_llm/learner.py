@@ -118,6 +118,7 @@ class Learner:
         if past is not None and origin.is_lost:
             self.endpoint.restore(past.tickets)
             ranks.barrier()
+        self.note_life(origin.is_lost)
         self.reserve_version()
         self.publisher = self.make_publisher()
         self.publisher.begin(self.version)
@@ -218,6 +219,14 @@ class Learner:
         with timer.stage("log"):  # of the step that begins
             self.show(self.meters.gather())
         return True
+
+    def note_life(self, is_lost: bool) -> None:
+        """Note whose versions will lie in shared memory. is_lost: the run goes on from a checkpoint alone."""
+        if self.ranks.is_main:
+            versions = self.checkpointer.versions
+            if is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
+                versions.begin_life()
+            self.endpoint.run_dir.note_learner(versions.life or 0, self.ranks.world_size)
 
     def reserve_version(self) -> None:
         """Note on the disk that the learner's version will be published."""

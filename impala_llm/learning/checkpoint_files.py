@@ -9,7 +9,8 @@
         rank-0.records                      its trajectories, end to end, as record.py has them
     <run.dir>/checkpoints/update-000124.damaged/    one that was not whole when a learner went on from an older one
     <run.dir>/checkpoints/best              a link to the best one by evaluation
-    <run.dir>/checkpoints/versions.json     up to which version the run may have published
+    <run.dir>/checkpoints/versions.json     up to which version the run may have published, and how many
+                                            times it has gone on from a checkpoint alone
 
 Invariant: a folder named update-* was whole when it got its name: it is written under another, brought to the disk and
 then renamed. What has happened to the disk since is found by sizes and checksums before it is used.
@@ -225,13 +226,19 @@ class VersionMark:
         try:
             values = json.loads(self._path.read_bytes())
             self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
-        except (OSError, ValueError, KeyError, TypeError):
-            self.reserved, self.ahead = -1, 0
-        """Highest version that may have been published; by how much versions are ahead of updates."""
+            self.life: int | None = int(values.get("life", 0))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.reserved, self.ahead, self.life = -1, 0, None
+        """Highest version that may have been published, -1: not known; by how much versions are ahead of updates; how
+        many times the run has gone on from a checkpoint alone, None: not known."""
 
     def unused(self, version: int) -> int:
         """First number for the weights of a checkpoint of this version: its own, unless later ones may be known."""
         return version if self.reserved <= version else self.reserved + 1
+
+    def begin_life(self) -> None:
+        """Note that the run goes on from a checkpoint alone: what it has left in any host's shared memory is stale."""
+        self._write(self.reserved, self.ahead, (self.life or 0) + 1)
 
     def reserve(self, version: int, ahead: int) -> None:
         """Make sure, on the disk, that this version may be published. Where the disk is full it is only said."""
@@ -242,14 +249,15 @@ class VersionMark:
         """Note that the run has ended in order, with a checkpoint of this version, its last."""
         self._write(version, self.ahead)
 
-    def _write(self, reserved: int, ahead: int) -> None:
+    def _write(self, reserved: int, ahead: int, life: int | None = None) -> None:
+        life = (self.life or 0) if life is None else life
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, [json.dumps({"reserved": reserved, "ahead": ahead}).encode()])
+            write_file(self._path, [json.dumps({"reserved": reserved, "ahead": ahead, "life": life}).encode()])
         except OSError as error:
             self._warnings.log("the versions of the run cannot be noted", f"{self._path}: {error.strerror}")
             return
-        self.reserved, self.ahead = reserved, ahead
+        self.reserved, self.ahead, self.life = reserved, ahead, life
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:

@@ -87,8 +87,10 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
     if update >= 0:
         checkpoint = CheckpointReader(read_manifest(run_folder / FOLDER / name_of(update)))
     if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
-        version = on_board or 0
-        return Origin(max(0, version - versions.ahead), version, newest, checkpoint, is_lost=False)
+        version, ahead = on_board or 0, versions.ahead
+        if versions.reserved < 0 and checkpoint is not None:  # versions.json is lost
+            ahead = checkpoint.manifest.version - checkpoint.manifest.update
+        return Origin(max(0, version - ahead), version, newest, checkpoint, is_lost=False)
     saved, is_lost = checkpoint.manifest, on_board is None
     version = versions.unused(saved.version) if is_lost else saved.version
     if ranks.is_main:

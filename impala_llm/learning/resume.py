@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from impala_llm.config import ConfigError
-from impala_llm.learning.checkpoint_files import Manifest, newest_whole
-from impala_llm.pipeline.shm.run_directory import find_run, shared_memory
+from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
+from impala_llm.pipeline.shm.run_directory import find_learner, find_run, shared_memory
 from impala_llm.settings import Config, holds_run, leaves, model_directory
 from impala_llm.supervised import SUPERVISED
 
@@ -29,6 +29,8 @@ class Start:
     """From what a dead learner has left in shared memory, where that is newer than a checkpoint."""
     run_id: int | None = None
     """Of the run whose checkpoint it goes on from; None: it is a new run."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of it; whoever starts says it."""
 
 
 def how_to_start(config: Config) -> Start:
@@ -51,11 +53,20 @@ def how_to_start(config: Config) -> Start:
     anew = f"set another run.name, and run.dir where it is given{onward}"
     if resume is False:
         raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
-    checkpoint, _ = newest_whole(folder, verifies=False)
+    notes = []
+    stale = "" if left is None else _stale(config, folder)
+    # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
+    checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
+    if stale and checkpoint is None:
+        raise ConfigError(f"{where}, and nothing to go on from: {stale}, and no checkpoint is whole; {anew}")
+    if stale and checkpoint is not None:
+        left = None
+        notes.append(f"{stale}: that is discarded, and the run goes on from checkpoint {checkpoint.path.name}")
     if left is None and checkpoint is None:
         if resume is True:
             raise ConfigError(_nothing_left(config))
-        raise ConfigError(f"{where}, without a checkpoint to go on from: {anew}, or remove the folder")
+        damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
+        raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
     if differing := _differing(config, folder, _MUST_AGREE if resume is True else _SAME_RUN):
         key, before, now = differing[0]
         others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -65,7 +76,9 @@ def how_to_start(config: Config) -> Start:
         raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
-    return Start(take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id)
+    return Start(
+        take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id, notes=tuple(notes)
+    )
 
 
 def check_folder(config: Config) -> Start:
@@ -77,6 +90,8 @@ def check_folder(config: Config) -> Start:
     if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
         return Start()
     start = how_to_start(config)
+    for note in start.notes:
+        print(f"learner: {note}", flush=True)
     if not start.take_over and start.run_id is None and find_run(config.run.name) is not None:
         print(
             f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
@@ -84,6 +99,14 @@ def check_folder(config: Config) -> Start:
             flush=True,
         )
     return start
+
+
+def _stale(config: Config, folder: Path) -> str:
+    """Why a run cannot go on from what is left of it in shared memory; empty where it can."""
+    learner, life = find_learner(config.run.name), VersionMark(folder / FOLDER).life
+    if learner is not None and life is not None and learner[0] != life:
+        return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"
+    return ""
 
 
 def _nothing_left(config: Config) -> str:

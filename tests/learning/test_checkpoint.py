@@ -315,6 +315,17 @@ def test_no_version_is_used_twice(tmp_path: Path) -> None:
     assert VersionMark(tmp_path).unused(first + 3) == first + 3, "a run that has ended in order goes on without a gap"
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_alone_has_another_life(tmp_path: Path) -> None:
+    assert VersionMark(tmp_path).life is None
+    VersionMark(tmp_path).reserve(3, ahead=0)
+    assert VersionMark(tmp_path).life == 0
+    mark = VersionMark(tmp_path)
+    mark.begin_life()
+    mark.reserve(mark.unused(2), ahead=5)
+    mark.end(500)
+    assert (VersionMark(tmp_path).life, VersionMark(tmp_path).reserved, VersionMark(tmp_path).ahead) == (1, 500, 5)
+
+
 def test_a_full_disk_does_not_end_a_run_for_its_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     mark = VersionMark(tmp_path / "file")

@@ -1,6 +1,7 @@
 """What a learner goes on from, by what its run has left on the disk and in shared memory."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from impala_llm.learning.checkpoint_files import (
 )
 from impala_llm.learning.origin import find_origin
 from impala_llm.learning.parallel import Ranks
+from impala_llm.pipeline.weights.board import WeightReader
 
 
 def make_checkpoint(run_folder: Path, update: int, version: int | None = None) -> Path:
@@ -45,6 +47,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_not_begun_anew(t
 def test_a_run_without_a_checkpoint_begins(tmp_path: Path) -> None:
     origin = find_origin(tmp_path, None, VersionMark(tmp_path / "checkpoints"), Ranks("cpu"))
     assert (origin.update, origin.version, origin.checkpoint) == (0, 0, None)
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_versions_that_are_ahead_of_updates_stay_so_where_their_note_is_lost(tmp_path: Path, is_noted: bool) -> None:
+    make_checkpoint(tmp_path, 95, version=257)
+    versions = VersionMark(tmp_path / "checkpoints")
+    if is_noted:
+        versions.reserve(300, ahead=162)
+    board = Mock(spec=WeightReader, **{"latest.return_value": 300})
+    origin = find_origin(tmp_path, board, versions, Ranks("cpu"))
+    assert (origin.version, origin.update, origin.is_lost) == (300, 138, False)
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(

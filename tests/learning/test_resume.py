@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import ConfigError, load, to_yaml
-from impala_llm.learning.checkpoint_files import Manifest, manifest_bytes, name_of
+from impala_llm.learning.checkpoint_files import Manifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 
@@ -36,12 +36,13 @@ def make_run(settings: list[str], update: int | None, *others: str, minutes_used
     return folder
 
 
-def leave_in_memory(settings: list[str], output: Path) -> int:
-    """What a killed learner leaves in shared memory; returns its run id."""
+def leave_in_memory(settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1) -> int:
+    """What a killed learner leaves in shared memory; returns its run id. life: None: of an earlier release."""
     name = settings[1].partition("=")[2]
+    note = "" if life is None else f".note_learner({life}, {num_ranks})"
     code = (
         "import os, sys; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
-        f"R.create({name!r}, output=Path({str(output.resolve())!r})); os._exit(0)"
+        f"R.create({name!r}, output=Path({str(output.resolve())!r})){note}; os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     run_id = find_run(name)
@@ -71,6 +72,23 @@ def test_what_was_left_in_memory_is_taken_over(settings: list[str], tmp_path: Pa
     folder = make_run(settings, 20)
     leave_in_memory(settings, folder)
     assert how_to_start(load(settings)) == Start(take_over=True, run_id=77)
+
+
+def test_what_is_left_in_memory_since_before_the_run_went_on_elsewhere_is_discarded(settings: list[str]) -> None:
+    folder = make_run(settings, 20)
+    leave_in_memory(settings, folder, life=0)
+    assert how_to_start(load(settings)).take_over, "versions.json is lost: nothing speaks against it"
+    VersionMark(folder / "checkpoints").reserve(100, ahead=0)
+    assert how_to_start(load(settings)).take_over
+    elsewhere = VersionMark(folder / "checkpoints")
+    elsewhere.begin_life()
+    elsewhere.reserve(elsewhere.unused(20), ahead=elsewhere.unused(20) - 20)
+    start = how_to_start(load(settings))
+    assert (start.take_over, start.run_id) == (False, 77)
+    assert len(start.notes) == 1 and "has gone on elsewhere" in start.notes[0]
+    assert start.notes[0].endswith("that is discarded, and the run goes on from checkpoint update-000020")
+    (folder / "checkpoints" / name_of(20) / "manifest.json").write_text("{")
+    assert "has gone on elsewhere" in (said := refusal(settings)) and "no checkpoint is whole; set another" in said
 
 
 def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str], tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp
         assert losses(rows) == expected
         assert (run.directory / "policy" / "model.safetensors").read_bytes() == policy
         assert run.log.read_text().count("going on from update") == 2
+        assert json.loads((run.directory / "checkpoints" / "versions.json").read_text())["life"] == 2
         versions = column(rows, "learner/version")
         assert versions == sorted(set(versions))
         again = [row for row in rows if row != seen.get(row["learner/version"], row)]

@@ -17,6 +17,7 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/weights/               the weight board
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
     <run id>/unsaved                there where the owner must leave all of this, see `RunDirectory.keep`
+    <run id>/learner.json           life and number of ranks of its learner, see `RunDirectory.note_learner`
     <run id>/began                  the time at which the run began to train
 """
 
@@ -41,6 +42,7 @@ from impala_llm.supervised import SUPERVISED
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RUN_FILE = "run.json"
+_LEARNER_FILE = "learner.json"
 _ATTACH_INTERVAL_S = 0.05
 _LOCK_TRIES = 20
 _LOCK_INTERVAL_S = 0.01
@@ -230,6 +232,17 @@ class RunDirectory:
         os.replace(new, path)
         return now
 
+    def note_learner(self, life: int, num_ranks: int) -> None:
+        """Note whose tickets and versions lie here, for `find_learner`.
+
+        Args:
+            life: how many times the run has gone on from a checkpoint alone, on any host.
+            num_ranks: of its learner.
+        """
+        new = self.path / (_LEARNER_FILE + ".new")
+        new.write_text(json.dumps({"life": life, "num_ranks": num_ranks}))
+        os.replace(new, self.path / _LEARNER_FILE)
+
     @property
     def kept_path(self) -> Path:
         """Directory of the board of kept versions, which were not published to engines: only learners read it."""
@@ -297,6 +310,20 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     if output is not None and _read(root).get("output") not in (None, str(output)):
         return None
     return _read_run_id(root)
+
+
+def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | None:
+    """Read what a dead owner's learner has noted with `RunDirectory.note_learner`: its life and its number of ranks.
+
+    Returns:
+        None where it has noted nothing.
+    """
+    root = _run_path(run_name, base)
+    if (run_id := _read_run_id(root)) is None:
+        return None
+    values = _read(RunDirectory(root, run_id).path, _LEARNER_FILE)
+    life, num_ranks = values.get("life"), values.get("num_ranks")
+    return (life, num_ranks) if isinstance(life, int) and isinstance(num_ranks, int) else None
 
 
 def left_bytes(run_name: str, base: Path | None = None) -> int:
@@ -415,9 +442,9 @@ def _owner_pid(root: Path) -> object:
     return _read(root).get("pid", "that makes or removes it")
 
 
-def _read(root: Path) -> dict[str, object]:
+def _read(root: Path, name: str = _RUN_FILE) -> dict[str, object]:
     try:
-        values = json.loads((root / _RUN_FILE).read_text())
+        values = json.loads((root / name).read_text())
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
