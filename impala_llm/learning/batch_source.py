@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from impala_llm.algorithms.advantages import episode_return
+from impala_llm.config import ConfigError
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
@@ -23,7 +24,7 @@ from impala_llm.replay import (
     ReplayFraction,
     SamplesPerInsert,
 )
-from impala_llm.replay.buffer import Moment
+from impala_llm.replay.buffer import Moment, StateTooLarge
 from impala_llm.settings import Config
 from impala_llm.trajectory import DeferredTrajectory, Trajectory
 
@@ -71,6 +72,7 @@ class BatchSource:
     def __init__(self, config: Config, receiver: Receiver, batch_size: int, seed: int) -> None:
         replay, group_size = config.replay, config.algorithm.group_size
         self._receiver = receiver
+        self._replay = replay
         self._group_size = group_size
         self._num_items = batch_size // group_size
         self._stall_timeout_s = config.learner.stall_timeout_s
@@ -265,8 +267,20 @@ class BatchSource:
         Args:
             trajectories: by `unroll_id`: those of the buffer's items, and all that were received and are in none.
             version: the learner's.
+
+        Raises:
+            ConfigError: the buffer is too small for it.
         """
-        self.buffer.load_state_dict(state["buffer"], trajectories)
+        try:
+            self.buffer.load_state_dict(state["buffer"], trajectories)
+        except StateTooLarge as error:
+            capacity, needed_mb = self._replay.capacity, -(-error.num_bytes >> 20)
+            key, value, least = "replay.capacity", capacity, error.num_trajectories
+            if error.num_trajectories <= capacity:
+                key, value, least = "replay.capacity_mb", self._replay.capacity_mb, needed_mb
+            raise ConfigError(
+                f"{key}={value} is too small for the replay buffer of the checkpoint: set it to {least} or more"
+            ) from error
         self._rate.load_state_dict(state["rate"])
         self._groups.load_state_dict(state["groups"])
         if self.replay_fraction is not None and state["replay_fraction"] is not None:

@@ -15,9 +15,12 @@ from impala_llm.pipeline.shm.run_directory import find_learner, find_run, shared
 from impala_llm.settings import Config, holds_run, leaves, model_directory
 from impala_llm.supervised import SUPERVISED
 
-_MUST_AGREE = ("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env.", "algorithm.group_size")
+_MUST_AGREE = (
+    *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
+    *("algorithm.group_size", "run.seed"),  # tickets are of an order of tasks that both determine
+)
 """Settings, and beginnings of settings, without which a saved state means nothing."""
-_SAME_RUN = (*_MUST_AGREE, "algorithm.", "run.seed")
+_SAME_RUN = (*_MUST_AGREE, "algorithm.")
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
 
 
@@ -46,6 +49,8 @@ def how_to_start(config: Config) -> Start:
     if not holds_run(folder):
         if resume is True and any_left is None:
             raise ConfigError(_nothing_left(config))
+        if resume is True and (reason := _of_other_ranks(config)):
+            raise ConfigError(f"run.resume=true: {reason}, and {folder} has no checkpoint: put learner.num_ranks back")
         return Start(take_over=resume is True)
     where = f"run.dir={folder} holds a run already"
     trained = folder / "policy"
@@ -106,7 +111,15 @@ def _stale(config: Config, folder: Path) -> str:
     learner, life = find_learner(config.run.name), VersionMark(folder / FOLDER).life
     if learner is not None and life is not None and learner[0] != life:
         return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"
-    return ""
+    return _of_other_ranks(config)
+
+
+def _of_other_ranks(config: Config) -> str:
+    """Whether tickets in shared memory are of another number of ranks, as a sentence; empty where they are not."""
+    learner, num_ranks = find_learner(config.run.name), config.learner.num_ranks
+    if learner is None or learner[1] == num_ranks:
+        return ""
+    return f"what lies in {shared_memory()} is of learner.num_ranks={learner[1]}, and not {num_ranks}"
 
 
 def _nothing_left(config: Config) -> str:

@@ -61,6 +61,21 @@ class BufferStats:
     newest_version: int | None
 
 
+class StateTooLarge(ValueError):
+    """A saved buffer holds more than there is room for.
+
+    Attributes:
+        num_trajectories, num_bytes: that it holds.
+    """
+
+    def __init__(self, stats: BufferStats, num_trajectories: int, num_bytes: int) -> None:
+        self.num_trajectories, self.num_bytes = stats.num_trajectories, stats.num_bytes
+        super().__init__(
+            f"the saved buffer holds {self.num_trajectories} trajectories of {self.num_bytes} bytes, and room is for "
+            f"{num_trajectories} of {num_bytes} bytes: raise the capacity to resume"
+        )
+
+
 class ReplayBuffer:
     """Items with priorities.
 
@@ -295,7 +310,8 @@ class ReplayBuffer:
             trajectories: by `unroll_id`. An item of which one is missing is left out.
 
         Raises:
-            ValueError: another format, or more than the capacity holds.
+            StateTooLarge: more than the capacity holds.
+            ValueError: another format.
         """
         if state["format"] != STATE_FORMAT:
             raise ValueError(f"format is {state['format']}: this version reads replay states of format {STATE_FORMAT}")
@@ -312,10 +328,7 @@ class ReplayBuffer:
         self._items = items._replace(signature=self._numbers_of(signatures), **columns)
         stats = self.stats()
         if stats.fill > 1.0:
-            raise ValueError(
-                f"the saved buffer holds {stats.num_trajectories} trajectories of {stats.num_bytes} bytes, and room is "
-                f"for {self._capacity_trajectories} of {self._capacity_bytes} bytes: raise the capacity to resume"
-            )
+            raise StateTooLarge(stats, self._capacity_trajectories, self._capacity_bytes)
 
     def _check_draw(self, num_items: int, importance_exponent: float, max_replayed: int | None) -> None:
         if not 1 <= num_items <= self._capacity_trajectories:

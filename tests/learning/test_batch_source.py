@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from impala_llm.config import load
+from impala_llm.config import ConfigError, load
 from impala_llm.learning.batch_source import Batch, BatchSource, Stalled
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
@@ -344,3 +344,14 @@ def test_by_default_all_groups_are_trained_on() -> None:
     receiver.arriving = scored(0, 0, 0, 0, 0) + scored(1, 1, 1, 1, 1)
     assert tickets(source.next_batch(version=0)) == list(range(BATCH))
     assert source.num_refilled == 0 and receiver.evicted_tickets == []
+
+
+def test_a_buffer_that_is_too_small_for_a_checkpoint_is_refused_by_its_setting() -> None:
+    source, receiver = make_source("replay.capacity=64")
+    arrived = [t for group in range(4) for t in members(group)]
+    receiver.arriving = list(arrived)
+    source.collect(version=0, timeout_s=0.0)
+    state = source.state_dict(source.moment())
+    smaller, _ = make_source("replay.capacity=12")
+    with pytest.raises(ConfigError, match=r"^replay.capacity=12 is too small .*: set it to 16 or more$"):
+        smaller.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)

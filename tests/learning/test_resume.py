@@ -1,5 +1,6 @@
 """Whether a run begins, goes on or is refused, by what its folders hold."""
 
+import shutil
 import subprocess
 import sys
 import uuid
@@ -91,6 +92,22 @@ def test_what_is_left_in_memory_since_before_the_run_went_on_elsewhere_is_discar
     assert "has gone on elsewhere" in (said := refusal(settings)) and "no checkpoint is whole; set another" in said
 
 
+def test_another_number_of_ranks_goes_on_from_the_checkpoint_and_not_from_memory(settings: list[str]) -> None:
+    folder = make_run(settings, 20)
+    VersionMark(folder / "checkpoints").reserve(20, ahead=0)
+    leave_in_memory(settings, folder, life=0, num_ranks=2)
+    assert how_to_start(load([*settings, "learner.num_ranks=2"])).take_over
+    start = how_to_start(load(settings))
+    assert (start.take_over, start.run_id) == (False, 77)
+    assert len(start.notes) == 1 and "is of learner.num_ranks=2, and not 1: that is discarded" in start.notes[0]
+    shutil.rmtree(folder / "checkpoints" / name_of(20))
+    said = refusal(settings)
+    assert "is of learner.num_ranks=2, and not 1, and no checkpoint is whole" in said
+    shutil.rmtree(folder)
+    said = refusal(settings, "run.resume=true")
+    assert "is of learner.num_ranks=2, and not 1, and " in said and "put learner.num_ranks back" in said
+
+
 def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str], tmp_path: Path) -> None:
     make_run(settings, 20)
     leave_in_memory(settings, tmp_path / "other")
@@ -124,6 +141,7 @@ def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -
     assert "holds a run already, with algorithm.loss.cap=" in said and " and not 3.0: set" in said
     assert "or set run.resume=true to go on so" in said
     assert how_to_start(load([*settings, "algorithm.loss.cap=3", "run.resume=true"])).run_id == 77
+    assert "with run.seed=0 and not 5" in refusal(settings, "run.seed=5", "run.resume=true"), "another order of tasks"
     said = refusal(settings, "model.scratch.hidden_size=32", "run.resume=true")
     assert "with model.scratch.hidden_size=128 and not 32" in said and "to go on so" not in said
 
