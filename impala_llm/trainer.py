@@ -117,8 +117,10 @@ class Trainer:
         micro = cpu_micro.to(self.ranks.device)
         scored = score(self.model, micro, self.config.engine.temperature, Rows(torch.ones(len(micro.lengths))), 0)
         values = scored.values(micro.action_positions - 1)
-        (scored.log_probs.sum() + scored.entropy.sum() + values.sum()).backward()
-        self.model.zero_grad(set_to_none=True)
+        try:
+            (scored.log_probs.sum() + scored.entropy.sum() + values.sum()).backward()
+        finally:  # memory may run out amid it
+            self.model.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What lives from update to update beside weights, optimizer and buffer, as plain numbers and lists."""

@@ -135,7 +135,7 @@ class TokenBudget:
 
         Args:
             trajectories: the first batch.
-            trial: computes a micro-batch forward and backward, and leaves nothing behind.
+            trial: computes a micro-batch forward and backward, and leaves no gradient behind, also where it fails.
             model: the learner's.
         """
         lengths = [t.num_tokens for t in trajectories]

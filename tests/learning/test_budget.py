@@ -133,6 +133,36 @@ def test_a_trial_leaves_no_gradient_and_no_other_weights(tmp_path: Path) -> None
         assert torch.equal(mine, other)
 
 
+class SmallBackward(SmallMemory):
+    """Has memory for a micro-batch above a size only until the gradient of its last layer is there."""
+
+    num_failures = 0
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
+        hidden = PolicyModel.hidden(self, tokens, position_ids, lengths)
+        if len(tokens) > self.most and hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        return hidden
+
+    def fail(self, _gradient: Tensor) -> None:
+        self.num_failures += 1
+        raise self.error
+
+
+def test_a_trial_that_ran_out_of_memory_amid_its_gradient_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SmallBackward.from_pretrained(save_lm(tmp_path))
+    model.most = 1024
+    trainer = Trainer(settings("auto"), Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    memory = Memory(says_so=False)
+    memory.total_memory = 10**12
+    memory.install(monkeypatch)
+    trainer.budget.choose(make_batch() * 20, trainer.trial, model, Device())  # type: ignore[arg-type]
+    assert model.num_failures == 1 and trainer.budget.tokens == 1024
+    assert all(p.grad is None for p in model.parameters())
+
+
 class Device:
     """A rank whose device is said to be a GPU."""
 
