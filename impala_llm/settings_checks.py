@@ -92,12 +92,17 @@ def limits(low: float, high: float) -> str:
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """Shares that nobody has, and adapters without the library that makes them."""
+    """Shares that nobody has or that forbid trials, and adapters without the library that makes them."""
     learner, rank, found = config.learner, config.model.lora.rank, []
     if learner.cpu_offload and learner.sharding != "fsdp2":
         found.append(
             f"learner.cpu_offload=true has no effect with learner.sharding={learner.sharding}: set "
             "learner.sharding=fsdp2, or leave it out"
+        )
+    if learner.sharding == "fsdp2" and learner.token_budget == "auto":
+        found.append(
+            "learner.token_budget=auto cannot go with learner.sharding=fsdp2: a rank whose trial runs out of memory "
+            f"would leave the others waiting amid a pass; set a number, such as {LearnerConfig().token_budget}"
         )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(

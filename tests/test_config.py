@@ -225,6 +225,10 @@ def test_none_is_null_on_the_command_line() -> None:
         (["pipeline.connect=tcp://learner:0"], ["pipeline.connect=tcp://learner:0", "from 1 to 65535"]),
         (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
         (["learner.cpu_offload=true"], ["learner.cpu_offload=true", "learner.sharding=fsdp2"]),
+        (
+            ["learner.sharding=fsdp2", "learner.token_budget=auto"],
+            ["learner.token_budget=auto", "learner.sharding=fsdp2", "such as 8192"],
+        ),
     ],
 )
 def test_bad_setting_names_key_value_and_fix(overrides, words):
