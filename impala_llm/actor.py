@@ -107,6 +107,8 @@ class Actor:
         self.distrusts = False
         """Another learner may have left servers in the middle of a transfer."""
         self.faults = EnvironmentFaults()
+        self.evaluation_faults = EnvironmentFaults()
+        """Of evaluation tasks: they end no actor, since it may train all the same."""
         self.is_connected = False
         """Whether the learner has answered."""
         self.stopping = False
@@ -294,7 +296,7 @@ class Actor:
 
         Environments are other people's code: one broken episode must not end the others, but all of them may.
         """
-        reason = str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
+        reason = fault_reason(error)
         await asyncio.sleep(self.faults.observe(error))
         if self.faults.is_broken:
             self.failure = EnvironmentBroken(
@@ -325,8 +327,9 @@ class Actor:
         except (EngineError, EpisodeAborted, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         except Exception as error:
-            return await self.environment_failed(error)
-        self.faults.clear()
+            await asyncio.sleep(self.evaluation_faults.observe(error))
+            return fault_reason(error)
+        self.evaluation_faults.clear()
         return episode
 
     def load_times(self, stats: EngineStats) -> dict[str, float]:
@@ -373,6 +376,11 @@ class Actor:
         else:
             self.start_loading()  # a version may have been announced meanwhile
             self.start_episodes()  # episodes that waited for this version
+
+
+def fault_reason(error: Exception) -> str:
+    """Return why an episode failed that the environment broke."""
+    return str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
 
 
 class ActorRefused(RuntimeError):

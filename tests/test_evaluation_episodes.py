@@ -15,6 +15,7 @@ from impala_llm.config import load
 from impala_llm.engines.base import EngineError, Generation, SamplingParams
 from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import make_suite
+from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes, evaluation_places
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
@@ -246,11 +247,20 @@ class FirstLetter:
     def release(self, session_id: str) -> None: ...
 
 
-def test_an_evaluation_task_is_sampled_as_the_learner_says_and_is_no_training(tmp_path: Path) -> None:
+def player(tmp_path: Path) -> Any:
+    """An actor that plays evaluation tasks."""
     actor: Any = Actor.__new__(Actor)
-    actor.config = config = load(["experiment=toy", f"run.dir={tmp_path}", "engine.temperature=0.7"])
-    actor.actor_id, actor.episodes, actor.engine, actor.faults = "actor-0", 0, FirstLetter(), EnvironmentFaults()
-    suite = make_suite(config.env)
+    actor.config = load(["experiment=toy", f"run.dir={tmp_path}", "engine.temperature=0.7"])
+    actor.actor_id, actor.episodes, actor.engine = "actor-0", 0, FirstLetter()
+    actor.faults, actor.evaluation_faults, actor.failure = EnvironmentFaults(), EnvironmentFaults(), None
+    actor.suite = make_suite(actor.config.env)
+    actor.chat = ChatFormat.of(resolve_policy(actor.config), "")
+    return actor
+
+
+def test_an_evaluation_task_is_sampled_as_the_learner_says_and_is_no_training(tmp_path: Path) -> None:
+    actor = player(tmp_path)
+    suite = actor.suite
     trainings: list[bool] = []
 
     def session(training: bool) -> Any:
@@ -263,10 +273,30 @@ def test_an_evaluation_task_is_sampled_as_the_learner_says_and_is_no_training(tm
         return suite.signature(task_id)
 
     actor.suite = SimpleNamespace(name=suite.name, session=session, signature=signature)
-    actor.chat = ChatFormat.of(resolve_policy(config), "")
     episode = asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (5,)), 5))
     assert (episode.task_id, episode.score, set(episode.versions[episode.action_mask])) == (5, 1.0, {3})
     asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.25, (5,)), 5))
     assert [(p.greedy, p.temperature) for p in actor.engine.params] == [(True, 1.0), (False, 0.25)]
     assert trainings == [False, False]
     assert "no such task" in asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (99,)), 99))
+
+
+def test_faults_of_evaluation_tasks_end_no_actor_and_their_success_hides_no_faults_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EnvironmentFaults, "MAX_DELAY_S", 0.0)
+    actor = player(tmp_path)
+    actor.faults.num_in_a_row = 1
+    asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (5,)), 5))
+    assert actor.faults.num_in_a_row == 1
+
+    def session(training: bool) -> Any:
+        raise EnvironmentFault("the validation split is missing")
+
+    actor.suite = SimpleNamespace(name="toy", session=session, signature=actor.suite.signature)
+    capsys.readouterr()
+    for _ in range(EnvironmentFaults.MOST_IN_A_ROW + 1):
+        reason = asyncio.run(actor.play_evaluation(EvaluationGrant(7, 0, 0.0, (5,)), 5))
+        assert reason == "the validation split is missing"
+    assert actor.failure is None and actor.faults.num_in_a_row == 1
+    assert capsys.readouterr().err.count("EnvironmentFault: the validation split is missing") == 1
