@@ -26,7 +26,8 @@ from impala_llm.supervised import say
 
 POLL_S = 0.1
 DEAL_GRACE_S = 10.0
-"""Seconds in which an actor is expected to have the first task of an evaluation that is awaited."""
+"""Seconds in which an actor is expected to have the first task of an evaluation that is awaited, and in which one is
+expected to be there again."""
 LEAST_SHARE = 0.5
 """Share of the tasks whose results must have come for an evaluation to be compared with others."""
 BEST, CANDIDATE = "policy-best", "policy-candidate"
@@ -183,6 +184,11 @@ class InRunEvaluation:
         """Whether results are waited for."""
         return self._receiver.is_evaluating
 
+    @property
+    def has_actors(self) -> bool:
+        """Whether there is an actor to play tasks."""
+        return self._receiver.num_actors > 0
+
     def begin(self, version: int, elapsed_s: float, at_the_end: bool = False) -> bool:
         """Begin an evaluation of the learner's version, if it is due and was published, and none is under way.
 
@@ -301,35 +307,54 @@ class EvaluationRounds:
             self._save(Path(CANDIDATE) if self._evaluation is None else self._evaluation.candidate)
         return is_over
 
-    def finish(self, version: int, elapsed_s: float, check: Callable[[], object], write: Callable[[], object]) -> None:
+    def finish(
+        self, version: int, elapsed_s: float, is_told_to_stop: Callable[[], bool], write: Callable[[], object]
+    ) -> bool:
         """Wait for the evaluation that is under way, and then for one of the last version.
 
         Args:
-            check: called while it waits; what it raises ends the wait.
+            is_told_to_stop: whether this rank is; one that is ends the wait of all.
             write: called after each evaluation: writes what the log has.
-        """
-        if self._config.inside_run:
-            self._await(version, check)
-            write()
-            self.turn(version, elapsed_s, at_the_end=True)
-            self._await(version, check)
-            write()
 
-    def _await(self, version: int, check: Callable[[], object]) -> None:
-        """Wait until no evaluation is under way, or for as long as one may take."""
+        Returns:
+            Whether a rank was told to stop: all ranks then return at the same place.
+        """
+        if not self._config.inside_run:
+            return False
+        goes_on, is_stopped = self._await(version, is_told_to_stop)
+        write()
+        if goes_on:
+            self.turn(version, elapsed_s, at_the_end=True)
+            _, is_stopped = self._await(version, is_told_to_stop)
+            write()
+        return is_stopped
+
+    def _await(self, version: int, is_told_to_stop: Callable[[], bool]) -> tuple[bool, bool]:
+        """Wait until no evaluation is under way, for as long as one may take and an actor is there.
+
+        Returns:
+            Whether none is under way and no rank was told to stop; whether one was told to stop. The same on all ranks.
+        """
         # Its own time begins when an actor has the first task, if any comes for one.
-        until = time.monotonic() + self._config.run_timeout_s + DEAL_GRACE_S
-        is_said = is_awaited = False
+        now = time.monotonic()
+        until, leaves_at = now + self._config.run_timeout_s + DEAL_GRACE_S, now + DEAL_GRACE_S
+        is_said = is_under_way = is_awaited = False
         while True:
             if self._evaluation is not None:
                 self._collect(self._evaluation, version)
-                is_awaited = self._evaluation.is_under_way and time.monotonic() < until
-            if self._ranks.sum([float(is_awaited)])[0] == 0:
-                return
+                now = time.monotonic()
+                if self._evaluation.has_actors:
+                    leaves_at = now + DEAL_GRACE_S  # one that was lost may be started again
+                is_under_way = self._evaluation.is_under_way
+                is_awaited = is_under_way and now < min(until, leaves_at)
+            told, under_way, awaited = self._ranks.sum([is_told_to_stop(), is_under_way, is_awaited])
+            if told or not awaited:
+                if is_under_way and not told:
+                    say("learner: the evaluation that is under way has too few actors to end: the run ends without it")
+                return not told and not under_way, told > 0
             if is_awaited and not is_said:
                 is_said = True
                 say("learner: training is over, and an evaluation is under way: Ctrl-C ends without it")
-            check()
             time.sleep(POLL_S)
 
     def _collect(self, evaluation: InRunEvaluation, version: int) -> None:

@@ -86,7 +86,8 @@ def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> boo
         learner = Learner(config, ranks, stack, start, stops)
         while learner.progress < 1.0 and learner.step():
             pass
-        learner.finish_evaluation()
+        if not learner.is_told_to_stop:
+            learner.finish_evaluation()
     return learner.is_saved
 
 
@@ -152,6 +153,8 @@ class Learner:
         """Time that the run had trained for when this host was given it."""
         self.ends_together = False
         """Whether all ranks have agreed to end after the same update."""
+        self.is_told_to_stop = False
+        """Whether they have because one of them was told to."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
@@ -176,9 +179,9 @@ class Learner:
                     batch = self.batches.next_batch(self.version, end, self.while_waiting)
             self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
         # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
-        if self.ranks.sum([float(batch is None)])[0] > 0:
-            self.ends_together = True
-            self.stops.check()
+        is_over, is_told = self.ranks.sum([float(batch is None), float(self.stops.number)])
+        if is_over:
+            self.stop_together(is_told > 0)
             return False
         assert batch is not None
         if math.isinf(self.began_at):
@@ -293,7 +296,15 @@ class Learner:
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
         elapsed_s = 0.0 if math.isinf(self.began_at) else time.monotonic() - self.began_at
-        self.evaluations.finish(self.version, elapsed_s, self.stops.check, self.write_rest)
+        is_told = self.evaluations.finish(self.version, elapsed_s, lambda: self.stops.number > 0, self.write_rest)
+        self.stop_together(is_told)
+
+    def stop_together(self, is_told: bool) -> None:
+        """End training on all ranks. is_told: a rank was told to stop; it raises what its signal asks for."""
+        self.ends_together, self.is_told_to_stop = True, is_told
+        # A signal that has come to this rank since the ranks have agreed waits: the others do not know of it.
+        if is_told:
+            self.stops.check()
 
     def write_rest(self) -> None:
         """Write the metrics that have come since the last step."""

@@ -1,16 +1,18 @@
 """When an evaluation inside of a run is due, what it is said to have found, and which policy is kept for it."""
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from impala_llm.config import ConfigError, load
-from impala_llm.in_run_evaluation import EvaluationSchedule, InRunEvaluation
+from impala_llm.in_run_evaluation import EvaluationRounds, EvaluationSchedule, InRunEvaluation
 from impala_llm.observability.intervals import mean_interval, wilson_interval
-from impala_llm.observability.metrics import METRICS
+from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.messages import EvaluationResult
 from impala_llm.settings import EvaluationConfig
@@ -125,6 +127,7 @@ class FakeReceiver:
     def __init__(self) -> None:
         self.published = 0
         self.is_evaluating = False
+        self.num_actors = 1
         self.ended: Evaluation | None = None
         self.begun: list[tuple[list[int], float, float]] = []
 
@@ -252,6 +255,100 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
     assert inside.is_over and "evaluation.patience=1" in capsys.readouterr().out
     receiver.published = 10
     assert not inside.begin(10, 0.0) and not inside.begin(10, 0.0, at_the_end=True)
+
+
+class TwoRanks:
+    """One of two ranks in threads: a sum that the other never joins is an error."""
+
+    is_sharded = False
+
+    def __init__(self, shared: tuple[threading.Barrier, list[list[float]]], rank: int) -> None:
+        (self.barrier, self.numbers), self.rank = shared, rank
+        self.num_sums = 0
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        self.num_sums += 1
+        self.numbers[self.rank] = list(numbers)
+        self.barrier.wait(20)
+        total = [float(sum(pair)) for pair in zip(*self.numbers, strict=True)]
+        self.barrier.wait(20)
+        return total
+
+
+def rounds(inside: InRunEvaluation | None, ranks: Any) -> EvaluationRounds:
+    return EvaluationRounds(
+        EvaluationConfig(every_updates=5), ranks, inside, MetricLog(), lambda _target: None, lambda *_best: None
+    )
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Path, told: int) -> None:
+    """Though only one of them is told to stop, when it has waited for a while."""
+    inside, _ = make(tmp_path)
+    assert inside.begin(0, 0.0)
+    shared = threading.Barrier(2), [[0.0], [0.0]]
+    ranks = [TwoRanks(shared, rank) for rank in (0, 1)]
+
+    def finish(rank: int) -> bool:
+        def stop() -> bool:
+            return rank == told and ranks[rank].num_sums >= 2
+
+        return rounds(inside if rank == 0 else None, ranks[rank]).finish(0, 0.0, stop, lambda: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(finish, (0, 1))) == [True, True]
+    assert ranks[0].num_sums == ranks[1].num_sums == 3
+
+
+class OneRank:
+    is_sharded = False
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return numbers
+
+
+class Clock:
+    """Time that goes on while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object] = lambda _now: None) -> None:
+        self.now, self.then = 0.0, then
+        monkeypatch.setattr("impala_llm.in_run_evaluation.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.then(self.now)
+
+
+@pytest.mark.parametrize(("num_actors", "waited_s"), [(0, 10.0), (1, 610.0)], ids=["all lost", "none takes a task"])
+def test_an_evaluation_that_nobody_plays_is_awaited_once_and_no_other_is_begun(
+    tmp_path: Path, num_actors: int, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """600 s for the evaluation and 10 s for an actor."""
+    inside, receiver = make(tmp_path)
+    assert inside.begin(0, 0.0)
+    receiver.published, receiver.num_actors = 7, num_actors
+    clock = Clock(monkeypatch)
+    assert not rounds(inside, OneRank()).finish(7, 0.0, lambda: False, lambda: None)
+    assert clock.now == pytest.approx(waited_s, abs=0.3) and len(receiver.begun) == 1
+
+
+def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, receiver = make(tmp_path)
+    assert inside.begin(0, 0.0)
+    receiver.num_actors = 0
+
+    def then(now: float) -> None:
+        receiver.num_actors = int(now > 5)
+        if now > 30:
+            receiver.ended = evaluation([0.5] * 4, receiver.published)
+
+    Clock(monkeypatch, then)
+    receiver.published = 7
+    assert not rounds(inside, OneRank()).finish(7, 0.0, lambda: False, lambda: None)
+    assert len(receiver.begun) == 2 and not receiver.is_evaluating
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,21 @@ def test_results_that_never_come_are_given_up_and_the_last_version_is_evaluated(
         assert column(found, "evaluation/version")[0] == 0 and column(found, "evaluation/version")[-1] == 12
         assert column(run.rows(), "learner/version") == list(range(1, 13)), "training went on"
         assert "15 of 20 validation tasks" in run.log.read_text()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("sharding", ["replicated", "fsdp2"])
+def test_ctrl_c_while_the_last_evaluation_is_awaited_saves_policy_and_checkpoint(tmp_path: Path, sharding: str) -> None:
+    """One evaluation task in four never ends."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    settings = ("experiment=toy", "env.name=hanging:Suite", "learner.total_updates=4", "evaluation.every_updates=50")
+    ranks = ("learner.num_ranks=2", f"learner.sharding={sharding}", "actor.num_actors=2")
+    with Run(tmp_path / "run", *settings, *ranks, "evaluation.run_tasks=20") as run:
+        run.python_path.append(str(tmp_path))
+        supervisor = run.train()
+        run.wait_for(lambda: "Ctrl-C ends without it" in run.log.read_text(), "the wait for the evaluation")
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT, run.printed()
+        run.assert_gone()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+        assert (tmp_path / "run" / "checkpoints" / "update-000004" / "manifest.json").is_file()

@@ -243,6 +243,11 @@ class Receiver:
         return version
 
     @property
+    def num_actors(self) -> int:
+        """Number of connected actors."""
+        return self._registry.num_actors
+
+    @property
     def is_evaluating(self) -> bool:
         """Whether an evaluation was begun, and its results were not taken."""
         return self._evaluation.is_under_way
@@ -309,7 +314,7 @@ class Receiver:
             **{name: float(counted[name]) for counted, names in totals for name in names},
             "recovered": float(self._num_recovered),
             "peers_refused": float(self._actors.num_refused),
-            "actors": float(self._registry.num_actors),
+            "actors": float(self.num_actors),
             "queue_trajectories": float(len(self._inbox)),
             "arena_fill": self._arena.used / self._arena.capacity,
         }
