@@ -55,33 +55,34 @@ class EvaluationSchedule:
 
     Args:
         config: of evaluations.
-        version: that the learner begins with. 0: the first evaluation is due at once.
+        update: of the run, that the learner begins after. 0: the first evaluation is due at once.
     """
 
-    def __init__(self, config: EvaluationConfig, version: int) -> None:
+    def __init__(self, config: EvaluationConfig, update: int) -> None:
         self._config = config
-        self._last_version = None if version == 0 else version
+        # Not of a version: after a lost host versions are ahead.
+        self._last_update = None if update == 0 else update
         self._last_s = 0.0
         self.best: tuple[int, float] | None = None
         """Version and score of the best evaluation."""
         self._without_gain = 0
 
-    def is_due(self, version: int, elapsed_s: float) -> bool:
+    def is_due(self, update: int, elapsed_s: float) -> bool:
         """Return whether to begin one. elapsed_s: seconds of training so far."""
-        if self._last_version is None:
+        if self._last_update is None:
             return True
         updates, minutes = self._config.every_updates, self._config.every_minutes
-        return (updates is not None and version - self._last_version >= updates) or (
+        return (updates is not None and update - self._last_update >= updates) or (
             minutes is not None and elapsed_s - self._last_s >= 60 * minutes
         )
 
-    def is_new(self, version: int) -> bool:
-        """Return whether no evaluation was begun with this version."""
-        return version != self._last_version
+    def is_new(self, update: int) -> bool:
+        """Return whether no evaluation was begun after this update."""
+        return update != self._last_update
 
-    def begun(self, version: int, elapsed_s: float) -> None:
+    def begun(self, update: int, elapsed_s: float) -> None:
         """Note that an evaluation was begun."""
-        self._last_version, self._last_s = version, elapsed_s
+        self._last_update, self._last_s = update, elapsed_s
 
     def observe(self, evaluation: Evaluation, version: int) -> Found:
         """Take in an evaluation that has ended. version: the learner's, which no weights are newer than."""
@@ -140,11 +141,11 @@ class EvaluationSchedule:
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers and lists."""
         best = None if self.best is None else list(self.best)
-        return {"last": [self._last_version, self._last_s], "best": best, "without_gain": self._without_gain}
+        return {"last": [self._last_update, self._last_s], "best": best, "without_gain": self._without_gain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self._last_version, self._last_s = state["last"]
+        self._last_update, self._last_s = state["last"]
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._without_gain = state["without_gain"]
 
@@ -158,11 +159,11 @@ class InRunEvaluation:
         tasks: ids of the validation tasks, of which the first ones are played.
         run_folder: the best policy is kept there. Where one lies there already, of an earlier learner of this run,
             only a better one takes its place.
-        version: that the learner begins with.
+        update: of the run, that the learner begins after.
     """
 
     def __init__(
-        self, config: EvaluationConfig, receiver: Receiver, tasks: Sequence[int], run_folder: Path, version: int
+        self, config: EvaluationConfig, receiver: Receiver, tasks: Sequence[int], run_folder: Path, update: int
     ) -> None:
         self._config = config
         self._receiver = receiver
@@ -170,8 +171,8 @@ class InRunEvaluation:
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
-        self.schedule = EvaluationSchedule(config, version)
-        if version > 0:
+        self.schedule = EvaluationSchedule(config, update)
+        if update > 0:
             self._compare_with_kept()
 
     @property
@@ -189,21 +190,22 @@ class InRunEvaluation:
         """Whether there is an actor to play tasks."""
         return self._receiver.num_actors > 0
 
-    def begin(self, version: int, elapsed_s: float, at_the_end: bool = False) -> bool:
+    def begin(self, version: int, update: int, elapsed_s: float, at_the_end: bool = False) -> bool:
         """Begin an evaluation of the learner's version, if it is due and was published, and none is under way.
 
         Args:
+            update: of the run, that made the version.
             elapsed_s: seconds of training so far.
             at_the_end: it is due unless this version was the last one to be evaluated.
 
         Returns:
             Whether it was begun: the policy must then be saved as the candidate.
         """
-        is_due = self.schedule.is_new(version) if at_the_end else self.schedule.is_due(version, elapsed_s)
+        is_due = self.schedule.is_new(update) if at_the_end else self.schedule.is_due(update, elapsed_s)
         if not is_due or self.is_over or self.is_under_way or self._receiver.published != version:
             return False
         self._receiver.begin_evaluation(self._tasks, self._config.run_temperature, self._config.run_timeout_s)
-        self.schedule.begun(version, elapsed_s)
+        self.schedule.begun(update, elapsed_s)
         shutil.rmtree(self.candidate, ignore_errors=True)
         return True
 
@@ -284,11 +286,12 @@ class EvaluationRounds:
         self._config, self._ranks, self._evaluation, self._log = config, ranks, evaluation, log
         self._save, self._mark_best = save, mark_best
 
-    def turn(self, version: int, elapsed_s: float, at_the_end: bool = False) -> bool:
+    def turn(self, version: int, update: int, elapsed_s: float, at_the_end: bool = False) -> bool:
         """Take in an evaluation that has ended, and begin one that is due.
 
         Args:
             version: the learner's.
+            update: of the run, that made it.
             elapsed_s: seconds of training so far.
             at_the_end: one is due unless this version was evaluated.
 
@@ -300,7 +303,7 @@ class EvaluationRounds:
         begins = is_over = False
         if self._evaluation is not None:
             self._collect(self._evaluation, version)
-            begins = self._evaluation.begin(version, elapsed_s, at_the_end)
+            begins = self._evaluation.begin(version, update, elapsed_s, at_the_end)
             is_over = self._evaluation.is_over
         begins, is_over = (n > 0 for n in self._ranks.sum([float(begins), float(is_over)]))
         if begins and (self._evaluation is not None or self._ranks.is_sharded):
@@ -308,11 +311,18 @@ class EvaluationRounds:
         return is_over
 
     def finish(
-        self, version: int, elapsed_s: float, is_told_to_stop: Callable[[], bool], write: Callable[[], object]
+        self,
+        version: int,
+        update: int,
+        elapsed_s: float,
+        is_told_to_stop: Callable[[], bool],
+        write: Callable[[], object],
     ) -> bool:
         """Wait for the evaluation that is under way, and then for one of the last version.
 
         Args:
+            version: the learner's.
+            update: of the run, that made it.
             is_told_to_stop: whether this rank is; one that is ends the wait of all.
             write: called after each evaluation: writes what the log has.
 
@@ -324,7 +334,7 @@ class EvaluationRounds:
         goes_on, is_stopped = self._await(version, is_told_to_stop)
         write()
         if goes_on:
-            self.turn(version, elapsed_s, at_the_end=True)
+            self.turn(version, update, elapsed_s, at_the_end=True)
             _, is_stopped = self._await(version, is_told_to_stop)
             write()
         return is_stopped

@@ -142,7 +142,7 @@ class Learner:
         evaluation = None
         if config.evaluation.inside_run and ranks.is_main:
             held_out = contract.tasks(suite, "validation")
-            evaluation = InRunEvaluation(config.evaluation, self.receiver, held_out, self.run_folder, self.version)
+            evaluation = InRunEvaluation(config.evaluation, self.receiver, held_out, self.run_folder, self.update)
             stack.callback(evaluation.close)
             others["evaluation"] = evaluation
         self.evaluations = EvaluationRounds(
@@ -165,7 +165,7 @@ class Learner:
         """Share of the run that is over: 1 at its end."""
         # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
         self.began_at = math.inf
-        self.evaluations.turn(self.version, 0.0)
+        self.evaluations.turn(self.version, self.update, 0.0)
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
@@ -207,7 +207,7 @@ class Learner:
                 self.meters.log.add("progress/seconds", elapsed_s)
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
-            if self.evaluations.turn(self.version, elapsed_s):
+            if self.evaluations.turn(self.version, self.update, elapsed_s):
                 self.progress = 1.0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
@@ -296,7 +296,9 @@ class Learner:
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
         elapsed_s = 0.0 if math.isinf(self.began_at) else time.monotonic() - self.began_at
-        is_told = self.evaluations.finish(self.version, elapsed_s, lambda: self.stops.number > 0, self.write_rest)
+        is_told = self.evaluations.finish(
+            self.version, self.update, elapsed_s, lambda: self.stops.number > 0, self.write_rest
+        )
         self.stop_together(is_told)
 
     def stop_together(self, is_told: bool) -> None:

@@ -26,15 +26,15 @@ def evaluation(
     return Evaluation(version, len(scores) if num_tasks is None else num_tasks, tuple(results), 3.0)
 
 
-def schedule(version: int = 0, **settings: Any) -> EvaluationSchedule:
-    return EvaluationSchedule(EvaluationConfig(**settings), version)
+def schedule(update: int = 0, **settings: Any) -> EvaluationSchedule:
+    return EvaluationSchedule(EvaluationConfig(**settings), update)
 
 
 def test_it_is_due_at_the_start_and_then_after_so_many_updates() -> None:
     due = schedule(every_updates=10)
     assert due.is_due(0, 0.0)
     due.begun(0, 0.0)
-    assert [version for version in range(25) if due.is_due(version, 1e9)] == list(range(10, 25))
+    assert [update for update in range(25) if due.is_due(update, 1e9)] == list(range(10, 25))
     due.begun(12, 0.0)  # one was under way at 10
     assert not due.is_due(21, 0.0) and due.is_due(22, 0.0)
     assert due.is_new(13) and not due.is_new(12)
@@ -50,7 +50,7 @@ def test_it_is_due_after_so_many_minutes_or_whichever_comes_first() -> None:
 
 
 def test_a_learner_that_goes_on_does_not_evaluate_at_once() -> None:
-    due = schedule(version=7, every_updates=10)
+    due = schedule(update=7, every_updates=10)
     assert not due.is_due(16, 0.0) and due.is_due(17, 0.0)
 
 
@@ -113,7 +113,7 @@ def test_the_state_goes_on_where_it_was() -> None:
     first.begun(10, 60.0)
     first.observe(evaluation([0.5, 0.7], 10), 12)
     first.observe(evaluation([0.5, 0.6], 12), 14)
-    second = schedule(version=14, every_updates=10, patience=2)
+    second = schedule(update=14, every_updates=10, patience=2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.best == first.best == (10, 0.6)
     assert not second.is_due(19, 0.0) and second.is_due(20, 0.0)
@@ -162,27 +162,44 @@ def kept(tmp_path: Path) -> tuple[int, dict[str, float]]:
 
 def test_an_evaluation_is_of_a_published_version_and_one_at_a_time(tmp_path: Path) -> None:
     inside, receiver = make(tmp_path, run_tasks=3, run_temperature=0.5, run_timeout_s=9.0)
-    assert inside.begin(0, 0.0)
+    assert inside.begin(0, 0, 0.0)
     assert receiver.begun == [([0, 1, 2], 0.5, 9.0)]
     receiver.published = 5
-    assert not inside.begin(5, 1.0), "one is under way"
+    assert not inside.begin(5, 5, 1.0), "one is under way"
     receiver.ended = evaluation([0.5] * 3, 0)
     inside.collect(5)
-    assert not inside.begin(6, 1.0), "6 was not published"
+    assert not inside.begin(6, 6, 1.0), "6 was not published"
     receiver.published = 7
-    assert inside.begin(7, 1.0) and not inside.begin(7, 1.0, at_the_end=True)
+    assert inside.begin(7, 7, 1.0) and not inside.begin(7, 7, 1.0, at_the_end=True)
     receiver.ended = evaluation([0.5] * 3, 7)
     inside.collect(8)
-    assert not inside.begin(7, 1.0, at_the_end=True), "it was evaluated"
+    assert not inside.begin(7, 7, 1.0, at_the_end=True), "it was evaluated"
     receiver.published = 8
-    assert inside.begin(8, 1.0, at_the_end=True)
+    assert inside.begin(8, 8, 1.0, at_the_end=True)
+
+
+def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(tmp_path: Path) -> None:
+    """Of updates it is due after 5; its score names the version."""
+    inside, receiver = make(tmp_path)
+    assert inside.begin(0, 0, 0.0)
+    receiver.ended = evaluation([0.5] * 4, 0)
+    inside.collect(0)
+    later, receiver = make(tmp_path, version=3)
+    later.load_state_dict(inside.state_dict())
+    for update in (3, 4):
+        receiver.published = update + 256
+        assert not later.begin(update + 256, update, 0.0)
+    receiver.published = 261
+    assert later.begin(261, 5, 0.0)
+    receiver.ended = evaluation([0.6] * 4, 261)
+    assert later.collect(261)["evaluation/version"] == 261
 
 
 def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside, receiver = make(tmp_path)
     for version, score in ((0, 0.2), (5, 0.6), (10, 0.4)):
         receiver.published = version
-        assert inside.begin(version, 0.0)
+        assert inside.begin(version, version, 0.0)
         save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
         assert inside.collect(version + 1)["evaluation/score"] == pytest.approx(score)
@@ -198,7 +215,7 @@ def test_a_policy_that_could_not_be_saved_is_not_taken_for_an_earlier_one(tmp_pa
     inside, receiver = make(tmp_path)
     for version, score in ((0, 0.5), (5, 0.4), (10, 0.9)):
         receiver.published = version
-        assert inside.begin(version, 0.0)
+        assert inside.begin(version, version, 0.0)
         if version < 10:  # then the disk is full
             save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
@@ -208,14 +225,14 @@ def test_a_policy_that_could_not_be_saved_is_not_taken_for_an_earlier_one(tmp_pa
 
 def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds_a_better_one(tmp_path: Path) -> None:
     inside, receiver = make(tmp_path)
-    inside.begin(0, 0.0)
+    inside.begin(0, 0, 0.0)
     save(inside, 0)
     receiver.ended = evaluation([0.5] * 4, 0)
     inside.collect(1)
     later, receiver = make(tmp_path, version=20)
     for version, score, best in ((25, 0.4, 0), (30, 0.6, 30)):
         receiver.published = version
-        assert later.begin(version, 0.0)
+        assert later.begin(version, version, 0.0)
         save(later, version)
         receiver.ended = evaluation([score] * 4, version)
         later.collect(version)
@@ -227,7 +244,7 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
     states = []
     for version, score in ((0, 0.5), (5, 0.7)):
         receiver.published = version
-        inside.begin(version, 0.0)
+        inside.begin(version, version, 0.0)
         save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
         inside.collect(version)
@@ -235,7 +252,7 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
     later, receiver = make(tmp_path, version=3, patience=2)
     later.load_state_dict(states[0])
     receiver.published = 5
-    assert later.begin(5, 0.0)
+    assert later.begin(5, 5, 0.0)
     save(later, 50)
     receiver.ended = evaluation([0.6] * 4, 5)
     later.collect(5)
@@ -249,12 +266,12 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
     inside, receiver = make(tmp_path, patience=1)
     for version in (0, 5):
         receiver.published = version
-        assert inside.begin(version, 0.0) and not inside.is_over
+        assert inside.begin(version, version, 0.0) and not inside.is_over
         receiver.ended = evaluation([0.5] * 4, version)
         inside.collect(version)
     assert inside.is_over and "evaluation.patience=1" in capsys.readouterr().out
     receiver.published = 10
-    assert not inside.begin(10, 0.0) and not inside.begin(10, 0.0, at_the_end=True)
+    assert not inside.begin(10, 10, 0.0) and not inside.begin(10, 10, 0.0, at_the_end=True)
 
 
 class TwoRanks:
@@ -285,7 +302,7 @@ def rounds(inside: InRunEvaluation | None, ranks: Any) -> EvaluationRounds:
 def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Path, told: int) -> None:
     """Though only one of them is told to stop, when it has waited for a while."""
     inside, _ = make(tmp_path)
-    assert inside.begin(0, 0.0)
+    assert inside.begin(0, 0, 0.0)
     shared = threading.Barrier(2), [[0.0], [0.0]]
     ranks = [TwoRanks(shared, rank) for rank in (0, 1)]
 
@@ -293,7 +310,7 @@ def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Pat
         def stop() -> bool:
             return rank == told and ranks[rank].num_sums >= 2
 
-        return rounds(inside if rank == 0 else None, ranks[rank]).finish(0, 0.0, stop, lambda: None)
+        return rounds(inside if rank == 0 else None, ranks[rank]).finish(0, 0, 0.0, stop, lambda: None)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(finish, (0, 1))) == [True, True]
@@ -328,16 +345,16 @@ def test_an_evaluation_that_nobody_plays_is_awaited_once_and_no_other_is_begun(
 ) -> None:
     """600 s for the evaluation and 10 s for an actor."""
     inside, receiver = make(tmp_path)
-    assert inside.begin(0, 0.0)
+    assert inside.begin(0, 0, 0.0)
     receiver.published, receiver.num_actors = 7, num_actors
     clock = Clock(monkeypatch)
-    assert not rounds(inside, OneRank()).finish(7, 0.0, lambda: False, lambda: None)
+    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, lambda: None)
     assert clock.now == pytest.approx(waited_s, abs=0.3) and len(receiver.begun) == 1
 
 
 def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, receiver = make(tmp_path)
-    assert inside.begin(0, 0.0)
+    assert inside.begin(0, 0, 0.0)
     receiver.num_actors = 0
 
     def then(now: float) -> None:
@@ -347,7 +364,7 @@ def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: py
 
     Clock(monkeypatch, then)
     receiver.published = 7
-    assert not rounds(inside, OneRank()).finish(7, 0.0, lambda: False, lambda: None)
+    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, lambda: None)
     assert len(receiver.begun) == 2 and not receiver.is_evaluating
 
 
