@@ -6,6 +6,7 @@ Invariant: nothing is changed; whoever asks acts on the answer before anybody el
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,8 +21,13 @@ _MUST_AGREE = (
     *("algorithm.group_size", "run.seed"),  # tickets are of an order of tasks that both determine
 )
 """Settings, and beginnings of settings, without which a saved state means nothing."""
-_SAME_RUN = (*_MUST_AGREE, "algorithm.")
+_SAME_RUN = (
+    *(*_MUST_AGREE, "algorithm.", "model.value_trunk_gradient"),
+    *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
+)
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
+_OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
+"""Settings that say where and how a run goes on, and not how it trains."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +78,24 @@ def how_to_start(config: Config) -> Start:
             raise ConfigError(_nothing_left(config))
         damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
         raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
-    if differing := _differing(config, folder, _MUST_AGREE if resume is True else _SAME_RUN):
-        key, before, now = differing[0]
-        others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        way = (
-            "" if resume is True or _differing(config, folder, _MUST_AGREE) else ", or set run.resume=true to go on so"
+    differing = _differing(config, folder)
+    if differing is None and resume is not True:
+        raise ConfigError(
+            f"{where}, and {folder / 'config.yaml'} cannot be read, with which the settings are compared: restore it, "
+            f"{anew}, or set run.resume=true to go on without"
         )
+    differing = differing or []
+    if refused := [found for found in differing if found[0].startswith(_MUST_AGREE if resume is True else _SAME_RUN)]:
+        key, before, now = refused[0]
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
+        way = "" if is_fatal else ", or set run.resume=true to go on so"
         raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
+    if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
+        settings = "; ".join(f"{key}={now}, before {before}" for key, before, now in changed)
+        notes.append(f"going on with {settings}")
     return Start(
         take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id, notes=tuple(notes)
     )
@@ -133,16 +148,16 @@ def _nothing_left(config: Config) -> str:
     )
 
 
-def _differing(config: Config, folder: Path, keys: tuple[str, ...]) -> list[tuple[str, object, object]]:
-    """Settings of these beginnings that the run in the folder had otherwise: (key, its value, ours)."""
+def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
+    """Settings that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
     try:
-        before = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
-        return []
-    found = []
+        before: Any = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(before, dict):
+        return None
+    found: list[tuple[str, object, object]] = []
     for key, now in leaves(config):
-        if not key.startswith(keys):
-            continue
         value, is_there = before, True
         for part in key.split("."):
             is_there = isinstance(value, dict) and part in value

@@ -146,6 +146,43 @@ def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -
     assert "with model.scratch.hidden_size=128 and not 32" in said and "to go on so" not in said
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("engine.temperature=0.7", "with engine.temperature=1.0 and not 0.7"),
+        ("engine.max_length=100", "with engine.max_length="),
+        ("model.value_trunk_gradient=false", "with model.value_trunk_gradient=True and not False"),
+    ],
+)
+def test_another_distribution_of_tokens_is_not_gone_on_with_in_silence(
+    change: str, said: str, settings: list[str]
+) -> None:
+    make_run(settings, 20)
+    assert said in refusal(settings, change)
+    start = how_to_start(load([*settings, change, "run.resume=true"]))
+    assert start.run_id == 77 and f"going on with {change.partition('=')[0]}=" in start.notes[0]
+
+
+def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: Path) -> None:
+    folder = make_run(settings, 20, "learner.learning_rate=3e-4", "actor.num_actors=1")
+    assert how_to_start(load([*settings, "learner.learning_rate=3e-4", "actor.num_actors=1"])).notes == ()
+    folder.rename(tmp_path / "moved")
+    others = [f"run.dir={tmp_path}/moved", "learner.learning_rate=1e-5", "actor.num_actors=2"]
+    assert how_to_start(load([*settings, *others])).notes == (
+        "going on with actor.num_actors=2, before 1; learner.learning_rate=1e-05, before 0.0003",
+    )
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_run_whose_settings_cannot_be_read_is_gone_on_with_only_where_that_is_said(
+    content: str | None, settings: list[str]
+) -> None:
+    file = make_run(settings, 20) / "config.yaml"
+    file.unlink() if content is None else file.write_text(content)
+    assert f"{file} cannot be read, with which the settings are compared: restore it" in refusal(settings)
+    assert how_to_start(load([*settings, "run.resume=true"])).run_id == 77
+
+
 def test_a_living_run_of_the_name_is_refused(settings: list[str]) -> None:
     make_run(settings, 20)
     with RunDirectory.create(settings[1].partition("=")[2]), pytest.raises(RunDirectoryError, match="is in use"):
