@@ -155,6 +155,8 @@ class Learner:
         """Whether all ranks have agreed to end after the same update."""
         self.is_told_to_stop = False
         """Whether they have because one of them was told to."""
+        self.ended_by_patience = 0
+        """`evaluation.patience`, once it has ended the run."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
@@ -208,7 +210,7 @@ class Learner:
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
-                self.progress = 1.0
+                self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.update % save_every == 0 and (self.ranks.is_main or self.ranks.is_sharded):
@@ -239,7 +241,7 @@ class Learner:
     def moment(self) -> Moment:
         """The last update that is over."""
         used_s = self.used_s if math.isinf(self.began_at) else time.monotonic() - self.began_at
-        return Moment(self.update, self.version, used_s)
+        return Moment(self.update, self.version, used_s, self.ended_by_patience)
 
     # --- the parts
 

@@ -72,6 +72,8 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]
     """Size and CRC-32, by path within the folder."""
     tensors: Mapping[str, tuple[Part, ...]]
+    patience: int = 0
+    """`evaluation.patience` that has ended the run; 0: it has not."""
 
     def verify(self) -> None:
         """Read all files. Raises CheckpointError where one is missing or differs."""
@@ -117,6 +119,7 @@ def read_manifest(path: Path) -> Manifest:
                 name: tuple(Part(file, key, tuple(offsets)) for file, key, offsets in parts)
                 for name, parts in values["tensors"].items()
             },
+            int(values.get("patience", 0)),
         )
     except CheckpointError:
         raise
@@ -128,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """A manifest as the file that `read_manifest` reads."""
-    names = ("update", "version", "run_id", "num_ranks", "minutes_used")
+    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience")
     values: dict[str, Any] = {"format": FORMAT, **{name: getattr(manifest, name) for name in names}}
     values["files"] = {name: list(entry) for name, entry in manifest.files.items()}
     values["tensors"] = {

@@ -177,4 +177,7 @@ def _finished(config: Config, checkpoint: Manifest) -> str:
         return f"learner.total_updates={learner.total_updates}"
     if learner.max_minutes is not None and checkpoint.minutes_used >= learner.max_minutes:
         return f"learner.max_minutes={learner.max_minutes:g}"
+    patience = config.evaluation.patience
+    if patience is not None and patience <= checkpoint.patience:
+        return f"evaluation.patience={patience}"
     return ""

@@ -64,6 +64,8 @@ class Moment:
     version: int
     seconds: float
     """Time for which the run has trained."""
+    patience: int = 0
+    """See `Manifest.patience`."""
 
 
 class Saving:
@@ -201,4 +203,5 @@ class Saving:
             tensors=tensors_of(parts.model, parts.optimizer, parts.ranks.is_main),
             policy=dict(parts.model.policy_weights()) if exports else {},
             files=parts.model.config_files(parts.files) if exports else {},
+            patience=moment.patience,
         )

@@ -22,7 +22,9 @@ def settings(tmp_path: Path) -> Iterator[list[str]]:
     remove_run_dir(name)
 
 
-def make_run(settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0) -> Path:
+def make_run(
+    settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0, patience: int = 0
+) -> Path:
     """What a run has left on the disk, with a checkpoint or without."""
     config = load([*settings, *others])
     folder = Path(config.run.dir)
@@ -32,7 +34,7 @@ def make_run(settings: list[str], update: int | None, *others: str, minutes_used
     if update is not None:
         checkpoint = folder / "checkpoints" / name_of(update)
         checkpoint.mkdir(parents=True)
-        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {})
+        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience)
         (checkpoint / "manifest.json").write_bytes(manifest_bytes(manifest))
     return folder
 
@@ -133,6 +135,14 @@ def test_a_finished_run_goes_on_only_where_its_end_is_moved(settings: list[str])
     assert how_to_start(load([*settings, more])).run_id == 77
     assert "raise learner.max_minutes=20" in refusal(settings, more, "learner.max_minutes=20")
     assert how_to_start(load([*settings, more, "learner.max_minutes=31"])).run_id == 77
+
+
+def test_a_run_that_evaluations_have_ended_goes_on_only_with_more_patience(settings: list[str]) -> None:
+    evaluated = ["evaluation.every_updates=5", "evaluation.patience=3"]
+    make_run(settings, 20, *evaluated, patience=3)
+    assert "which has finished at update 20: raise evaluation.patience=3, or" in refusal([*settings, *evaluated])
+    assert how_to_start(load([*settings, evaluated[0], "evaluation.patience=4"])).run_id == 77
+    assert how_to_start(load([*settings, evaluated[0]])).run_id == 77
 
 
 def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -> None:
