@@ -149,8 +149,9 @@ class Learner:
             config.evaluation, ranks, evaluation, self.meters.log, self.save, self.checkpointer.mark_best
         )
         self.saving = self.make_saving(others, origin, past)
-        self.used_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
-        """Time that the run had trained for when this host was given it."""
+        before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
+        self.used_s = max(before_s, self.endpoint.run_dir.used_s)
+        """Seconds for which the run had trained before this process."""
         self.ends_together = False
         """Whether all ranks have agreed to end after the same update."""
         self.is_told_to_stop = False
@@ -207,6 +208,7 @@ class Learner:
                 share = share_done(self.config.learner, self.update, elapsed_s)
                 due = float(self.saving.is_due(self.update + 1))  # rank 0 is the last to have written its part
                 self.meters.log.add("progress/seconds", elapsed_s)
+                self.endpoint.run_dir.note_used(elapsed_s)
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):

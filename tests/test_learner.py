@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,6 +28,19 @@ def test_the_time_of_a_run_goes_on_over_restarts() -> None:
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
         began_at = run.began_at()
         assert RunDirectory.attach("t", Path(base)).began_at() == run.began_at() == began_at
+
+
+def test_the_time_between_two_owners_of_a_run_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with tempfile.TemporaryDirectory() as base:
+        with RunDirectory.create("t", Path(base)) as run:
+            assert run.began_at() == 1000.0
+            run.note_used(90.0)
+            run.keep()  # as a killed owner leaves it
+        now += 36000.0
+        with RunDirectory.create("t", Path(base), take_over=True) as again:
+            assert again.used_s == 90.0 and again.began_at() == now - 90.0
 
 
 def test_a_run_is_over_by_updates_or_by_time() -> None:

@@ -18,7 +18,8 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
     <run id>/unsaved                there where the owner must leave all of this, see `RunDirectory.keep`
     <run id>/learner.json           life and number of ranks of its learner, see `RunDirectory.note_learner`
-    <run id>/began                  the time at which the run began to train
+    <run id>/began                  the time at which the run would have begun to train without interruption
+    <run id>/used                   seconds for which it has trained
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class RunDirectory:
             run = cls(root, left, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
             run._unsaved.unlink(missing_ok=True)
+            (run.path / "began").unlink(missing_ok=True)  # the time since its owner died does not count
             new = root / (_RUN_FILE + ".new")
             of_run = {"run_id": left, "server_key": server_key, "output": None if output is None else str(output)}
             new.write_text(json.dumps({**of_run, "pid": os.getpid()}))
@@ -218,19 +220,33 @@ class RunDirectory:
         return self.path / f"learner-{rank}.journal"
 
     def began_at(self, used_s: float = 0.0) -> float:
-        """Time of the first call in this run, in seconds of `time.monotonic`, which all processes of a host share.
+        """Time of the first call under this owner, in seconds of `time.monotonic`, which all processes of a host share.
 
         Args:
-            used_s: seconds for which the run has trained before, on another host or in an earlier life of its folder.
+            used_s: seconds for which the run has trained before, on another host or in an earlier life of its folder;
+                what `note_used` has noted here counts where it is more.
         """
         path = self.path / "began"
         with contextlib.suppress(FileNotFoundError):
             return float(path.read_text())
-        now = time.monotonic() - used_s
+        now = time.monotonic() - max(used_s, self.used_s)
         new = path.with_name("began.new")
         new.write_text(repr(now))
         os.replace(new, path)
         return now
+
+    def note_used(self, seconds: float) -> None:
+        """Note for how long the run has trained, for a later owner."""
+        new = self.path / "used.new"
+        new.write_text(repr(seconds))
+        os.replace(new, self.path / "used")
+
+    @property
+    def used_s(self) -> float:
+        """Seconds that `note_used` has noted last; 0 where it has not."""
+        with contextlib.suppress(FileNotFoundError):
+            return float((self.path / "used").read_text())
+        return 0.0
 
     def note_learner(self, life: int, num_ranks: int) -> None:
         """Note whose tickets and versions lie here, for `find_learner`.
