@@ -289,7 +289,8 @@ class Checkpointer:
             shutil.rmtree(target)
         aside.rename(target)
         sync_folder(self._folder)
-        if self._wants_best:
+        # One that was being written when a later version turned out to be the best is not it.
+        if self._wants_best and self._best is not None and state.version >= self._best[0]:
             self._wants_best = False
             mark_best(self._run_folder, target.name)
         remove_old(self._run_folder, self._num_kept)

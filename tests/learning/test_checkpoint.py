@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from impala_llm.learning import checkpoint_files
+from impala_llm.learning import checkpoint, checkpoint_files
 from impala_llm.learning.checkpoint import (
     Checkpointer,
     State,
@@ -273,6 +273,23 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, policy: Path) -> No
     assert checkpointer.save(make_state(6, model, optimizer, policy)) and checkpointer.wait()
     assert not checkpointer.is_wanted and best_of(tmp_path) == "update-000006"
     assert names(tmp_path) == ["best", "update-000004", "update-000006"]
+
+
+def test_a_checkpoint_of_before_the_best_version_is_not_marked(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(policy)
+    checkpointer = Checkpointer(tmp_path, 2)
+
+    def sync_folder(path: Path) -> None:
+        checkpointer.mark_best(version=10, score=0.5)  # while that of version 6 is being written
+
+    with monkeypatch.context() as amid:
+        amid.setattr(checkpoint, "sync_folder", sync_folder)
+        assert checkpointer.save(make_state(1, model, optimizer, policy)) and checkpointer.wait()
+    assert best_of(tmp_path) is None and checkpointer.is_wanted
+    assert checkpointer.save(make_state(6, model, optimizer, policy)) and checkpointer.wait()
+    assert best_of(tmp_path) == "update-000006" and not checkpointer.is_wanted
 
 
 def test_two_ranks_write_one_checkpoint(tmp_path: Path, policy: Path) -> None:
