@@ -34,6 +34,7 @@ from impala_llm.learning.checkpoint_files import (
     FOLDER,
     MANIFEST,
     NEW,
+    REPLACED,
     CheckpointError,
     Manifest,
     Part,
@@ -285,10 +286,12 @@ class Checkpointer:
             if folder.is_dir():
                 sync_folder(folder)
         # Of the same update there is one where a learner has gone on from it and ended at once.
+        replaced = target.with_name(target.name + REPLACED)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(replaced)
         aside.rename(target)
         sync_folder(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         # One that was being written when a later version turned out to be the best is not it.
         if self._wants_best and self._best is not None and state.version >= self._best[0]:
             self._wants_best = False

@@ -35,11 +35,13 @@ BEST = "best"
 VERSIONS = "versions.json"
 NEW = ".new"
 """Suffix of a checkpoint that is being written."""
+REPLACED = ".old"
+"""Suffix of a checkpoint while another of the same update takes its name; it counts where none has it."""
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that was passed over: it is none any more, and stays for whoever wants to look at it."""
 RESERVED = 256
 """Versions that are reserved at a time: so many may be left out when a host is lost."""
-_NAME = re.compile(r"update-(\d+)")
+_NAME = re.compile(r"update-(\d+)(?:\.old)?")
 _CHUNK = 16 << 20
 
 
@@ -88,12 +90,13 @@ def checkpoints(run_folder: Path) -> list[Path]:
     """Folders of a run's checkpoints, the newest first."""
     folder = run_folder / FOLDER
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    found = [path for path in found if path.suffix != REPLACED or not path.with_suffix("").exists()]
     return sorted(found, key=update_of, reverse=True)
 
 
 def update_of(path: Path) -> int:
     """Updates that a checkpoint's folder is named by."""
-    return int(path.name.partition("-")[2])
+    return int(path.name.removesuffix(REPLACED).partition("-")[2])
 
 
 def name_of(update: int) -> str:
@@ -177,8 +180,16 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:
-    """Remove what a process that died amid a checkpoint left. Returns the names of these checkpoints."""
+    """Remove what a process that died amid a checkpoint left. Returns the names of these checkpoints.
+
+    One that was about to be replaced has its name again.
+    """
     folder = run_folder / FOLDER
+    for path in list(folder.glob(f"update-*{REPLACED}")):
+        if path.with_suffix("").exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(path.with_suffix(""))
     found = sorted(folder.glob(f"update-*{NEW}")) if folder.is_dir() else []
     for path in found:
         shutil.rmtree(path, ignore_errors=True)

@@ -81,7 +81,7 @@ class Optimizer:
         """Clip, step and clear the gradients. In the first `value_warmup_updates` only the value head learns.
 
         Args:
-            update: counted from 0 since the process began, whose moments begin at nothing too.
+            update: number of the run's update, from 0; after a start without its optimizer state, from that start.
             progress: see `schedule`.
             skip: change nothing.
         """
@@ -104,7 +104,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and number of steps of every parameter, as `<parameter>.<moment>`; zeros before its first step.
 
-        Those of shares are DTensors, which torch.distributed.checkpoint saves, and loads into any number of ranks.
+        Those of shares are DTensors; checkpoint.py writes each rank's shares, and any number of ranks reads them.
         """
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():

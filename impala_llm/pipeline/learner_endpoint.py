@@ -53,7 +53,7 @@ class LearnerEndpoint:
             newest = endpoint.newest_weights()      what an earlier learner of this run left, if it did
             ...                                     publish a version on endpoint.board
             endpoint.listen(version, tasks, vocab_size, batch_size)
-            endpoint.receiver.poll(...)             trajectories; announce(...) versions
+            endpoint.receiver.drain(...)            trajectories; announce(...) versions
 
     On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
     again. After a signal the supervisor decides, where there is one.

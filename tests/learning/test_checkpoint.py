@@ -237,6 +237,29 @@ def test_what_was_being_written_when_the_learner_died_is_named_and_removed(
     assert names(tmp_path) == ["update-000009"]
 
 
+def test_a_checkpoint_stays_until_another_of_its_update_has_taken_its_name(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = write(tmp_path, policy, 9)
+    model, optimizer = make(policy)
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.name == "update-000009.new":
+            raise OSError(errno.EIO, "the process dies here")
+        return rename(path, target)
+
+    with monkeypatch.context() as dying:
+        dying.setattr(Path, "rename", stop)
+        assert checkpointer.save(make_state(9, model, optimizer, policy)) and not checkpointer.wait()
+    found, passed_over = newest_whole(tmp_path)
+    assert found is not None and (found.update, passed_over) == (9, [])
+    Checkpointer(tmp_path, 2).begin()
+    assert names(tmp_path) == ["update-000009"] and newest_whole(tmp_path)[0] is not None
+    assert checkpointer.save(make_state(9, model, optimizer, policy)) and checkpointer.wait()
+    assert names(tmp_path) == ["update-000009"]
+
+
 def test_a_full_disk_keeps_the_old_one_and_says_so(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
