@@ -53,7 +53,7 @@ class EvaluationTasks(Generic[Actor]):
         """Tasks of each actor that has any, in the order in which they were dealt."""
         self._attempts: Counter[int] = Counter()
         self._results: dict[int, EvaluationResult] = {}
-        self._told: dict[Actor, tuple[EvaluationGrant, float]] = {}
+        self._told: dict[Actor, tuple[EvaluationGrant | None, float]] = {}
         """What each actor was told last, and when; not of those that were told last that they have none."""
         self._began_at: float | None = None
         self._is_under_way = False
@@ -130,7 +130,7 @@ class EvaluationTasks(Generic[Actor]):
             is_awaited = self._take_back(actor, result.evaluation_id, result.task_id)
             # Weights only grow newer: a result that claims older ones is none.
             if is_awaited and result.first_version < self._grant.min_version:
-                self._try_again(result.task_id)
+                self._failed(actor, result.task_id)
                 return False
             if is_awaited:
                 self._results[result.task_id] = result
@@ -141,7 +141,7 @@ class EvaluationTasks(Generic[Actor]):
         with self._lock:
             is_awaited = self._take_back(actor, failure.evaluation_id, failure.task_id)
             if is_awaited:
-                self._try_again(failure.task_id)
+                self._failed(actor, failure.task_id)
             return is_awaited
 
     def ended(self, now: float) -> Evaluation | None:
@@ -167,6 +167,12 @@ class EvaluationTasks(Generic[Actor]):
             del self._at[actor]
         self._has_changed = True
         return True
+
+    def _failed(self, actor: Actor, task_id: int) -> None:
+        """Have a task dealt again that an actor has failed at."""
+        # Dealt to the same one, it is news, though what it was told last has it.
+        self._told[actor] = None, self._told[actor][1]
+        self._try_again(task_id)
 
     def _try_again(self, task_id: int) -> None:
         self._attempts[task_id] += 1

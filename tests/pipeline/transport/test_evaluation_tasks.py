@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from impala_llm.pipeline.transport.evaluation_tasks import MAX_ATTEMPTS, RESEND_S, Evaluation, EvaluationTasks
@@ -139,6 +139,7 @@ ACTORS = ["a", "b", "c"]
 
 
 @settings(deadline=None)
+@example([("b", 4, 3), ("b", 1, 2), ("b", 1, 2)])  # the only task of b fails, and is dealt to b again
 @given(st.lists(st.tuples(st.sampled_from(ACTORS), st.integers(-1, 6), st.integers(0, 5)), max_size=60))
 def test_whatever_actors_do_each_task_counts_once_and_the_evaluation_ends(steps: list[tuple[str, int, int]]) -> None:
     """action 0: its want is zero from now on; 1: it wants three; 2: it fails; else: a result."""
