@@ -71,7 +71,8 @@ class FakeServer:
         if what == "join":
             await asyncio.to_thread(self.join, body)
         if what == "leave" and body["group_name"] in self.groups:
-            dist.destroy_process_group(self.groups.pop(body["group_name"]))
+            # In a thread: it may wait for the other side, and another server answers on this loop.
+            await asyncio.to_thread(dist.destroy_process_group, self.groups.pop(body["group_name"]))
         if what == RECEIVE:
             await asyncio.to_thread(self.receive, body)
         return web.json_response({"success": True})
