@@ -108,7 +108,7 @@ class Actor:
         """Another learner may have left servers in the middle of a transfer."""
         self.faults = EnvironmentFaults()
         self.evaluation_faults = EnvironmentFaults()
-        """Of evaluation tasks: they end no actor, since it may train all the same."""
+        """Faults of evaluation tasks: they end no actor, since it may train all the same."""
         self.is_connected = False
         """Whether the learner has answered."""
         self.stopping = False

@@ -79,11 +79,11 @@ print(config.get_text_config().model_type)
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part of the host."""
+    """Result of the look at one part of the host."""
 
     part: str
     state: str
-    """What is there."""
+    """State of the part, in words."""
     problems: list[str] = field(default_factory=list)
     """What is wrong, each with what to do; empty where it is right."""
 

@@ -27,7 +27,7 @@ _CLIP = 1.0
 
 
 class NoBuffer:
-    """What an update asks of the replay buffer."""
+    """Part of the replay buffer that an update calls."""
 
     def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
         return None
@@ -104,7 +104,7 @@ def trainer(folder: Path, rows: Sequence[Trajectory], *words: str) -> tuple[Call
 
 
 def advantages(rows: Sequence[Trajectory]) -> list[float]:
-    """Of each row: its return less the mean."""
+    """Advantage of each row: its return less the mean of all rows."""
     returns = np.array([float(t.rewards.sum()) for t in rows])
     return (returns - returns.mean()).tolist()
 

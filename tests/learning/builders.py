@@ -103,7 +103,7 @@ def make_batch() -> list[Trajectory]:
 
 
 class NoPriorities:
-    """What an update asks of a buffer."""
+    """Part of a replay buffer that an update calls."""
 
     def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
         return None
