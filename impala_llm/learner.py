@@ -19,12 +19,9 @@ So versions may be ahead of updates; metrics and schedules count updates.
 Actors also play validation tasks now and then, while training goes on (in_run_evaluation.py).
 """
 
-import math
 import os
-import shutil
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -33,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
+from impala_llm.envs.base import Suite
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
@@ -55,6 +52,7 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memo
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.metrics import MetricError
@@ -65,10 +63,9 @@ from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.weights.board import WeightReader
-from impala_llm.programs import how_to_evaluate
-from impala_llm.settings import Config, LearnerConfig
+from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, say, tell
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
 from impala_llm.trainer import Trainer
 
 NOT_SAVED = 4
@@ -99,6 +96,15 @@ class Learner:
         start: what `how_to_start` has found, where no supervisor has asked it.
     """
 
+    ends_together = False
+    """Whether all ranks have agreed to end after the same update."""
+    is_told_to_stop = False
+    """Whether they have because one of them was told to."""
+    ended_by_patience = 0
+    """`evaluation.patience`, once it has ended the run."""
+    is_saved = True
+    """Whether no policy had to be left in shared memory."""
+
     def __init__(self, config: Config, ranks: Ranks, stack: ExitStack, start: Start, stops: StopSignals) -> None:
         self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
@@ -115,12 +121,7 @@ class Learner:
         self.version, self.update = origin.version, origin.update
         """Of the weights, for engines; updates of the run."""
         self.model = make_model(config, origin, ranks)
-        past = origin.past(ranks)
-        if past is not None and origin.is_lost:
-            self.endpoint.restore(past.tickets)
-            ranks.barrier()
-        self.note_life(origin.is_lost)
-        self.reserve_version()
+        past = self.restore_tickets(origin)
         self.publisher = self.make_publisher()
         self.publisher.begin(self.version)
         suite = make_suite(config.env)
@@ -130,45 +131,27 @@ class Learner:
         self.reach_servers(stack)
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank)
-        self.writer = self.make_writer(stack)
-        self.view = self.make_view(stack)
+        self.writer, self.view = self.make_writer(stack), self.make_view(stack)
+        self.actors = ActorNews(self.receiver, config.pipeline.bind)
         self.meters = Meters(self.receiver, ranks, config.algorithm.max_staleness)
         if self.version > 0:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
         self.trainer = Trainer(
             config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
         )
-        others: dict[str, Stateful] = {"trainer": self.trainer, "meters": self.meters}
-        evaluation = None
-        if config.evaluation.inside_run and ranks.is_main:
-            held_out = contract.tasks(suite, "validation")
-            evaluation = InRunEvaluation(config.evaluation, self.receiver, held_out, self.run_folder, self.update)
-            stack.callback(evaluation.close)
-            others["evaluation"] = evaluation
+        evaluation = self.make_evaluation(suite, stack)
         self.evaluations = EvaluationRounds(
             config.evaluation, ranks, evaluation, self.meters.log, self.save, self.checkpointer.mark_best
         )
-        self.saving = self.make_saving(others, origin, past)
+        self.saving = self.make_saving(evaluation, origin, past)
         before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
-        self.used_s = max(before_s, self.endpoint.run_dir.used_s)
-        """Seconds for which the run had trained before this process."""
-        self.ends_together = False
-        """Whether all ranks have agreed to end after the same update."""
-        self.is_told_to_stop = False
-        """Whether they have because one of them was told to."""
-        self.ended_by_patience = 0
-        """`evaluation.patience`, once it has ended the run."""
+        self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
+        self.progress = self.update / config.learner.total_updates
+        """Share of the run that is over: 1 at its end."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
-        self.is_saved = True
-        """Whether no policy had to be left in shared memory."""
-        self.actors = ActorNews(self.receiver, config.pipeline.bind)
-        self.progress = self.update / config.learner.total_updates
-        """Share of the run that is over: 1 at its end."""
-        # The time of the run counts from its first batch: how long engines take to come up is not the learner's.
-        self.began_at = math.inf
-        self.evaluations.turn(self.version, self.update, 0.0)
+        self.evaluations.turn(self.version, self.update, self.time.elapsed_s)
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
@@ -177,9 +160,8 @@ class Learner:
             batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
         with timer.stage("idle"):
             if batch is None and not self.stops.number:
-                end = end_of_time(self.config.learner, self.began_at)
                 with suppress(Stopped):
-                    batch = self.batches.next_batch(self.version, end, self.while_waiting)
+                    batch = self.batches.next_batch(self.version, self.time.ends_at, self.while_waiting)
             self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
         # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
         is_over, is_told = self.ranks.sum([float(batch is None), float(self.stops.number)])
@@ -187,9 +169,7 @@ class Learner:
             self.stop_together(is_told > 0)
             return False
         assert batch is not None
-        if math.isinf(self.began_at):
-            began_at = self.endpoint.run_dir.began_at(self.used_s) if self.ranks.is_main else 0.0
-            self.began_at = self.ranks.sum([began_at])[0]
+        self.time.begin()
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
         self.saving.begin_update()
@@ -202,13 +182,13 @@ class Learner:
             noted = self.saving.tickets(self.version) if self.saves_next else None
             self.meters.log.update(self.publisher.publish(self.version, self.receiver))
         with timer.stage("log"):
-            elapsed_s = time.monotonic() - self.began_at
+            elapsed_s = self.time.elapsed_s
             share, due = 0.0, 0.0
             if self.ranks.is_main:  # by whose clock all go
                 share = share_done(self.config.learner, self.update, elapsed_s)
                 due = float(self.saving.is_due(self.update + 1))  # rank 0 is the last to have written its part
                 self.meters.log.add("progress/seconds", elapsed_s)
-                self.endpoint.run_dir.note_used(elapsed_s)
+                self.time.note(elapsed_s)
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
@@ -227,14 +207,6 @@ class Learner:
             self.show(self.meters.gather())
         return True
 
-    def note_life(self, is_lost: bool) -> None:
-        """Note whose versions will lie in shared memory. is_lost: the run goes on from a checkpoint alone."""
-        if self.ranks.is_main:
-            versions = self.checkpointer.versions
-            if is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
-                versions.begin_life()
-            self.endpoint.run_dir.note_learner(versions.life or 0, self.ranks.world_size)
-
     def reserve_version(self) -> None:
         """Note on the disk that the learner's version will be published."""
         if self.ranks.is_main and self.checkpointer.is_on:
@@ -242,10 +214,27 @@ class Learner:
 
     def moment(self) -> Moment:
         """The last update that is over."""
-        used_s = self.used_s if math.isinf(self.began_at) else time.monotonic() - self.began_at
-        return Moment(self.update, self.version, used_s, self.ended_by_patience)
+        return Moment(self.update, self.version, self.time.elapsed_s, self.ended_by_patience)
 
-    # --- the parts
+    # --- the start
+
+    def restore_tickets(self, origin: Origin) -> Past | None:
+        """Put back what a checkpoint knows of tickets, where nothing else does, and note whose versions will follow.
+
+        Returns:
+            The state of this rank in the checkpoint; None where there is none.
+        """
+        past = origin.past(self.ranks)
+        if past is not None and origin.is_lost:
+            self.endpoint.restore(past.tickets)
+            self.ranks.barrier()
+        if self.ranks.is_main:
+            versions = self.checkpointer.versions
+            if origin.is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
+                versions.begin_life()
+            self.endpoint.run_dir.note_learner(versions.life or 0, self.ranks.world_size)
+        self.reserve_version()
+        return past
 
     def make_publisher(self) -> VersionPublisher:
         """Publisher of the versions, on the boards at first."""
@@ -277,12 +266,29 @@ class Learner:
         writer.write_text("settings", to_yaml(self.config))
         return writer
 
-    def make_saving(self, others: dict[str, Stateful], origin: Origin, past: Past | None) -> Saving:
-        """Checkpoints of this rank, whose state is that of the one that it goes on from.
+    def make_view(self, stack: ExitStack) -> View | None:
+        """View of the run in the terminal: the supervisor's, where there is one."""
+        if not self.ranks.is_main or not self.config.run.terminal:
+            return None
+        if SUPERVISED in os.environ:
+            return SupervisorView()
+        return stack.enter_context(TerminalView(self.config.learner.total_updates))
 
-        Args:
-            others: further parts with a state, by name.
-        """
+    def make_evaluation(self, suite: Suite, stack: ExitStack) -> InRunEvaluation | None:
+        """Evaluations inside of the run, on rank 0."""
+        config = self.config.evaluation
+        if not config.inside_run or not self.ranks.is_main:
+            return None
+        tasks = contract.tasks(suite, "validation")
+        evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update)
+        stack.callback(evaluation.close)
+        return evaluation
+
+    def make_saving(self, evaluation: InRunEvaluation | None, origin: Origin, past: Past | None) -> Saving:
+        """Checkpoints of this rank, whose state is that of the one that it goes on from."""
+        others: dict[str, Stateful] = {"trainer": self.trainer, "meters": self.meters}
+        if evaluation is not None:
+            others["evaluation"] = evaluation
         optimizer = self.trainer.optimizer
         parts = Parts(
             self.ranks, self.endpoint, self.model, optimizer, self.batches, self.publisher, self.files, others
@@ -295,13 +301,36 @@ class Learner:
         self.stops.holds_back = lambda: saving.holds_signals_back
         return saving
 
+    # --- while it trains
+
+    def while_waiting(self, what: str) -> None:
+        """Called while there is no batch. what: is missing."""
+        if self.stops.number:
+            raise Stopped
+        self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
+        if self.view is not None:
+            self.actors.tell()
+            self.view.wait(what)
+
+    def show(self, summary: dict[str, float]) -> None:
+        """Pass a step's metrics to the writers and the terminal."""
+        if self.writer is not None:
+            self.writer.write(self.update, summary)
+        if self.ranks.is_main:
+            self.actors.tell()
+        if self.view is not None:
+            self.view.update(self.update, summary, self.progress)
+
+    def save(self, target: Path) -> bool:
+        """Save the policy, see `Saving.save_policy`."""
+        return self.saving.save_policy(target, self.version)
+
     # --- the end
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
-        elapsed_s = 0.0 if math.isinf(self.began_at) else time.monotonic() - self.began_at
         is_told = self.evaluations.finish(
-            self.version, self.update, elapsed_s, lambda: self.stops.number > 0, self.write_rest
+            self.version, self.update, self.time.elapsed_s, lambda: self.stops.number > 0, self.write_rest
         )
         self.stop_together(is_told)
 
@@ -316,28 +345,6 @@ class Learner:
         """Write the metrics that have come since the last step."""
         if self.writer is not None and (found := self.meters.log.flush()):
             self.writer.write(self.update, found)
-
-    def save(self, target: Path) -> bool:
-        """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
-
-        Args:
-            target: rank 0's counts.
-
-        Returns:
-            Whether the disk has taken it; if not, that is said.
-        """
-        aside, is_saved = target.with_name(f"{target.name}.new-{os.getpid()}"), True
-        try:
-            self.publisher.export.save(aside, self.files)
-            if self.ranks.is_main:
-                shutil.rmtree(target, ignore_errors=True)
-                aside.rename(target)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            reason = " ".join(str(error).split())
-            say(f"learner: the policy of version {self.version} cannot be saved on the disk of {target}: {reason}")
-            is_saved = False
-        return self.ranks.sum([float(not is_saved)])[0] == 0 if self.ranks.is_sharded else is_saved
 
     def save_what_was_learned(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save the policy at the end of training, or when this process is told to stop.
@@ -354,68 +361,9 @@ class Learner:
             return
         tell(saving=True)
         if self.ranks.is_main or self.ranks.is_sharded:
-            self.save_policy()
+            self.is_saved = self.saving.save_last_policy(self.run_folder, self.version)
         if ends_together:
             self.saving.save_last(self.moment())
-
-    def save_policy(self) -> None:
-        """Save the last policy, on the disk or, where that is full, in shared memory."""
-        target = self.run_folder / "policy"
-        if self.save(target):
-            if self.ranks.is_main:
-                say(f"learner: the policy is saved in {target}, at version {self.version}")
-                if SUPERVISED not in os.environ:  # the supervisor says it once all have ended
-                    say(how_to_evaluate(self.run_folder))
-            return
-        self.is_saved = False
-        self.publisher.keep(self.version)
-        if not self.ranks.is_main:
-            return
-        self.endpoint.run_dir.keep()
-        say(
-            f"learner: version {self.version} stays in {self.endpoint.run_dir.path}, in memory until this host is "
-            f"restarted: make room on the disk of {self.run_folder}, then the same command with run.resume=true goes "
-            "on from there and saves it"
-        )
-
-    def while_waiting(self, what: str) -> None:
-        """Called while there is no batch. what: is missing."""
-        if self.stops.number:
-            raise Stopped
-        self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
-        if self.view is not None:
-            self.actors.tell()
-            self.view.wait(what)
-
-    def make_view(self, stack: ExitStack) -> View | None:
-        """View of the run in the terminal: the supervisor's, where there is one."""
-        if not self.ranks.is_main or not self.config.run.terminal:
-            return None
-        if SUPERVISED in os.environ:
-            return SupervisorView()
-        return stack.enter_context(TerminalView(self.config.learner.total_updates))
-
-    def show(self, summary: dict[str, float]) -> None:
-        """A step's metrics, to the writers and the terminal."""
-        if self.writer is not None:
-            self.writer.write(self.update, summary)
-        if self.ranks.is_main:
-            self.actors.tell()
-        if self.view is not None:
-            self.view.update(self.update, summary, self.progress)
-
-
-def end_of_time(config: LearnerConfig, began_at: float) -> float:
-    """When `max_minutes` are over, in seconds of `time.monotonic`. began_at: infinite before the first batch."""
-    return math.inf if config.max_minutes is None else began_at + 60 * config.max_minutes
-
-
-def share_done(config: LearnerConfig, update: int, elapsed_s: float) -> float:
-    """Share of a run that is over, by updates or by time, whichever is further. elapsed_s: since its first batch."""
-    share = update / config.total_updates
-    if config.max_minutes is not None:
-        share = max(share, elapsed_s / 60 / config.max_minutes)
-    return min(1.0, share)
 
 
 def main(argv: Sequence[str]) -> int:

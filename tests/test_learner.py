@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from impala_llm.config import load
-from impala_llm.learner import main, share_done
+from impala_llm.learner import main
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import check_folder
+from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
 from impala_llm.pipeline.weights.board import WeightPublisher

@@ -1,14 +1,17 @@
-"""Saving of a run at one rank: when a checkpoint is due, what it holds, and how a rank goes on from one.
+"""Saving of a run at one rank: when a checkpoint is due, what it holds, how a rank goes on from one; and the policy.
 
 Invariant: a checkpoint is of the end of an update. What a signal interrupts amid one is saved as it was before, while
 the weights have not changed; once they have, it is not saved.
 """
 
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,9 @@ from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.tickets.journal_rows import Row
+from impala_llm.programs import how_to_evaluate
 from impala_llm.settings import LearnerConfig
+from impala_llm.supervised import SUPERVISED, say
 
 _log = logging.getLogger(__name__)
 Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]
@@ -154,6 +159,61 @@ class Saving:
             is_there = self._checkpointer.wait()
         if is_there and self._parts.ranks.is_main and self._saved == (moment.update, moment.version):
             self._checkpointer.versions.end(moment.version)
+
+    # --- the policy alone
+
+    def save_policy(self, target: Path, version: int) -> bool:
+        """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
+
+        Args:
+            target: folder; rank 0's counts.
+            version: of the policy.
+
+        Returns:
+            Whether the disk has taken it; if not, that is said.
+        """
+        ranks, is_saved = self._parts.ranks, True
+        aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+        try:
+            self._parts.publisher.export.save(aside, self._parts.files)
+            if ranks.is_main:
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            reason = " ".join(str(error).split())
+            say(f"learner: the policy of version {version} cannot be saved on the disk of {target}: {reason}")
+            is_saved = False
+        return ranks.sum([float(not is_saved)])[0] == 0 if ranks.is_sharded else is_saved
+
+    def save_last_policy(self, run_folder: Path, version: int) -> bool:
+        """Save the policy at the end of training, on the disk or, where that is full, in shared memory.
+
+        All ranks that share the policy call it, else rank 0.
+
+        Returns:
+            Whether it is on the disk.
+        """
+        target, parts = run_folder / "policy", self._parts
+        is_saved = self.save_policy(target, version)
+        if not is_saved:
+            parts.publisher.keep(version)
+        if not parts.ranks.is_main:
+            return is_saved
+        if is_saved:
+            say(f"learner: the policy is saved in {target}, at version {version}")
+            if SUPERVISED not in os.environ:  # the supervisor says it once all have ended
+                say(how_to_evaluate(run_folder))
+            return True
+        parts.endpoint.run_dir.keep()
+        say(
+            f"learner: version {version} stays in {parts.endpoint.run_dir.path}, in memory until this host is "
+            f"restarted: make room on the disk of {run_folder}, then the same command with run.resume=true goes "
+            "on from there and saves it"
+        )
+        return False
+
+    # --- the state
 
     def restore(self, checkpoint: CheckpointReader, past: Past, version: int, is_lost: bool) -> None:
         """Take over the state of a checkpoint beside weights and tickets.
