@@ -1,6 +1,8 @@
 """The token budget: what a trial chooses, and what happens to an update that memory does not suffice for."""
 
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +133,29 @@ def test_a_trial_leaves_no_gradient_and_no_other_weights(tmp_path: Path) -> None
     assert seen == of_expected
     for mine, other in zip(chosen.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_work_that_threads_share_counts_by_its_length_not_by_its_sum() -> None:
+    """Micro-batches of up to 1,024 tokens take this thread 10 us a token; larger ones each of two threads 6."""
+
+    def burn(seconds: float) -> None:
+        begin = time.thread_time()
+        while time.thread_time() - begin < seconds:
+            pass
+
+    def trial(micro: PackedBatch) -> None:
+        tokens = len(micro.tokens)
+        if tokens <= 1024:
+            burn(10e-6 * tokens)
+            return
+        other = threading.Thread(target=burn, args=(6e-6 * tokens,))
+        other.start()
+        burn(6e-6 * tokens)
+        other.join()
+
+    budget = TokenBudget("auto")
+    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    assert budget.tokens > 1024
 
 
 class SmallBackward(SmallMemory):
