@@ -24,6 +24,7 @@ from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective, score
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.update import Update
@@ -96,12 +97,12 @@ class Trainer:
             if whitens:
                 update.whitening = self.whitening(update)
         for number, part in enumerate(steps):
-            counts = update.counts if len(steps) == 1 else self.part_counts(update, part)
-            self.accumulate(update, part, self.rules(update, counts))
+            rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
+            self.accumulate(update, part, rules)
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
                 self.compare_arrivals(version, arrivals)
-            self.step(update, part, progress)
+            self.step(update, part, rules, progress)
         self.num_updates += 1
         with self.timer.stage("log"):
             self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
@@ -263,8 +264,9 @@ class Trainer:
                 outcome = objective(self.config, self.model, micro, rows, rules)
             with self.timer.stage("backward"):
                 outcome.loss.backward()
-                if not update.culprits:
-                    update.culprits = self.not_finite(outcome, [update.batch.trajectories[i] for i in places])
+            finite = zip(places, outcome.is_finite.tolist(), strict=True)
+            bad = [update.batch.trajectories[i] for i, is_finite in finite if not is_finite]
+            update.culprits = update.culprits or bad
             return places, rows, replace(outcome, loss=outcome.loss.detach())
 
         def joined(micro: PackedBatch) -> None:
@@ -301,7 +303,7 @@ class Trainer:
                 self.monitor.look(arrived, version)
         self.log.add_all(self.monitor.end())
 
-    def step(self, update: Update, part: Sequence[int], progress: float) -> None:
+    def step(self, update: Update, part: Sequence[int], rules: Rules, progress: float) -> None:
         """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite.
 
         Args:
@@ -315,8 +317,9 @@ class Trainer:
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)
             self.is_stepping = False
-        if result.skipped and num_culprits == 0 and self.ranks.is_sharded:
-            update.culprits = [update.batch.trajectories[i] for i in part]
+        if result.skipped and num_culprits == 0:
+            with self.timer.stage("backward"):
+                update.culprits = self.find_culprits(update, part, rules)
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))
         self.log.add("optimizer/skipped", float(result.skipped))
@@ -391,14 +394,21 @@ class Trainer:
         self.budget.run(trajectories, totals_of)
         return policy, reference
 
-    def not_finite(self, outcome: Outcome, rows: Sequence[Trajectory]) -> list[Trajectory]:
-        """Trajectories of a micro-batch, whose gradient was just added, that have brought a number that is not finite:
-        all of it where only the gradient shows it. A gradient of shares is the sum over ranks, and shows nobody's."""
-        bad = [t for t, is_finite in zip(rows, outcome.is_finite.tolist(), strict=True) if not is_finite]
-        if bad or self.ranks.is_sharded:
-            return bad
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        return [] if bool(norm.isfinite()) else list(rows)
+    def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> list[Trajectory]:
+        """Trajectories of a step that was left out because its gradient is not finite: those whose own gradient,
+        computed again, is not; all of the step's where none is, on any rank, or where ranks share the policy. All ranks
+        call it."""
+        members = sorted(set(part) & set(update.teaching))
+        trajectories = [update.batch.trajectories[i] for i in members]
+        found = []
+        for alone in () if self.ranks.is_sharded else pack(trajectories, 1):  # a micro-batch for each row
+            place = members[alone.members[0]]
+            objective(self.config, self.model, *self.rows(update, alone, [place]), rules).loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            self.model.zero_grad(set_to_none=True)
+            if not norm.isfinite():
+                found.append(update.batch.trajectories[place])
+        return found if self.ranks.sum([len(found)])[0] else [update.batch.trajectories[i] for i in part]
 
     def name(self, culprits: Sequence[Trajectory], version: int) -> None:
         """Say why a step is left out."""

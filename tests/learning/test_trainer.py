@@ -207,6 +207,36 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
     assert "episode-3" in text and "episode-4" not in text
 
 
+class SteepAt(PolicyModel):
+    """Has an infinite gradient in micro-batches with a token."""
+
+    token = 49
+
+    def hidden(self, tokens: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, position_ids, lengths)
+        if hidden.requires_grad and bool((tokens == self.token).any()):
+            hidden.register_hook(lambda gradient: gradient + math.inf)
+        return hidden
+
+
+def test_the_episode_whose_gradient_alone_is_not_finite_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its losses are finite, and it shares a micro-batch with others that are as they should be."""
+    model = SteepAt.from_pretrained(save_lm(tmp_path))
+    episodes = [dataclasses.replace(t, tokens=t.tokens % model.token) for t in make_batch()]
+    episodes[3].tokens[0] = model.token
+    trainer = Trainer(load(["model=scratch", "algorithm=ppo"]), Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    before = [p.detach().clone() for p in model.parameters()]
+    with caplog.at_level(logging.WARNING):
+        trainer.update(Batch(tuple(episodes), (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
+    summary = trainer.log.flush()
+    assert (summary["optimizer/skipped"], summary["optimizer/not_finite"]) == (1.0, 1.0)
+    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
+    assert "episode-3" in text
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
+
+
 # --- what a credit and a loss measure
 
 
