@@ -51,6 +51,7 @@ def problems(config: Config) -> list[str]:
         *_host_problems(config),
         *_webshop_problems(config),
         *_model_problems(config),
+        *_attention_problems(config),
         *_sharding_problems(config),
         *_run_problems(config),
         *_evaluation_problems(config),
@@ -89,6 +90,22 @@ def _shown(choice: str | bool) -> str:
 def limits(low: float, high: float) -> str:
     """A range, as a message says it."""
     return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:.12g}"
+
+
+def _attention_problems(config: Config) -> list[str]:
+    """Attention that needs another precision or device."""
+    learner, found = config.learner, []
+    if learner.attention == "flash" and learner.precision != "bfloat16":
+        found.append(
+            f"learner.attention=flash cannot go with learner.precision={learner.precision}, as it computes in 16 bits "
+            "alone: set learner.precision=bfloat16 or learner.attention=auto"
+        )
+    if learner.attention in ("flex", "flash") and config.model.device == "cpu":
+        found.append(
+            f"learner.attention={learner.attention} cannot go with model.device=cpu, since it trains on GPUs alone: "
+            "set learner.attention=auto"
+        )
+    return found
 
 
 def _sharding_problems(config: Config) -> list[str]:

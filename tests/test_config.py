@@ -224,6 +224,8 @@ def test_none_is_null_on_the_command_line() -> None:
         (["pipeline.connect=tcp://0.0.0.0:7400"], ["pipeline.connect=tcp://0.0.0.0:7400", "no address to connect to"]),
         (["pipeline.connect=tcp://learner:0"], ["pipeline.connect=tcp://learner:0", "from 1 to 65535"]),
         (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
+        (["learner.attention=flash"], ["learner.attention=flash", "learner.precision=float32", "=bfloat16"]),
+        (["learner.attention=flex", "model.device=cpu"], ["learner.attention=flex", "model.device=cpu", "GPUs alone"]),
         (["learner.cpu_offload=true"], ["learner.cpu_offload=true", "learner.sharding=fsdp2"]),
         (
             ["learner.sharding=fsdp2", "learner.token_budget=auto"],

@@ -28,6 +28,8 @@ from impala_llm.child_processes import FAMILY, Child, end
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import SamplingParams
+from impala_llm.learning.attention import FLEX, SEGMENTS
+from impala_llm.learning.attention_choice import choose_attention, options
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
@@ -40,6 +42,9 @@ from impala_llm.trajectory import Trajectory
 EXACT_NATS = 1e-3
 """Mean difference of log-probabilities in float32: right ones stay below 1e-5."""
 BFLOAT16_NATS = 0.02
+COARSE_NATS, COARSE = 0.1, 0.2
+"""Two right ways in bfloat16 with large weights: difference of log-probabilities, and that of gradients over their
+size."""
 MISMATCH_NATS = 0.05
 """The same between engine and learner of a run, bfloat16 included."""
 SAME = 1e-3
@@ -222,7 +227,8 @@ def engine(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
 
 
 def packed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Log-probabilities and gradients of packed rows against transformers' on padded ones."""
+    """Log-probabilities and gradients of packed rows against transformers' on padded ones; and each attention that this
+    machine has for packed rows against that of our segments."""
     save_model(folder / "model")
     rows = random_rows(LENGTHS, 512, settings["device"])
     model = PolicyModel.from_pretrained(folder / "model").to(settings["device"])
@@ -236,7 +242,42 @@ def packed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     apart = float((mine - theirs).abs().mean())
     difference = sum(float((a - b).square().sum()) for a, b in gradients) ** 0.5
     off = difference / sum(float(b.square().sum()) for _, b in gradients) ** 0.5
-    return apart < EXACT_NATS and off < SAME, f"{apart:.1e} nats apart on average, gradients differ by {off:.1e}"
+    passed = apart < EXACT_NATS and off < SAME
+    found = [f"segments: {apart:.1e} nats apart on average, gradients differ by {off:.1e}"]
+    for precision in ("float32", "bfloat16"):
+        model.compute_in(precision)
+        here = options("auto", "cuda", precision).implementations if settings["device"] == "cuda" else (FLEX,)
+        for implementation in here:
+            if implementation != SEGMENTS:
+                # Compiling takes a CPU a minute or two.
+                with torch.compiler.set_stance("default" if settings["device"] == "cuda" else "force_eager"):
+                    same, figure = beside_segments(model, implementation, rows)
+                passed = passed and same
+                found.append(f"{implementation} in {precision}: {figure}")
+    return passed, "; ".join(found)
+
+
+def beside_segments(model: PolicyModel, implementation: str, rows: Sequence[Tensor]) -> tuple[bool, str]:
+    """Log-probabilities of another attention, and its gradients where there is a backward pass, against segments'."""
+    has_backward = rows[0].device.type != "cpu"
+    ends = []
+    for name in (SEGMENTS, implementation):
+        model.attend_by(name)
+        model.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(has_backward):
+            log_probs = packed_log_probs(model, rows)
+        if has_backward:
+            log_probs.sum().backward()
+        ends.append((log_probs.detach(), [p.grad for p in model.lm.parameters() if p.grad is not None]))
+    model.attend_by(SEGMENTS)
+    (expected, gradients), (found, others) = ends
+    apart = float((found - expected).abs().mean())
+    limits, figure = (EXACT_NATS, SAME) if model.is_exact else (COARSE_NATS, COARSE), f"{apart:.1e} nats"
+    if not has_backward:
+        return apart < limits[0], f"{figure}, forward only"
+    difference = sum(float((a - b).square().sum()) for a, b in zip(others, gradients, strict=True)) ** 0.5
+    off = difference / sum(float(b.square().sum()) for b in gradients) ** 0.5
+    return apart < limits[0] and off < limits[1], f"{figure}, gradients {off:.1e}"
 
 
 def bfloat16(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
@@ -378,8 +419,8 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     config = load([*words, f"learner.token_budget={budget}"])
     here = Ranks(settings["device"])
     model = PolicyModel.from_pretrained(path, value_trunk_gradient=True)
-    model.compute_in(precision)
     here.place(model, precision)
+    choose_attention(model, config.learner, longest, here)
     drawn = np.random.default_rng(0).uniform(0.25, 1.0, num_rows)
     rows = episodes([int(longest * share) for share in drawn], model.vocab_size)
     batch = Batch(tuple(rows), (1.0,) * num_rows, tuple(range(num_rows)), 1.0)
@@ -393,7 +434,7 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
         times.append(time.perf_counter() - began)
     seconds, num_tokens = statistics.median(times[1:]), sum(row.num_tokens for row in rows)
     tflops = num_tokens * flops_a_token(model, num_tokens / num_rows) / seconds / 1e12
-    figure = f"{num_tokens / seconds:,.0f} tokens/s in {precision}, {tflops:.3g} TFLOP/s"
+    figure = f"{num_tokens / seconds:,.0f} tokens/s in {precision} by {model.attention}, {tflops:.3g} TFLOP/s"
     if is_gpu:
         figure += f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
     name = torch.cuda.get_device_name() if is_gpu else "this CPU"

@@ -63,8 +63,9 @@ def measure(folder: Path, layers: int, tokens: int, num_steps: int, num_rounds: 
     from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from impala_llm.learning.attention import SEGMENTS
     from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
-    from impala_llm.learning.model import ATTENTION, PolicyModel
+    from impala_llm.learning.model import PolicyModel
     from impala_llm.learning.optim import Optimizer
     from impala_llm.settings import LearnerConfig
 
@@ -79,7 +80,7 @@ def measure(folder: Path, layers: int, tokens: int, num_steps: int, num_rounds: 
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
-    model = PolicyModel(AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION))
+    model = PolicyModel(AutoModelForCausalLM.from_config(shape, attn_implementation=SEGMENTS))
     optimizer = Optimizer(model, LearnerConfig(warmup_updates=0))
     checkpointer = Checkpointer(folder / "ours", num_kept=1)
     row = torch.randint(0, shape.vocab_size, (tokens,))

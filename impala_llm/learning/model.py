@@ -6,7 +6,6 @@ Hugging Face user would compute.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from impala_llm.engines.embedded.model_check import (
@@ -29,100 +27,13 @@ from impala_llm.engines.embedded.model_check import (
     row_pairs,
 )
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
+from impala_llm.learning.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.learning.lora import without_prefix
 from impala_llm.pipeline.weights.slots import TensorSource
 
-ATTENTION = "impala_segments"
 VALUE_HEAD_FILE = "value_head.safetensors"
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_BUCKET = 32
-"""Rows whose lengths round up to the same multiple of this many tokens share one attention call."""
-_SHORT = 128
-"""Tokens of rows that a CPU attends to by plain products. With the products that `prepare_cpu` chooses, the CPU's flash
-attention, forward and backward, takes 6 to 10 times as long on rows of 32 to 128 tokens; from 512 on it is faster."""
-
-
-class SegmentPlan:
-    """Which rows share an attention call, and where their tokens lie. Made once a batch, used by every layer.
-
-    Args:
-        lengths: int64[num_segments], tokens of each row, in packed order.
-    """
-
-    def __init__(self, lengths: Tensor) -> None:
-        starts = (lengths.cumsum(0) - lengths).tolist()
-        buckets: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths.tolist()):
-            buckets.setdefault(-(-length // _BUCKET) * _BUCKET, []).append(row)
-        total = int(lengths.sum())
-        self.gathers: list[Tensor] = []
-        """For each call: int64[rows, width], places in the flat sequence; padding points at the place past its end."""
-        for width in sorted(buckets):
-            index = torch.full((len(buckets[width]), width), total, dtype=torch.int64)
-            for place, row in enumerate(buckets[width]):
-                length = int(lengths[row])
-                index[place, :length] = torch.arange(starts[row], starts[row] + length)
-            self.gathers.append(index)
-        order = torch.cat([index.reshape(-1) for index in self.gathers])
-        kept = (order < total).nonzero().squeeze(1)
-        self.restore = torch.empty(total, dtype=torch.int64)
-        """int64[M]: where each token of the flat sequence lies among all padded outputs laid end to end."""
-        self.restore[order[kept]] = kept
-
-    def to(self, device: torch.device) -> "SegmentPlan":
-        self.gathers = [index.to(device) for index in self.gathers]
-        self.restore = self.restore.to(device)
-        return self
-
-
-def _segment_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    segments: SegmentPlan | None = None,
-    sliding_window: int | None = None,
-    **_unused: object,
-) -> tuple[Tensor, None]:
-    """Causal attention inside each row. query [1, heads, M, d]; key, value [1, kv_heads, M, d] → [1, M, heads, d].
-
-    Of `sliding_window` tokens, the query's own included, where the layer has a window.
-
-    The padding of a shared call follows its row, so a causal mask hides it, and its outputs are dropped.
-    """
-    if segments is None:
-        raise ValueError("segments is None: this attention works on packed rows, call PolicyModel.hidden")
-    # one zero place at the end for padding to point at
-    padded = [nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)) for x in (query, key, value)]
-    outputs = []
-    for index in segments.gathers:
-        q, k, v = (
-            x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2) for x in padded
-        )
-        mask = None
-        if sliding_window and sliding_window < q.shape[2]:
-            places = torch.arange(q.shape[2], device=q.device)
-            distance = places[:, None] - places
-            mask = (distance >= 0) & (distance < sliding_window)
-        is_short = q.device.type == "cpu" and q.shape[2] <= _SHORT
-        with sdpa_kernel(SDPBackend.MATH) if is_short else nullcontext():
-            out = nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3]))
-    return torch.cat(outputs).index_select(0, segments.restore)[None], None
-
-
-AttentionInterface.register(ATTENTION, _segment_attention)
 
 
 class PolicyModel(nn.Module):
@@ -165,7 +76,7 @@ class PolicyModel(nn.Module):
         """
         with refusing(f"the model {directory} cannot be loaded"):
             lm = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
+                directory, dtype=torch.float32, attn_implementation=SEGMENTS, local_files_only=True
             )
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
@@ -186,6 +97,20 @@ class PolicyModel(nn.Module):
         layers = [module for module in self._trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
         for layer in layers[::checkpoint_every] if checkpoint_every else ():
             layer.forward = partial(_checkpointed, layer.forward)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether products of matrices are computed in float32."""
+        return self._dtype is None and torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+    @property
+    def attention(self) -> str:
+        """Name that transformers has for the attention in use: see `learning.attention`."""
+        return str(self.lm.config._attn_implementation)
+
+    def attend_by(self, implementation: str) -> None:
+        """Set the attention; what this kind of model or this host does not have raises transformers' errors."""
+        self.lm.set_attn_implementation(implementation)
 
     def value_head_bytes(self) -> bytes:
         """The value head as a safetensors file."""
@@ -219,12 +144,10 @@ class PolicyModel(nn.Module):
 
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
         """`hidden` as [1, M, H], and no view: what gathers a sharded policy hooks on to it."""
-        plan = SegmentPlan(lengths.cpu()).to(tokens.device)
+        packed = attention_arguments(self.attention, lengths, tokens.device)
         # Without a cache: each weight is converted once in a forward, and would be kept until its end.
         with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
-            output = self._trunk(
-                input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, segments=plan
-            )
+            output = self._trunk(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, **packed)
         hidden: Tensor = output.last_hidden_state
         return hidden
 

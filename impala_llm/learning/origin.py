@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from impala_llm.config import ConfigError
+from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import cautions
 from impala_llm.learning.checkpoint_files import (
     FOLDER,
@@ -119,6 +120,7 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
         checkpoint.load_model(model)
     if not ranks.is_sharded:
         model.check(config.engine.max_length)
+    choose_attention(model, config.learner, config.engine.max_length, ranks)
     if ranks.is_main:
         describe(config, ranks, model, origin.version)
     return model

@@ -12,10 +12,14 @@ from transformers import AutoTokenizer
 
 from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.engines.base import ModelRefused
+from impala_llm.learning.attention import SEGMENTS
+from impala_llm.learning.attention_choice import compare
 from impala_llm.learning.lora import is_adapted, without_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.settings import Config, model_directory
+from impala_llm.supervised import say
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,12 @@ def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch
     model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
     model.check(config.engine.max_length)
     model.compute_in(config.learner.precision)
+    if policy.attention != SEGMENTS:
+        try:
+            compare(model, policy.attention, config.engine.max_length, device)
+            model.attend_by(policy.attention)
+        except ModelRefused as error:
+            say(f"learner: packed rows of {directory} are computed by segments: {error}")
     if model.vocab_size != policy.vocab_size:
         raise ValueError(
             f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "

@@ -64,7 +64,7 @@ def make_trajectories(model: PolicyModel, temperature: float, noise: float, boot
 
 
 def _one_segment(length: int):
-    from impala_llm.learning.model import SegmentPlan
+    from impala_llm.learning.attention import SegmentPlan
 
     return SegmentPlan(torch.tensor([length]))
 

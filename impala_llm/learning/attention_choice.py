@@ -1,0 +1,158 @@
+"""Choice of the attention on packed rows (`learner.attention`): the best that is installed and right on this device.
+
+Invariant: an attention other than our segments was compared with them, forward and backward, on this device and in the
+precision of the run, beyond every length at which a layer changes what it computes. All ranks choose the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_kernels_available,
+)
+
+from impala_llm.engines.base import ModelRefused
+from impala_llm.engines.embedded.model_check import (
+    COARSE_TOLERANCE,
+    TOLERANCE,
+    describe,
+    random_rows,
+    refusing,
+    row_pairs,
+)
+from impala_llm.learning.attention import FLEX, SEGMENTS
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks, reshard
+from impala_llm.settings import LearnerConfig
+from impala_llm.supervised import say
+
+FLASH_3, FLASH_2 = "flash_attention_3", "flash_attention_2"
+_WORDS = {SEGMENTS: "segments", FLEX: "flex attention", FLASH_2: "flash attention 2", FLASH_3: "flash attention 3"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attentions that can be tried, best first, by transformers' names; and sentences on those that cannot."""
+
+    implementations: Sequence[str]
+    against: Sequence[str]
+
+
+def options(wanted: str, device_type: str, precision: str) -> Options:
+    """List what a device and what is installed allow.
+
+    Args:
+        wanted: learner.attention.
+        precision: learner.precision.
+    """
+    if wanted == "segments" or (wanted == "auto" and device_type == "cpu"):
+        return Options((SEGMENTS,), ())
+    if device_type == "cpu":
+        return Options((), (f"{wanted} attention trains on GPUs alone",))
+    found: list[str] = []
+    against: list[str] = []
+    if wanted in ("auto", "flash"):
+        if precision != "bfloat16":
+            against.append("flash attention needs learner.precision=bfloat16")
+        else:
+            found += [FLASH_3] if is_flash_attn_3_available() else []
+            found += [FLASH_2] if is_flash_attn_2_available() or is_kernels_available() else []
+            if not found:
+                against.append("flash attention needs the package flash_attn, flash_attn_interface or kernels")
+    if wanted in ("auto", "flex"):
+        found.append(FLEX)
+    return Options([*found, SEGMENTS] if wanted == "auto" else found, against)
+
+
+def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int, ranks: Ranks) -> None:
+    """Set the attention of a policy that lies where it computes; where there was a choice, say which and why.
+
+    The policy was checked with our segments before. All ranks call it.
+
+    Args:
+        max_length: engine.max_length.
+
+    Raises:
+        ModelRefused: the attention that learner.attention names cannot be used here, or would compute wrongly.
+    """
+    offered = options(learner.attention, ranks.device.type, learner.precision)
+    model.compute_in(learner.precision)
+    against = list(offered.against)
+    for implementation in offered.implementations:
+        reason = ""
+        if implementation != SEGMENTS:
+            try:
+                compare(model, implementation, max_length, ranks.device)
+            except ModelRefused as error:
+                reason = str(error)
+        if not ranks.sum([float(bool(reason))])[0]:
+            model.attend_by(implementation)
+            if ranks.is_main and (len(offered.implementations) > 1 or against):
+                why = f": {'; '.join(against)}" if against else ""
+                say(f"learner: packed rows are computed by {_word(implementation)}{why}")
+            return
+        against.append(reason or f"{_word(implementation)} failed on another rank")
+    raise ModelRefused(
+        f"learner.attention={learner.attention} cannot be used on {ranks.device}: {'; '.join(against)}; set "
+        "learner.attention=auto"
+    )
+
+
+def compare(model: PolicyModel, implementation: str, max_length: int, device: torch.device) -> float:
+    """Compare packed rows by an attention with the same by our segments, and try its backward pass.
+
+    The policy is left with our segments, and without a gradient. Ranks that share it all call it.
+
+    Args:
+        implementation: transformers' name of it.
+        max_length: tokens of a row at most.
+        device: on which the policy computes.
+
+    Returns:
+        The largest mean difference of a row's log-probabilities, in nats.
+
+    Raises:
+        ModelRefused: it cannot be used with this model or on this host, or differs by more than rounding.
+    """
+    word, worst = _word(implementation), 0.0
+    config = model.lm.config.get_text_config()
+    try:
+        for long, short, _ in row_pairs(config, max_length):
+            rows = random_rows(model.vocab_size, [long, short], device)
+            model.attend_by(SEGMENTS)
+            with torch.no_grad():
+                expected = _log_probs(model, rows)
+            with refusing(f"{describe(model.lm)} cannot be computed by {word}"):
+                model.attend_by(implementation)
+                found = _log_probs(model, rows)
+                if any(p.requires_grad for p in model.lm.parameters()):
+                    torch.cat(found).sum().backward()
+            means = [(a.detach().double() - b.double()).abs().mean() for a, b in zip(found, expected, strict=True)]
+            worst = max(worst, torch.stack(means).max().item())
+            limit = TOLERANCE if model.is_exact else COARSE_TOLERANCE
+            if not worst <= limit:
+                raise ModelRefused(
+                    f"log-probabilities by {word} differ by {worst:.2g} nats on average from those by segments, above "
+                    f"{limit:g}"
+                )
+    finally:
+        model.attend_by(SEGMENTS)
+        model.zero_grad(set_to_none=True)
+        reshard(model)
+    return worst
+
+
+def _word(implementation: str) -> str:
+    return _WORDS.get(implementation, implementation)
+
+
+def _log_probs(model: PolicyModel, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probabilities of each row's tokens but the first, computed on packed rows."""
+    lengths = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(n, device=rows[0].device) for n in lengths])
+    hidden = model.hidden(torch.cat(list(rows)), positions, torch.tensor(lengths)).split(lengths)
+    return [model.action_log_probs(h[:-1], row[1:], 1.0)[0] for h, row in zip(hidden, rows, strict=True)]
