@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.system.runs import ROOT, Run, column
+from tests.system.sglang import needs_sglang, sglang_python
 
 ENDLESS = "learner.total_updates=100000"
 STOP_S = 30.0
@@ -83,6 +84,22 @@ def test_a_run_that_goes_on_knows_its_best_score_and_how_long_nothing_was_better
         for name in ("progress/tokens", "progress/episodes", "progress/seconds"):
             counted = column(run.rows(), name)
             assert counted == sorted(counted)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+@needs_sglang
+def test_evaluation_tasks_are_played_greedily_by_sglang_servers_beside_training(tmp_path: Path) -> None:
+    """With a learning rate of zero all evaluations are of the same policy, and greedy ones have the same score."""
+    sglang = ("engine=sglang", f"engine.python={sglang_python()}")
+    settings = ("experiment=toy", "learner.learning_rate=0", "evaluation.patience=3", ENDLESS)
+    with Run(tmp_path, *settings, *sglang, "evaluation.every_updates=3", "evaluation.run_tasks=50") as run:
+        assert run.train().wait(240) == 0, run.printed()
+        run.assert_gone()
+        found = evaluations(run)
+        assert column(found, "evaluation/episodes") == [50.0] * 4
+        assert len(set(column(found, "evaluation/score"))) == 1 < len(set(column(run.rows(), "rollout/score")))
+        assert column(found, "evaluation/version") == sorted(set(column(found, "evaluation/version")))
 
 
 HANGING = """
