@@ -20,6 +20,7 @@ import pytest
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.settings import ASSETS
+from tests.system.forked_command import Command, forked_command
 from tests.system.runs import ROOT, START_S, Run
 
 KINDS = {
@@ -294,21 +295,28 @@ REFUSALS = {
 }
 
 
-def refused(command: str, words: list[str], path: Path) -> str:
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Command]:
+    with forked_command(ENVIRONMENT) as command:
+        yield command
+
+
+def started(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The command as a user starts it."""
+    command = [sys.executable, "-m", "impala_llm.cli", *words]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def refused(command: str, words: list[str], path: Path, call: Command = started) -> str:
     """Call the command, which must refuse, and return what it says."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     own = [f"run.name={name}", f"run.dir={path}/run"]
     given = [key for key in ("run.name", "run.dir") if any(word.startswith(f"{key}=") for word in words)]
     own = [word for word in own if word.partition("=")[0] not in given]
-    ended = subprocess.run(
-        [sys.executable, "-m", "impala_llm.cli", command, *own, *words],
-        cwd=path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = call([command, *own, *words], path)
     assert ended.returncode == 2, ended
     assert ended.stdout == "" and 1 <= len(ended.stderr.splitlines()) <= 3, ended
     assert ended.stderr.startswith("impala-llm: ") and "Traceback" not in ended.stderr
@@ -319,10 +327,11 @@ def refused(command: str, words: list[str], path: Path) -> str:
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_work_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_in_a_sentence(name: str, tmp_path: Path, forked: Command) -> None:
     refusal = REFUSALS[name]
     refusal.prepare(tmp_path)
-    said = refused(refusal.command, [word.replace("{path}", str(tmp_path)) for word in refusal.words], tmp_path)
+    words = [word.replace("{path}", str(tmp_path)) for word in refusal.words]
+    said = refused(refusal.command, words, tmp_path, forked)
     for word in refusal.says:
         assert word.replace("{path}", str(tmp_path)) in said
 
