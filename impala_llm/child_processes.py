@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Child:
     """Beginning of a line whose rest has not been read yet."""
     log_begin: int = 0
     """Size of the log at this start."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic time in seconds."""
 
     def start(self) -> None:
         if self.pipe is not None:
@@ -173,7 +175,7 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
     code = child.poll()
     if code is None:
         return True
-    now = time.monotonic()
+    now = child.clock()
     if child.restart_at == 0.0:
         if code in final or child.is_given_up:
             return False

@@ -16,11 +16,19 @@ from impala_llm.gpus import deal_gpus
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
 
 
+class PlayedClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class PlayedChild(Child):
     """A child whose process is a number: its exit code, None while it runs."""
 
-    def __init__(self, code: int | None) -> None:
-        super().__init__("actor 7", [], None, {FAMILY: "x"})
+    def __init__(self, code: int | None, clock: PlayedClock | None = None) -> None:
+        super().__init__("actor 7", [], None, {FAMILY: "x"}, clock=clock or PlayedClock())
         self.code = code
         self.worked = False
         self.starts = 0
@@ -33,21 +41,6 @@ class PlayedChild(Child):
 
     def poll(self) -> int | None:
         return self.code
-
-
-class PlayedClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> PlayedClock:
-    played = PlayedClock()
-    monkeypatch.setattr(child_processes, "time", played)
-    return played
 
 
 def test_a_run_is_a_learner_and_its_actors() -> None:
@@ -156,8 +149,9 @@ def test_a_dead_actor_is_reported_with_the_last_line_of_its_log(tmp_path: Path) 
     assert child.last_log_line() == f": line 19 (more in {tmp_path / 'actor-0.log'})"
 
 
-def test_a_dead_actor_starts_again_after_a_moment(clock: PlayedClock, capfd: pytest.CaptureFixture[str]) -> None:
-    actor = PlayedChild(-9)
+def test_a_dead_actor_starts_again_after_a_moment(capfd: pytest.CaptureFixture[str]) -> None:
+    clock = PlayedClock()
+    actor = PlayedChild(-9, clock)
     assert keep_alive(actor, final=(0,))
     said = capfd.readouterr().err
     assert "actor 7" in said and "SIGKILL" in said
@@ -170,8 +164,9 @@ def test_a_dead_actor_starts_again_after_a_moment(clock: PlayedClock, capfd: pyt
     assert keep_alive(actor, final=(0,)) and actor.starts == 1
 
 
-def test_one_that_keeps_dying_waits_longer_and_is_given_up(clock: PlayedClock) -> None:
-    actor = PlayedChild(1)
+def test_one_that_keeps_dying_waits_longer_and_is_given_up() -> None:
+    clock = PlayedClock()
+    actor = PlayedChild(1, clock)
     waits = []
     while keep_alive(actor, final=(0,)):
         died = clock.now
@@ -183,8 +178,9 @@ def test_one_that_keeps_dying_waits_longer_and_is_given_up(clock: PlayedClock) -
 
 
 @pytest.mark.parametrize("most", [launch.MAX_LEARNER_RESTARTS, MAX_RESTARTS])
-def test_a_long_life_without_progress_is_no_excuse(clock: PlayedClock, most: int) -> None:
-    child = PlayedChild(1)
+def test_a_long_life_without_progress_is_no_excuse(most: int) -> None:
+    clock = PlayedClock()
+    child = PlayedChild(1, clock)
     for _ in range(2 * most):
         clock.now += 61
         if not keep_alive(child, final=(0,), most=most):
@@ -194,8 +190,9 @@ def test_a_long_life_without_progress_is_no_excuse(clock: PlayedClock, most: int
     assert child.starts == most
 
 
-def test_one_that_has_made_progress_starts_quickly_again(clock: PlayedClock) -> None:
-    actor = PlayedChild(1)
+def test_one_that_has_made_progress_starts_quickly_again() -> None:
+    clock = PlayedClock()
+    actor = PlayedChild(1, clock)
     actor.restarts = MAX_RESTARTS
     actor.worked = True
     assert keep_alive(actor, final=(0,))
@@ -220,7 +217,7 @@ def test_no_signal_goes_to_the_number_of_a_process_that_ended_long_ago(monkeypat
     assert signalled.count(ended) == 0 and signalled.count(dying) <= 1, "at once, for what is left of its group"
 
 
-def test_who_was_told_to_end_stays_ended(clock: PlayedClock) -> None:
+def test_who_was_told_to_end_stays_ended() -> None:
     for code in (0, 3):
         actor = PlayedChild(code)
         assert not keep_alive(actor, final=(0, 3))

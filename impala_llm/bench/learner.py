@@ -45,8 +45,8 @@ OPTIONS = {
     "padded_rounds": "rounds in which the padded contender takes part, 40 s each; default 2",
     "memory": "yes: measure memory and precision of the 135 M model instead, 10 GB and some minutes; default no",
 }
-_NUM_ROWS = {"5m": 32, "135m": 16}
-_SIZES = {"5m": (1024, 2048, 4096, 1 << 20), "135m": (1024, 2048, 4096)}
+NUM_ROWS = {"5m": 32, "135m": 16}
+SIZES = {"5m": (1024, 2048, 4096, 1 << 20), "135m": (1024, 2048, 4096)}
 """Micro-batches that the peers may choose among, in tokens."""
 _MOST = 1024
 _DIGITS = 2e-6
@@ -145,7 +145,7 @@ def _contenders(
     """Contenders that all found the same loss, each at its own micro-batch; and the tokens of an update."""
     from impala_llm.bench._learner_loops import bare_loop, hf_packed, padded, rows_of_actions, trainer
 
-    rows = rows_of_actions(folder, lengths(_NUM_ROWS[model]))
+    rows = rows_of_actions(folder, lengths(NUM_ROWS[model]))
     sizes: dict[str, int] = {}
     contenders: dict[str, Callable[[], float]] = {}
     contenders["trainer"], sizes["trainer"], policy = trainer(folder, rows)
@@ -154,7 +154,7 @@ def _contenders(
         makers["hf_packed"] = lambda size: hf_packed(folder, rows, size)
     for name, maker in makers.items():
         seconds = {}
-        for size in _SIZES[model]:
+        for size in SIZES[model]:
             contender = maker(size)
             begin = time.process_time()
             contender()
