@@ -39,7 +39,7 @@ check "ruff format" ruff format --check .
 check "ruff" ruff check .
 check "mypy" mypy
 check "import-linter" lint-imports
-check "fast tests" run_pytest fast -m "not system" "$@"
+check "fast tests" run_pytest fast -m "not system" -n 2 --dist worksteal "$@"
 check "system tests" run_pytest system -m system "$@"
 
 echo "== summary"
