@@ -110,8 +110,10 @@ class LearnerEndpoint:
     def restore(self, past: PastTickets) -> None:
         """Put the tickets and trajectories of a checkpoint where `listen` finds those of a learner that was killed.
 
-        Before the first version is published, and only where no earlier learner has left a board.
+        Before the first version is published, and only where no earlier learner has left a board. One that has died
+        after this, and before it published, has left the same trajectories: they are replaced.
         """
+        self.run_dir.replay_path(self._rank).unlink(missing_ok=True)
         Journal(self.run_dir.journal_path(self._rank)).rewrite(past.rows)
         if num_lost := self._store().adopt(past.trajectories):
             _log.warning(

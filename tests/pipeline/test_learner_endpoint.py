@@ -7,7 +7,11 @@ import pytest
 import zmq
 
 from impala_llm.pipeline import LearnerEndpoint
+from impala_llm.pipeline.learner_endpoint import PastTickets
+from impala_llm.pipeline.tickets.ledger import TicketLedger
+from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.settings import Config
+from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
 
 def test_a_port_that_was_taken_meanwhile_is_the_error_that_is_seen() -> None:
@@ -17,3 +21,23 @@ def test_a_port_that_was_taken_meanwhile_is_the_error_that_is_seen() -> None:
         config.pipeline.bind = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(zmq.ZMQError), LearnerEndpoint(config, 0, 1, lambda: None, {}) as endpoint:
             endpoint.listen(0, range(4), vocab_size=10, batch_size=config.learner.batch_size)
+
+
+def test_a_checkpoint_is_put_back_twice_where_the_first_learner_died_before_it_published(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = Config()
+    config.run.name = f"t-{uuid.uuid4().hex[:8]}"
+    size = config.algorithm.group_size
+    order = TaskOrder(range(4), size, config.run.seed)
+    ledger = TicketLedger(order, config.learner.batch_size, config.algorithm.max_staleness)
+    ledger.request("actor-0", size)
+    arrived = [make_trajectory(ticket) for _, tickets in ledger.grantable() for ticket in tickets]
+    past = PastTickets(ledger.rows(0), arrived)
+    with LearnerEndpoint(config, 0, 1, lambda: None, {}) as endpoint:
+        endpoint.restore(past)
+        endpoint.restore(past)
+        endpoint.listen(0, range(4), VOCAB_SIZE, config.learner.batch_size)
+        received = endpoint.receiver.drain(0.0)
+    assert sorted(t.episode_id for t in received) == sorted(t.episode_id for t in arrived)
+    assert not [message for message in caplog.messages if "damaged" in message]
