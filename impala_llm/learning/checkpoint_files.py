@@ -43,6 +43,7 @@ RESERVED = 256
 """Versions that are reserved at a time: so many may be left out when a host is lost."""
 _NAME = re.compile(r"update-(\d+)(?:\.old)?")
 _CHUNK = 16 << 20
+_MARK_BYTES = 128
 
 
 class CheckpointError(RuntimeError):
@@ -255,7 +256,7 @@ class VersionMark:
         self._write(self.reserved, self.ahead, (self.life or 0) + 1)
 
     def reserve(self, version: int, ahead: int) -> None:
-        """Make sure, on the disk, that this version may be published. Where the disk is full it is only said."""
+        """Make sure, on the disk, that this version may be published. Where it cannot be written that is only said."""
         if version > self.reserved or ahead != self.ahead:
             self._write(version + RESERVED, ahead)
 
@@ -265,13 +266,28 @@ class VersionMark:
 
     def _write(self, reserved: int, ahead: int, life: int | None = None) -> None:
         life = (self.life or 0) if life is None else life
+        # Of one length, so that one can be written over another.
+        content = json.dumps({"reserved": reserved, "ahead": ahead, "life": life}).encode().ljust(_MARK_BYTES)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, [json.dumps({"reserved": reserved, "ahead": ahead, "life": life}).encode()])
+            try:
+                write_file(self._path, [content])
+            except OSError:
+                self._overwrite(content)
         except OSError as error:
-            self._warnings.log("the versions of the run cannot be noted", f"{self._path}: {error.strerror}")
+            self._warnings.log(
+                "the versions of the run cannot be noted",
+                f"{self._path}: {error.strerror}; training goes on, but if this host is lost now, versions above "
+                f"{self.reserved} may be used twice: make room on that disk",
+            )
             return
         self.reserved, self.ahead, self.life = reserved, ahead, life
+
+    def _overwrite(self, content: bytes) -> None:
+        """Write over the file that is there: on a full disk that needs no room, where the file system does not copy."""
+        with self._path.open("r+b", buffering=0) as file:
+            file.write(content)  # within one block, and so whole or not at all
+            os.fsync(file.fileno())
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:

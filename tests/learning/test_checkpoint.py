@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +355,46 @@ def test_no_version_is_used_twice(tmp_path: Path) -> None:
     assert VersionMark(tmp_path).ahead == first - 600
     again.end(first + 3)
     assert VersionMark(tmp_path).unused(first + 3) == first + 3, "a run that has ended in order goes on without a gap"
+
+
+SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"'
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from impala_llm.learning.checkpoint_files import VersionMark
+folder = Path(sys.argv[1])
+VersionMark(folder).reserve(0, 0)
+with (folder / "all of the room").open("wb", buffering=0) as file:
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+mark = VersionMark(folder)
+for version in range(1000):
+    mark.reserve(version, 0)
+print(VersionMark(folder).unused(7))
+"""
+
+
+def test_versions_are_reserved_on_a_disk_that_has_become_full(tmp_path: Path) -> None:
+    prefix = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("no right to mount here")
+    command = [*prefix, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(ended.stdout) > 999 and ended.stderr == ""
+
+
+def test_versions_that_cannot_be_reserved_are_said_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").touch()  # a file, where the folder should be
+    mark = VersionMark(tmp_path / "checkpoints")
+    for version in range(3):
+        mark.reserve(version, 0)
+    (said,) = caplog.messages
+    assert "training goes on" in said and "versions above -1 may be used twice" in said
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_alone_has_another_life(tmp_path: Path) -> None:
