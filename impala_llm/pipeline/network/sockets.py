@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, is_in_file, resolve
 from impala_llm.limited_warnings import RateLimitedWarnings
@@ -162,6 +163,34 @@ def dealer(
         socket.close()
         raise
     return socket
+
+
+def monitor(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Make a socket for `ends_without_handshake`.
+
+    Args:
+        context: of the dealer that is watched. Its end waits until the new socket is closed, too.
+    """
+    name = f"inproc://dealer-{id(socket)}"
+    socket.monitor(name, zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    events = context.socket(zmq.PAIR)
+    events.setsockopt(zmq.LINGER, 0)
+    events.setsockopt(zmq.RCVHWM, 0)  # libzmq waits while this queue is full
+    events.connect(name)
+    return events
+
+
+def ends_without_handshake(events: zmq.Socket[bytes]) -> bool:
+    """Return whether the last connection of a watched dealer has had no handshake: nobody answers a key that is not
+    authorised, nor one for another learner.
+
+    Args:
+        events: see `monitor`; they are read.
+    """
+    last = None
+    while events.poll(0):
+        last = parse_monitor_message(events.recv_multipart())["event"]
+    return last == zmq.EVENT_CONNECTED
 
 
 def _read_address(endpoint: str, keys: ActorKeys | None) -> str | None:

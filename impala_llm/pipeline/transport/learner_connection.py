@@ -101,6 +101,8 @@ class LearnerConnection:
         self._waiter: asyncio.Future[None] | None = None
         self._owns_context = context is None
         self._context: Context = zmq.Context() if context is None else context
+        self._events: zmq.Socket[bytes] | None = None
+        self._is_refusal_logged = False
         try:
             self._socket = self._connect()
         except BaseException:
@@ -168,7 +170,8 @@ class LearnerConnection:
                 raise LearnerLost(
                     f"this actor's run has ended, or another run has its name: {self._run_dir.path} is gone"
                 )
-            self._socket.close(linger=0)
+            self._note_refusal()
+            self._close_socket(linger=0)
             self._socket = self._connect()
             self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
             self._next_connect = self._clock.now + self._patience_s
@@ -217,11 +220,33 @@ class LearnerConnection:
 
     def close(self) -> None:
         """Close the socket, after the messages that were sent shortly before."""
-        self._socket.close()
+        self._close_socket()
         self._end_context()
 
     def _connect(self) -> zmq.Socket[bytes]:
-        return sockets.dealer(self._context, self._endpoint, self._identity, MAX_MESSAGE_BYTES, self._keys)
+        socket = sockets.dealer(self._context, self._endpoint, self._identity, MAX_MESSAGE_BYTES, self._keys)
+        if self._keys is not None and not self._is_refusal_logged:
+            self._events = sockets.monitor(self._context, socket)
+        return socket
+
+    def _close_socket(self, linger: int | None = None) -> None:
+        if self._events is not None:
+            self._socket.disable_monitor()
+            self._events.close()
+            self._events = None
+        self._socket.close(linger=linger)
+
+    def _note_refusal(self) -> None:
+        """Log once that the learner seems to refuse this actor's key: it is asked again, and may take it later."""
+        if self._keys is None or self._events is None or not sockets.ends_without_handshake(self._events):
+            return
+        self._is_refusal_logged = True
+        _log.warning(
+            "%s can be reached, and does not take this actor's key %s: see that authorised/ in the learner's "
+            "pipeline.keys has it, and that learner.public.json in pipeline.keys here is that of this learner",
+            self._endpoint,
+            self._keys.public.decode(),
+        )
 
     def _end_context(self) -> None:
         if self._owns_context:

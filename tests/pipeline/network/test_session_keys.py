@@ -76,3 +76,18 @@ def test_a_name_that_another_key_came_with_is_not_to_be_had(host: Host, first: s
 def test_one_key_serves_actors_of_many_names(host: Host) -> None:
     with host.actor("actor-0", "a") as one, host.actor("actor-1", "a") as two, host.actor("actor-2", None) as three:
         turns_until(lambda: all(len(actor.held) == 1 for actor in (one, two, three)), one, two, three)
+
+
+def test_an_actor_whose_key_is_not_authorised_logs_once_what_to_do(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = load_actor_keys(host.folder, "b").public.decode()
+    authorised = host.folder / "authorised" / "b.public.json"
+    content = authorised.read_text()
+    authorised.unlink()
+    with host.actor("actor-0", "b") as actor:
+        turns_until(lambda: any("does not take this actor's key" in message for message in caplog.messages), actor)
+        authorised.write_text(content)
+        turns_until(lambda: len(actor.held) == 1, actor)
+    said = [message for message in caplog.messages if "does not take this actor's key" in message]
+    assert len(said) == 1 and key in said[0] and "authorised/" in said[0] and host.receiver.endpoints[1] in said[0]
