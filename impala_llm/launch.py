@@ -26,7 +26,7 @@ from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
-from impala_llm.pipeline.shm.actor_claims import claimed_indices
+from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_servers
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
@@ -106,12 +106,28 @@ def dry_run(config: Config, overrides: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def _claims(config: Config) -> Iterator[list[int]]:
+    """Claim the servers and indices of this host's actors. Yields the indices.
+
+    Raises ConfigError where other actors of this host use one of the servers.
+    """
+    urls = config.engine.urls if config.engine.urls and config.actor.num_actors else ()
+    with claimed_servers(urls) as taken, claimed_indices(config.run.name, config.actor.num_actors) as indices:
+        if taken:
+            raise ConfigError(
+                f"engine.urls has {taken[0]}, which actors of another command on this host use: both would change its "
+                "weights; name other servers, or end that command first"
+            )
+        yield indices
+
+
 def supervise(config: Config, overrides: Sequence[str]) -> int:
     """Run to the end of training. Returns the learner's exit code, 130 after Ctrl-C, 129 or 143 after another signal.
 
-    Raises RunDirectoryError where a living process has a run of this name.
+    Raises RunDirectoryError where a living process has a run of this name, and ConfigError where it cannot begin.
     """
-    with claimed_indices(config.run.name, config.actor.num_actors) as indices:
+    with _claims(config) as indices:
         return _supervise(config, overrides, indices)
 
 
@@ -189,7 +205,7 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
     Returns 0 then, 1 if one was lost for good or found its learner gone, 2 for settings that will fail again, 130 after
     Ctrl-C, 129 or 143 after another signal.
     """
-    with claimed_indices(config.run.name, config.actor.num_actors) as indices:
+    with _claims(config) as indices:
         return _supervise_actors(config, overrides, indices)
 
 

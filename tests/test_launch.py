@@ -4,14 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from impala_llm import child_processes, launch
 from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
-from impala_llm.config import load, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.gpus import deal_gpus
+from impala_llm.pipeline.shm.actor_claims import claimed_servers
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
 
@@ -222,6 +224,16 @@ def test_who_was_told_to_end_stays_ended() -> None:
         actor = PlayedChild(code)
         assert not keep_alive(actor, final=(0, 3))
         assert actor.restart_at == 0.0
+
+
+def test_actors_do_not_take_the_servers_of_others(tmp_path: Path) -> None:
+    """Two commands with the same settings, which deal the same servers to their actors."""
+    url = f"http://{uuid.uuid4().hex}:30000"
+    words = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex}", f"run.dir={tmp_path / 'run'}"]
+    words += ["engine=sglang", f"engine.urls=[{url}]", "actor.num_actors=1"]
+    with claimed_servers([url]), pytest.raises(ConfigError, match=f"engine.urls has {url}, which actors of another"):
+        launch.supervise_actors(load(words), words)
+    assert not (tmp_path / "run").exists()
 
 
 def test_actors_alone_refuse_bad_settings(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,25 @@
-"""Claims on the indices of actors: supervisors of one host, which know nothing of each other, number theirs apart.
+"""Claims of supervisors of one host, which know nothing of each other: indices of actors, and servers for them.
 
-Invariant: an index of a run has one living owner at most; the kernel frees it with the owner, whatever ends that.
+A claim is a socket with a name outside of the file system (unix(7)), to which nobody connects. Where there are none,
+nothing is claimed.
+
+Invariant: what is claimed has one living owner at most; the kernel frees it with the owner, whatever ends that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
 def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
     """Claim the lowest free indices of a run's actors on this host while the context is open.
-
-    A claim is a socket with a name outside of the file system (unix(7)), to which nobody connects. Where there are
-    none, nothing is claimed, and the indices begin at 0.
 
     Args:
         count: number of actors.
@@ -28,12 +29,35 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
         for index in itertools.count():
             if len(found) == count:
                 break
-            if sys.platform == "linux":
-                claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-                try:
-                    claim.bind(f"\0impala_llm-{os.getuid()}-{run_name}-actor-{index}")
-                except OSError:
-                    claim.close()
-                    continue
-            found.append(index)
+            if _claim(stack, f"{run_name}-actor-{index}"):
+                found.append(index)
         yield found
+
+
+@contextmanager
+def claimed_servers(urls: Sequence[str]) -> Iterator[list[str]]:
+    """Claim servers for the actors of this process while the context is open.
+
+    Args:
+        urls: of the servers.
+
+    Yields:
+        Those that another process of this user on this host has claimed.
+    """
+    with ExitStack() as stack:
+        # A socket's name is short.
+        names = {url: hashlib.sha256(url.rstrip("/").encode()).hexdigest() for url in urls}
+        yield [url for url, name in names.items() if not _claim(stack, f"server-{name}")]
+
+
+def _claim(stack: ExitStack, name: str) -> bool:
+    """Claim a name until the stack is closed. Returns whether nobody else has it."""
+    if sys.platform != "linux":
+        return True
+    claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    try:
+        claim.bind(f"\0impala_llm-{os.getuid()}-{name}")
+    except OSError:
+        claim.close()
+        return False
+    return True

@@ -1,8 +1,8 @@
-"""Indices of actors: no two supervisors of a host have the same one."""
+"""Indices and servers of actors: no two supervisors of a host have the same one."""
 
 import uuid
 
-from impala_llm.pipeline.shm.actor_claims import claimed_indices
+from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_servers
 
 
 def test_a_second_supervisor_counts_on_and_what_ended_is_free_again() -> None:
@@ -11,3 +11,11 @@ def test_a_second_supervisor_counts_on_and_what_ended_is_free_again() -> None:
         assert (first, second, elsewhere) == ([0], [1, 2], [0])
     with claimed_indices(run, 1) as third:
         assert third == [0]
+
+
+def test_a_server_that_other_actors_use_is_named_until_they_have_ended() -> None:
+    mine, other = (f"http://{uuid.uuid4().hex}:30000" for _ in range(2))
+    with claimed_servers([mine]) as first, claimed_servers([other, f"{mine}/"]) as second:
+        assert (first, second) == ([], [f"{mine}/"])
+    with claimed_servers([mine, other]) as third:
+        assert third == []
