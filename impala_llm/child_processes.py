@@ -64,6 +64,8 @@ class Child:
     """Descriptor from which its progress and its messages are read: see supervised.py."""
     worked: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
+    saving: bool = False
+    """What it has said last of this, see `is_saving`."""
     unread: bytes = b""
     """Beginning of a line whose rest has not been read yet."""
     log_begin: int = 0
@@ -75,7 +77,7 @@ class Child:
         if self.pipe is not None:
             os.close(self.pipe)
         self.pipe, told = os.pipe()
-        self.worked, self.unread = False, b""
+        self.worked, self.unread, self.saving = False, b"", False
         self.log_begin = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
         token = uuid.uuid4().hex
         try:
@@ -123,9 +125,9 @@ class Child:
         return messages
 
     def is_saving(self) -> bool:
-        """Whether it has said that it is saving what was learned."""
+        """Whether it has said that it is saving a policy, and not yet that it is done."""
         self._read_pipe()
-        return any("saving" in message for message in self.messages)
+        return self.saving
 
     def has_worked(self) -> bool:
         """Whether it has made progress since this was last asked."""
@@ -138,7 +140,10 @@ class Child:
             while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
                 *lines, self.unread = (self.unread + data).split(b"\n")
                 self.worked = self.worked or WORKED in lines
-                self.messages += [json.loads(line) for line in lines if line != WORKED]
+                messages = [json.loads(line) for line in lines if line != WORKED]
+                self.messages += messages
+                for message in messages:
+                    self.saving = message.get("saving", self.saving)
 
     def last_log_line(self) -> str:
         """Last line of its log since its start, without progress bars, and the path of the log; empty without one.

@@ -270,7 +270,7 @@ class EvaluationRounds:
         ranks: of the learner.
         evaluation: of rank 0; None on the others, and where there are none inside of the run.
         log: takes the metrics.
-        save: saves the policy in a folder; the one that rank 0 names counts.
+        save: saves the policy in a folder, called on all ranks; the one that rank 0 names counts.
         mark_best: called on rank 0 with version and score of an evaluation that is the best so far.
     """
 
@@ -306,7 +306,7 @@ class EvaluationRounds:
             begins = self._evaluation.begin(version, update, elapsed_s, at_the_end)
             is_over = self._evaluation.is_over
         begins, is_over = (n > 0 for n in self._ranks.sum([float(begins), float(is_over)]))
-        if begins and (self._evaluation is not None or self._ranks.is_sharded):
+        if begins:
             self._save(Path(CANDIDATE) if self._evaluation is None else self._evaluation.candidate)
         return is_over
 

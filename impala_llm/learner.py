@@ -92,8 +92,10 @@ class Learner:
     """A rank of the learner: its parts, and its step.
 
     Args:
-        stack: what is to be undone at the end, with the error that ended the run, if one did.
-        start: what `how_to_start` has found, where no supervisor has asked it.
+        ranks: all ranks of the learner.
+        stack: closes the parts at the end, and saves the policy, unless an error has ended the run.
+        start: how the run starts, by `how_to_start`; under a supervisor, which has decided that, the default.
+        stops: signals of this process.
     """
 
     ends_together = False
@@ -102,6 +104,8 @@ class Learner:
     """Whether they have because one of them was told to."""
     ended_by_patience = 0
     """`evaluation.patience`, once it has ended the run."""
+    is_writing = False
+    """Whether a policy is being written amid the run."""
     is_saved = True
     """Whether no policy had to be left in shared memory."""
 
@@ -119,7 +123,7 @@ class Learner:
             self.checkpointer.begin()
         origin = find_origin(self.run_folder, self.endpoint.newest_weights(), self.checkpointer.versions, ranks)
         self.version, self.update = origin.version, origin.update
-        """Of the weights, for engines; updates of the run."""
+        """Version of the weights, by which engines know them; updates that the run has made."""
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
         self.publisher = self.make_publisher()
@@ -195,7 +199,7 @@ class Learner:
                 self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
             self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
-            if save_every and self.update % save_every == 0 and (self.ranks.is_main or self.ranks.is_sharded):
+            if save_every and self.update % save_every == 0:
                 self.save(self.run_folder / f"policy-{self.update}")
             self.batches.end_step()
             self.saving.end_update()
@@ -299,12 +303,20 @@ class Learner:
             self.trainer.num_updates = self.update
         self.trainer.before_change = saving.before_change
         self.stops.holds_back = lambda: saving.holds_signals_back
+        self.stops.waits_on = lambda: self.is_writing
         return saving
 
     # --- while it trains
 
     def while_waiting(self, what: str) -> None:
-        """Called while there is no batch. what: is missing."""
+        """Publish what tickets wait for, and show what is missing. Called again and again while there is no batch.
+
+        Args:
+            what: is missing, in words.
+
+        Raises:
+            Stopped: a signal has come.
+        """
         if self.stops.number:
             raise Stopped
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
@@ -321,9 +333,21 @@ class Learner:
         if self.view is not None:
             self.view.update(self.update, summary, self.progress)
 
-    def save(self, target: Path) -> bool:
-        """Save the policy, see `Saving.save_policy`."""
-        return self.saving.save_policy(target, self.version)
+    def save(self, target: Path) -> None:
+        """Save the policy amid the run, see `Saving.save_policy`. All ranks call it.
+
+        However long that takes, a signal waits for it on all of them, and so does the supervisor that has sent it: the
+        ranks can only end together at the end of an update.
+        """
+        self.is_writing = True
+        if self.ranks.is_main:
+            tell(saving=True)
+        if self.ranks.is_main or self.ranks.is_sharded:
+            self.saving.save_policy(target, self.version)
+        self.ranks.barrier()
+        if self.ranks.is_main and not self.stops.number:  # else the supervisor waits already, for the end as well
+            tell(saving=False)
+        self.is_writing = False
 
     # --- the end
 

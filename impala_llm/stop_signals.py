@@ -14,17 +14,18 @@ class Stopped(Exception):
 
 class StopSignals:
     """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
-    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most. A second one does not cut
-    that short."""
+    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most, or for as long as
+    `waits_on` says so. A second one does not cut that short."""
 
     def __init__(self) -> None:
         self.number = 0
         """Signal that has come."""
         self.holds_back: Callable[[], bool] = lambda: False
+        self.waits_on: Callable[[], bool] = lambda: False
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._receive)
-        signal.signal(signal.SIGALRM, lambda *_: self.check())
+        signal.signal(signal.SIGALRM, self._wake)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit where a signal has come."""
@@ -37,6 +38,13 @@ class StopSignals:
             signal.signal(each, signal.SIG_IGN)
         self.number = number
         if self.holds_back():
+            signal.setitimer(signal.ITIMER_REAL, STOP_PATIENCE_S)
+        else:
+            self.check()
+
+    def _wake(self, *_: object) -> None:
+        """Called when a signal has waited for `STOP_PATIENCE_S`."""
+        if self.waits_on():
             signal.setitimer(signal.ITIMER_REAL, STOP_PATIENCE_S)
         else:
             self.check()

@@ -157,3 +157,41 @@ def test_ctrl_c_while_the_last_evaluation_is_awaited_saves_policy_and_checkpoint
         run.assert_gone()
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
         assert (tmp_path / "run" / "checkpoints" / "update-000004" / "manifest.json").is_file()
+
+
+SLOW_DISK = """
+import time
+from pathlib import Path
+from impala_llm.envs.toy import ParrotSuite as Suite
+from impala_llm.learning.shares import PolicyExport
+
+saves = PolicyExport.save
+
+
+def save(self, directory, files):
+    if "candidate" in str(directory):
+        Path(__file__).with_name("begun").touch()
+        time.sleep(7)  # longer than a signal waits for the end of an update, and than the supervisor for a process
+    saves(self, directory, files)
+
+
+PolicyExport.save = save
+"""
+
+
+@pytest.mark.system
+def test_ctrl_c_while_a_candidate_is_written_slowly_ends_all_ranks_after_the_update(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    settings = ("experiment=toy", "env.name=slow:Suite", "evaluation.every_updates=3", "evaluation.run_tasks=20")
+    with Run(tmp_path / "run", *settings, "learner.num_ranks=2", ENDLESS) as run:
+        run.python_path.append(str(tmp_path))
+        supervisor = run.train()
+        run.wait_for(lambda: evaluations(run), "the first evaluation")
+        (tmp_path / "begun").unlink()
+        run.wait_for((tmp_path / "begun").exists, "the second candidate")
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(60) == 128 + signal.SIGINT, run.printed()
+        run.assert_gone()
+        last = int(run.rows()[-1]["step"])
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+        assert (tmp_path / "run" / "checkpoints" / f"update-{last:06d}" / "manifest.json").is_file(), run.printed()
