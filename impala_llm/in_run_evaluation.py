@@ -61,6 +61,7 @@ class EvaluationSchedule:
     def __init__(self, config: EvaluationConfig, update: int) -> None:
         self._config = config
         # Not of a version: after a lost host versions are ahead.
+        self._update = update
         self._last_update = None if update == 0 else update
         self._last_s = 0.0
         self.best: tuple[int, float] | None = None
@@ -145,7 +146,9 @@ class EvaluationSchedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self._last_update, self._last_s = state["last"]
+        last, self._last_s = state["last"]
+        # Checkpoints of before evaluations were due by updates have a version there, which may be ahead.
+        self._last_update = None if last is None else min(last, self._update)
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._without_gain = state["without_gain"]
 

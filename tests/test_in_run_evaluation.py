@@ -54,6 +54,13 @@ def test_a_learner_that_goes_on_does_not_evaluate_at_once() -> None:
     assert not due.is_due(16, 0.0) and due.is_due(17, 0.0)
 
 
+def test_a_checkpoint_whose_last_evaluation_is_ahead_of_the_run_puts_off_no_evaluation() -> None:
+    """One of before evaluations were due by updates, written after a lost host: versions are 257 ahead."""
+    due = schedule(update=7, every_updates=10)
+    due.load_state_dict({"last": [264, 30.0], "best": None, "without_gain": 0})
+    assert not due.is_due(16, 60.0) and due.is_due(17, 60.0)
+
+
 def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
     scores = [1.0, 0.0, 0.5, 1.0]
     found = schedule(every_updates=1).observe(evaluation(scores, version=20, num_tasks=5, last_version=23), version=40)
