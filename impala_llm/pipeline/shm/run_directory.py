@@ -1,8 +1,7 @@
 """Run directory: holds the sockets, arenas and weight slots of a run, and says who may delete them.
 
-Invariant: the owner holds a lock (flock) on the directory from its creation to its removal; the kernel frees it with
-the process, whatever ends it, and every process sees it, from other PID namespaces too. Only the holder of the lock
-removes files inside. All other processes attach and create files inside.
+Invariant: the owner holds the lock of owned_directory.py from the directory's creation to its removal. All other
+processes attach and create files inside.
 
 Each run has a random number, its run id, made at the first start and kept when a dead owner's run is resumed. The files
 of the run lie in a folder of that name: a process of an earlier run of the same name finds none of them.
@@ -25,34 +24,34 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import time
 from pathlib import Path
 
+from impala_llm.pipeline.shm.owned_directory import (
+    RUN_FILE,
+    empty,
+    has_owner,
+    in_use,
+    read_file,
+    read_run_id,
+    take_lock,
+)
+from impala_llm.pipeline.shm.owned_directory import RunDirectoryError as RunDirectoryError
 from impala_llm.supervised import SUPERVISED
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RUN_FILE = "run.json"
 _LEARNER_FILE = "learner.json"
 _ATTACH_INTERVAL_S = 0.05
-_LOCK_TRIES = 20
-_LOCK_INTERVAL_S = 0.01
 # sun_path holds 108 bytes with its closing zero (unix(7)); 104 on the BSDs.
 _MAX_SOCKET_PATH = 103
-
-
-class RunDirectoryError(RuntimeError):
-    """The run directory cannot be used: it belongs to a living owner, to another user, or does not exist."""
 
 
 def check_name(what: str, name: str) -> str:
@@ -134,23 +133,23 @@ class RunDirectory:
             RunDirectoryError: the owner is alive, or the path belongs to another user.
         """
         root = _run_path(run_name, base)
-        while (lock := _lock(root, run_name, make=True)) is None:
+        while (lock := take_lock(root, run_name, make=True)) is None:
             continue
         try:
-            left = _read_run_id(root) if take_over else None
-            server_key = secrets.token_hex(16) if left is None else _read(root).get("server_key")
+            left = read_run_id(root) if take_over else None
+            server_key = secrets.token_hex(16) if left is None else read_file(root).get("server_key")
             if left is None:
-                _empty(root)
+                empty(root)
                 os.fchmod(lock, 0o700)  # of whatever made it
                 left = run_id or 1 + secrets.randbelow(2**63 - 1)
             run = cls(root, left, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
             run._unsaved.unlink(missing_ok=True)
             (run.path / "began").unlink(missing_ok=True)  # the time since its owner died does not count
-            new = root / (_RUN_FILE + ".new")
+            new = root / (RUN_FILE + ".new")
             of_run = {"run_id": left, "server_key": server_key, "output": None if output is None else str(output)}
             new.write_text(json.dumps({**of_run, "pid": os.getpid()}))
-            os.replace(new, root / _RUN_FILE)  # last: a process that finds it finds all other files
+            os.replace(new, root / RUN_FILE)  # last: a process that finds it finds all other files
             return run
         except BaseException:
             os.close(lock)
@@ -171,7 +170,7 @@ class RunDirectory:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         is_said = False
         # The next start will replace the files of a dead owner: they do not count.
-        while not _has_owner(root) or (run_id := _read_run_id(root)) is None:
+        while not has_owner(root) or (run_id := read_run_id(root)) is None:
             if timeout_s is None and not is_said:
                 _log.warning(
                     "run %r has no directory %s with a living owner yet: waiting for its learner", run_name, root
@@ -272,7 +271,7 @@ class RunDirectory:
     @property
     def server_key(self) -> str:
         """API key of the SGLang servers that the run starts, for all who may read the run's folder."""
-        return str(_read(self._root)["server_key"])
+        return str(read_file(self._root)["server_key"])
 
     @property
     def _unsaved(self) -> Path:
@@ -295,7 +294,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
         if self._lock is not None:
             if not self._unsaved.exists():
-                _empty(self._root)
+                empty(self._root)
                 self._root.rmdir()
             os.close(self._lock)
             self._lock = None
@@ -321,11 +320,11 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
         RunDirectoryError: its owner lives, or it belongs to another user.
     """
     root = _run_path(run_name, base)
-    if _has_owner(root):
-        raise _in_use(root, run_name)
-    if output is not None and _read(root).get("output") not in (None, str(output)):
+    if has_owner(root):
+        raise in_use(root, run_name)
+    if output is not None and read_file(root).get("output") not in (None, str(output)):
         return None
-    return _read_run_id(root)
+    return read_run_id(root)
 
 
 def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | None:
@@ -335,9 +334,9 @@ def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | N
         None where it has noted nothing.
     """
     root = _run_path(run_name, base)
-    if (run_id := _read_run_id(root)) is None:
+    if (run_id := read_run_id(root)) is None:
         return None
-    values = _read(RunDirectory(root, run_id).path, _LEARNER_FILE)
+    values = read_file(RunDirectory(root, run_id).path, _LEARNER_FILE)
     life, num_ranks = values.get("life"), values.get("num_ranks")
     return (life, num_ranks) if isinstance(life, int) and isinstance(num_ranks, int) else None
 
@@ -365,115 +364,13 @@ def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5
     deadline = time.monotonic() + timeout_s
     while os.path.lexists(root):
         try:
-            lock = _lock(root, run_name, make=False)
+            lock = take_lock(root, run_name, make=False)
         except RunDirectoryError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_ATTACH_INTERVAL_S)
             continue
         if lock is not None:
-            _empty(root)
+            empty(root)
             root.rmdir()
             os.close(lock)
-
-
-def _check_ours(root: Path) -> None:
-    # /dev/shm is writable for every user: never follow links that another user has put there.
-    status = os.lstat(root)
-    if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
-        raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: choose another run name")
-
-
-def _open(root: Path) -> int | None:
-    """Open the directory; None where there is none. Raises RunDirectoryError where it is another user's."""
-    try:
-        _check_ours(root)
-        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-
-
-def _lock(root: Path, run_name: str, make: bool) -> int | None:
-    """Lock the directory of a run.
-
-    Returns:
-        A descriptor that holds the lock; None where the directory was removed meanwhile: try again.
-
-    Raises:
-        RunDirectoryError: another process holds the lock.
-    """
-    if make:
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
-    if (handle := _open(root)) is None:
-        return None
-    try:
-        for attempt in range(_LOCK_TRIES):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                # The holder may be a process that checks for an owner, for a moment.
-                if attempt + 1 == _LOCK_TRIES:
-                    raise _in_use(root, run_name) from None
-                time.sleep(_LOCK_INTERVAL_S)
-        if os.path.samestat(os.stat(root), os.fstat(handle)):
-            return handle
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(handle)
-        raise
-    os.close(handle)
-    return None
-
-
-def _in_use(root: Path, run_name: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"run.name={run_name} is in use: {root} belongs to the living process {_owner_pid(root)}; stop that process, "
-        "or choose another run name"
-    )
-
-
-def _has_owner(root: Path) -> bool:
-    """Return whether a living process holds the lock."""
-    if (handle := _open(root)) is None:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-
-
-def _read_run_id(root: Path) -> int | None:
-    """Read the run id; None where there is no run, or one that is being made or removed."""
-    value = _read(root).get("run_id")
-    return value if type(value) is int and 0 < value < 2**63 else None
-
-
-def _owner_pid(root: Path) -> object:
-    return _read(root).get("pid", "that makes or removes it")
-
-
-def _read(root: Path, name: str = _RUN_FILE) -> dict[str, object]:
-    try:
-        values = json.loads((root / name).read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _empty(root: Path) -> None:
-    """Remove all files in a directory whose lock is held, also while ending actors create and remove files in it."""
-    (root / _RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to a directory that is half deleted
-    for path in root.iterdir():
-        while os.path.lexists(path):
-            try:
-                path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
-            except OSError as error:
-                # A file was created or removed after the listing: list again.
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                    raise
