@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms.vtrace import token_vtrace, turn_vtrace
+from impala_llm.algorithms.vtrace import Steps, token_vtrace, turn_vtrace
 
 NUM_EPISODES = 128
 NUM_TOKENS = 4096
@@ -75,12 +75,12 @@ def credit(settings: TraceSettings, log_ratios: Tensor) -> tuple[np.ndarray, np.
     num_steps = num_tokens if by_token else num_turns
     values = torch.zeros(num_episodes * num_steps, dtype=log_ratios.dtype)
     ends = torch.zeros(num_episodes, dtype=log_ratios.dtype)
-    data = (log_ratios.reshape(-1), turn_ids, turn_segment_ids, rewards.reshape(-1), values, ends)
+    steps = Steps(turn_ids, turn_segment_ids, rewards.reshape(-1), values, ends)
     if by_token:
-        target = token_vtrace(*data, dead_band=settings.dead_band)
+        target = token_vtrace(log_ratios.reshape(-1), steps, dead_band=settings.dead_band)
     else:
         ratio = "geometric" if settings.granularity == "geometric" else "product"
-        target = turn_vtrace(*data, ratio=ratio, dead_band=settings.dead_band)
+        target = turn_vtrace(log_ratios.reshape(-1), steps, ratio=ratio, dead_band=settings.dead_band)
     distances = (num_steps - np.arange(num_steps)) * (num_tokens // num_steps)
     return distances, target.vs.reshape(num_episodes, num_steps).numpy()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from impala_llm.algorithms import kernels, scan
 from impala_llm.algorithms.checks import require_bootstrap, require_float, require_same_floats
 from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepared, Scored, Worth, credit
-from impala_llm.algorithms.vtrace import StepData, TurnVTraceOutput, ValueCredit, token_vtrace, turn_vtrace
+from impala_llm.algorithms.vtrace import Steps, TurnVTraceOutput, ValueCredit, token_vtrace, turn_vtrace
 from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
 
@@ -80,10 +80,10 @@ def gae(
 class GAE(ValueCredit):
     """The λ-return minus the value: V-trace without ratios, and so without correction for the age of the data."""
 
-    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
+    def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
         recursion = token_vtrace if self.granularity == "token" else turn_vtrace
-        target = recursion(torch.zeros_like(scored.log_ratio), *data, self.discount, 1.0, 1.0, self.lam)
-        return target.vs - values, target
+        target = recursion(torch.zeros_like(scored.log_ratio), steps, self.discount, 1.0, 1.0, self.lam)
+        return target.vs - steps.values, target
 
 
 def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | None = None) -> float:

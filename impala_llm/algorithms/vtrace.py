@@ -60,6 +60,21 @@ class TurnVTraceOutput(NamedTuple):
     """log-ratio that the recursion used for each step, before truncation; a metric."""
 
 
+class Steps(NamedTuple):
+    """Steps of a recursion over the turns, or the action tokens, of episodes laid end to end; all but their ratios."""
+
+    turn_ids: Tensor
+    """int64[N], in [0, K): the turn of each action token, counted through all episodes."""
+    turn_segment_ids: Tensor
+    """int64[K], non-decreasing, in [0, num_segments): the episode of each turn."""
+    turn_rewards: Tensor
+    """float[K], sum of the rewards of each turn."""
+    values: Tensor
+    """float[K], V at the start of each turn; or float[N], V before each token."""
+    bootstrap_value: Tensor
+    """float[num_segments], V after the last step of each episode; 0 where it ended."""
+
+
 @torch.no_grad()
 def vtrace(
     log_rhos: Tensor,
@@ -145,11 +160,7 @@ def vtrace_packed(
 @torch.no_grad()
 def turn_vtrace(
     token_log_ratios: Tensor,
-    turn_ids: Tensor,
-    turn_segment_ids: Tensor,
-    turn_rewards: Tensor,
-    turn_values: Tensor,
-    bootstrap_value: Tensor,
+    steps: Steps,
     discount: float = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
@@ -168,11 +179,7 @@ def turn_vtrace(
 
     Args:
         token_log_ratios: float[N], l_t of the action tokens.
-        turn_ids: int64[N], in [0, K): the turn of each token, counted through all episodes.
-        turn_segment_ids: int64[K], non-decreasing, in [0, num_segments): the episode of each turn.
-        turn_rewards: float[K], sum of the rewards of each turn.
-        turn_values: float[K], V at the start of each turn.
-        bootstrap_value: float[num_segments], V after the last turn of each episode; 0 where it ended.
+        steps: with values [K], of turns.
         discount: γ in [0, 1], a turn.
         rho_bar, c_bar, lam: as in `vtrace`, on the ratio of the turn.
         ratio: of a turn. `geometric`: e^(mean of l over its tokens). `product`: e^(sum), the exact one. A turn
@@ -182,6 +189,7 @@ def turn_vtrace(
     Raises:
         TypeError, ValueError: wrong dtype, shape, order, cap, discount or name of a ratio.
     """
+    turn_ids, turn_segment_ids, turn_rewards, turn_values, bootstrap_value = steps
     require_float("token_log_ratios", token_log_ratios, ndim=1)
     require_same_floats(("turn_values", turn_values), ("turn_rewards", turn_rewards), ndim=1)
     require_dtype_of("token_log_ratios", token_log_ratios, "turn_values", turn_values)
@@ -205,11 +213,7 @@ def turn_vtrace(
 @torch.no_grad()
 def token_vtrace(
     token_log_ratios: Tensor,
-    turn_ids: Tensor,
-    turn_segment_ids: Tensor,
-    turn_rewards: Tensor,
-    token_values: Tensor,
-    bootstrap_value: Tensor,
+    steps: Steps,
     discount: float = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
@@ -224,11 +228,7 @@ def token_vtrace(
 
     Args:
         token_log_ratios: float[N], l_t of the action tokens.
-        turn_ids: int64[N], non-decreasing, in [0, K): the turn of each token; every turn has a token.
-        turn_segment_ids: int64[K], non-decreasing, in [0, num_segments): the episode of each turn.
-        turn_rewards: float[K], sum of the rewards of each turn.
-        token_values: float[N], V before each token.
-        bootstrap_value: float[num_segments], V after the last token of each episode; 0 where it ended.
+        steps: with values [N], of tokens. `turn_ids` must not decrease, and every turn has a token.
         discount: γ in [0, 1], a turn.
         rho_bar, c_bar, lam, dead_band: as in `vtrace`.
 
@@ -238,6 +238,7 @@ def token_vtrace(
     Raises:
         TypeError, ValueError: wrong dtype, shape, order, cap or discount, a turn without tokens.
     """
+    turn_ids, turn_segment_ids, turn_rewards, token_values, bootstrap_value = steps
     require_same_floats(("token_log_ratios", token_log_ratios), ("token_values", token_values), ndim=1)
     require_float("turn_rewards", turn_rewards, ndim=1)
     require_dtype_of("turn_rewards", turn_rewards, "token_values", token_values)
@@ -294,10 +295,6 @@ def _require_discount(discount: float) -> None:
         raise ValueError(f"discount is {discount}: it must lie in [0, 1]")
 
 
-StepData = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Arguments of `turn_vtrace` and `token_vtrace` between the log-ratios and the discount."""
-
-
 @dataclass
 class ValueCredit(Credit):
     """Advantages and targets of values by a recursion over the turns, or the action tokens, of an episode."""
@@ -314,13 +311,8 @@ class ValueCredit(Credit):
     """Weight of the value loss."""
 
     @abstractmethod
-    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
-        """Advantages of the steps, and what else the recursion gave.
-
-        Args:
-            values: float32[K], constant.
-            data: what both recursions take, these values included.
-        """
+    def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
+        """Return the advantages of the steps, and what else the recursion gave."""
 
     def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
         by_token = self.granularity == "token"
@@ -330,8 +322,8 @@ class ValueCredit(Credit):
         if bool(cut.any()):
             bootstrap[cut] = scored.values(batch.last_positions[cut]).detach()
         constant = values.detach()
-        data = (batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, constant, bootstrap)
-        advantages, target = self.targets(scored, constant, data)
+        steps = Steps(batch.turn_ids, batch.turn_segment_ids, batch.turn_rewards, constant, bootstrap)
+        advantages, target = self.targets(scored, steps)
         return Worth(
             advantages if by_token else advantages[batch.turn_ids],
             values,
@@ -368,13 +360,13 @@ class VTrace(ValueCredit):
     dead_band: float = bounded(0.0, 0)
     """Token log-ratios smaller than this count as 0 in the recursion."""
 
-    def targets(self, scored: Scored, values: Tensor, data: StepData) -> tuple[Tensor, TurnVTraceOutput]:
+    def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
         rules = (self.discount, self.rho_bar, self.c_bar, self.lam)
         if self.granularity == "token":
-            target = token_vtrace(scored.log_ratio, *data, *rules, self.dead_band)
+            target = token_vtrace(scored.log_ratio, steps, *rules, self.dead_band)
         else:
             ratio: Any = self.turn_ratio  # checked by config.py
-            target = turn_vtrace(scored.log_ratio, *data, *rules, ratio, self.dead_band)
+            target = turn_vtrace(scored.log_ratio, steps, *rules, ratio, self.dead_band)
         return target.advantages, target
 
     def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:

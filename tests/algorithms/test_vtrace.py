@@ -1,6 +1,7 @@
 """V-trace against its definition as a double sum, in plain Python floats."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.algorithms.vtrace import token_vtrace, turn_vtrace, vtrace, vtrace_packed
+from impala_llm.algorithms.vtrace import Steps, token_vtrace, turn_vtrace, vtrace, vtrace_packed
 
 Row = dict[str, list[float]]
 
@@ -196,7 +197,7 @@ TURN_BOOTSTRAP = torch.tensor([0.0, 0.7], dtype=torch.float64)
 def test_turns_equal_the_double_sum_over_turns(ratio: str, dead_band: float) -> None:
     caps = {"rho_bar": 1.5, "c_bar": 1.1, "lam": 0.95}
     out = turn_vtrace(
-        TOKEN_LOG_RATIOS, TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, TURN_VALUES, TURN_BOOTSTRAP,
+        TOKEN_LOG_RATIOS, Steps(TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, TURN_VALUES, TURN_BOOTSTRAP),
         discount=0.9, ratio=ratio, dead_band=dead_band, **caps,
     )  # fmt: skip
     noise = 0.0 if dead_band else 1.0  # of the tokens at 0.005 and -0.004
@@ -224,7 +225,7 @@ def test_one_turn_of_one_token_is_the_textbook() -> None:
     discounts = torch.full_like(rewards, 0.97)
     bootstrap = torch.tensor([0.5, -0.5], dtype=torch.float64)
     tokens = vtrace_packed(log_rhos, discounts, rewards, values, bootstrap, segment_ids, pg_rho_bar=2.0)
-    turns = turn_vtrace(log_rhos, torch.arange(13), segment_ids, rewards, values, bootstrap, discount=0.97)
+    turns = turn_vtrace(log_rhos, Steps(torch.arange(13), segment_ids, rewards, values, bootstrap), discount=0.97)
     torch.testing.assert_close(turns.vs, tokens.vs)
     torch.testing.assert_close(turns.advantages * log_rhos.exp().clamp(max=2.0), tokens.pg_advantages)
 
@@ -234,7 +235,7 @@ def test_tokens_equal_the_double_sum_over_tokens(dead_band: float) -> None:
     caps = {"rho_bar": 1.5, "c_bar": 1.1, "lam": 0.95}
     values = torch.linspace(-1, 1, 9, dtype=torch.float64)
     out = token_vtrace(
-        TOKEN_LOG_RATIOS, TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, values, TURN_BOOTSTRAP,
+        TOKEN_LOG_RATIOS, Steps(TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, values, TURN_BOOTSTRAP),
         discount=0.9, dead_band=dead_band, **caps,
     )  # fmt: skip
     log_ratios = [0.0 if abs(x) < dead_band else x for x in TOKEN_LOG_RATIOS.tolist()]
@@ -257,7 +258,7 @@ def test_tokens_equal_the_double_sum_over_tokens(dead_band: float) -> None:
 def test_tokens_and_turns_are_the_same_where_a_turn_is_a_token() -> None:
     ids, rows = torch.arange(9), torch.tensor([0] * 6 + [1] * 3)
     rewards, values = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    arguments = (TOKEN_LOG_RATIOS, ids, rows, rewards, values, TURN_BOOTSTRAP, 0.9)
+    arguments = (TOKEN_LOG_RATIOS, Steps(ids, rows, rewards, values, TURN_BOOTSTRAP), 0.9)
     for a, b in zip(token_vtrace(*arguments), turn_vtrace(*arguments), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -330,7 +331,7 @@ def test_noise_halves_credit_over_tokens_but_not_over_turns() -> None:
     turn_ids = torch.arange(2000) // 200
     turn_rewards = torch.zeros(10)
     turn_rewards[-1] = 1.0
-    over_turns = turn_vtrace(noise, turn_ids, row[:10], turn_rewards, torch.zeros(10), torch.zeros(1))
+    over_turns = turn_vtrace(noise, Steps(turn_ids, row[:10], turn_rewards, torch.zeros(10), torch.zeros(1)))
     survives = math.exp(-0.0055 * 2000)  # E log min(1, e^l) = -mean|l|/2 a token
     assert math.log(over_tokens.vs[0]) == pytest.approx(math.log(survives), abs=1.0)
     assert over_turns.vs[0] > 0.98
@@ -363,6 +364,13 @@ def test_mistakes_are_named(change: dict[str, object], error: type[Exception], m
         vtrace_packed(**{**good, **change})
 
 
+def with_change(steps: Steps, change: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a recursion, of which some, or fields of the steps, are others."""
+    fields = {name: change[name] for name in change if name in Steps._fields}
+    others = {name: change[name] for name in change if name not in fields}
+    return {"token_log_ratios": TOKEN_LOG_RATIOS, "steps": steps._replace(**fields), **others}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
@@ -376,12 +384,9 @@ def test_mistakes_are_named(change: dict[str, object], error: type[Exception], m
     ],
 )
 def test_mistakes_in_turns_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
-    good = {
-        "token_log_ratios": TOKEN_LOG_RATIOS, "turn_ids": TURN_IDS, "turn_segment_ids": TURN_SEGMENT_IDS,
-        "turn_rewards": TURN_REWARDS, "turn_values": TURN_VALUES, "bootstrap_value": TURN_BOOTSTRAP,
-    }  # fmt: skip
+    steps = Steps(TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, TURN_VALUES, TURN_BOOTSTRAP)
     with pytest.raises(error, match=match):
-        turn_vtrace(**{**good, **change})
+        turn_vtrace(**with_change(steps, change))
 
 
 @pytest.mark.parametrize(
@@ -390,17 +395,14 @@ def test_mistakes_in_turns_are_named(change: dict[str, object], error: type[Exce
         ({"turn_ids": torch.tensor([0, 0, 1, 2, 2, 2, 4, 4, 4])}, ValueError, "turn_ids names 4 of the 5 turns"),
         ({"turn_ids": TURN_IDS.flip(0)}, ValueError, "turn_ids decreases"),
         ({"turn_segment_ids": TURN_SEGMENT_IDS + 1}, ValueError, "turn_segment_ids holds 2"),
-        ({"token_values": TURN_VALUES}, ValueError, "token_values has shape"),
+        ({"values": TURN_VALUES}, ValueError, "token_values has shape"),
         ({"turn_rewards": TURN_REWARDS.float()}, TypeError, "turn_rewards has dtype"),
         ({"discount": -0.1}, ValueError, "discount is -0.1"),
     ],
 )
 def test_mistakes_in_tokens_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:
-    good = {
-        "token_log_ratios": TOKEN_LOG_RATIOS, "turn_ids": TURN_IDS, "turn_segment_ids": TURN_SEGMENT_IDS,
-        "turn_rewards": TURN_REWARDS, "token_values": torch.zeros(9, dtype=torch.float64),
-        "bootstrap_value": TURN_BOOTSTRAP,
-    }  # fmt: skip
-    token_vtrace(**good)
+    values = torch.zeros(9, dtype=torch.float64)
+    steps = Steps(TURN_IDS, TURN_SEGMENT_IDS, TURN_REWARDS, values, TURN_BOOTSTRAP)
+    token_vtrace(TOKEN_LOG_RATIOS, steps)
     with pytest.raises(error, match=match):
-        token_vtrace(**{**good, **change})
+        token_vtrace(**with_change(steps, change))
