@@ -57,82 +57,106 @@ Times = dict[str, list[tuple[float, float, float]]]
 """Contender -> (seconds of a block, seconds until all was written, bytes written) of each round."""
 
 
-def measure(folder: Path, layers: int, tokens: int, num_steps: int, num_rounds: int) -> Times:
-    """Take blocks of steps with each contender, and without a checkpoint, in turns; the first round does not count."""
-    import torch
-    from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
-    from transformers import AutoModelForCausalLM, LlamaConfig
+class Training:
+    """A model that takes steps, and its checkpoints: what begins one returns a function that waits until it is written.
 
-    from impala_llm.learning.attention import SEGMENTS
-    from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
-    from impala_llm.learning.model import PolicyModel
-    from impala_llm.learning.optim import Optimizer
-    from impala_llm.settings import LearnerConfig
+    Args:
+        folder: for the checkpoints.
+        layers: of the model.
+        num_tokens: of a step.
+    """
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    )
-    model = PolicyModel(AutoModelForCausalLM.from_config(shape, attn_implementation=SEGMENTS))
-    optimizer = Optimizer(model, LearnerConfig(warmup_updates=0))
-    checkpointer = Checkpointer(folder / "ours", num_kept=1)
-    row = torch.randint(0, shape.vocab_size, (tokens,))
-    positions, lengths = torch.arange(tokens), torch.tensor([tokens])
-    number = 0
+    def __init__(self, folder: Path, layers: int, num_tokens: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
-    def step() -> None:
-        nonlocal number
-        hidden = model.hidden(row, positions, lengths)
-        log_probs, _ = model.action_log_probs(hidden[:-1], row[1:], 1.0)
-        (model.values(hidden).square().mean() - log_probs.mean()).backward()
-        checkpointer.wait_until_copied()
-        optimizer.step(number, progress=0.0)
-        number += 1
+        from impala_llm.learning.attention import SEGMENTS
+        from impala_llm.learning.checkpoint import Checkpointer
+        from impala_llm.learning.model import PolicyModel
+        from impala_llm.learning.optim import Optimizer
+        from impala_llm.settings import LearnerConfig
 
-    def ours() -> Callable[[], object]:
-        tensors, policy = tensors_of(model, optimizer, is_main=True), dict(model.policy_weights())
-        files = model.config_files({})
-        if not checkpointer.save(State(number, number, 1, 0.0, {}, {}, tensors, policy, files)):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        shape = LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=layers,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        )
+        self.folder = folder
+        self.model = PolicyModel(AutoModelForCausalLM.from_config(shape, attn_implementation=SEGMENTS))
+        self.optimizer = Optimizer(self.model, LearnerConfig(warmup_updates=0))
+        self.checkpointer = Checkpointer(folder / "ours", num_kept=1)
+        self.row = torch.randint(0, shape.vocab_size, (num_tokens,))
+        self.positions, self.lengths = torch.arange(num_tokens), torch.tensor([num_tokens])
+        self.num_steps = 0
+
+    def step(self) -> None:
+        """Take an optimizer step."""
+        hidden = self.model.hidden(self.row, self.positions, self.lengths)
+        log_probs, _ = self.model.action_log_probs(hidden[:-1], self.row[1:], 1.0)
+        (self.model.values(hidden).square().mean() - log_probs.mean()).backward()
+        self.checkpointer.wait_until_copied()
+        self.optimizer.step(self.num_steps, progress=0.0)
+        self.num_steps += 1
+
+    def contenders(self) -> dict[str, Callable[[], Callable[[], object]]]:
+        """Ways to begin a checkpoint, by name; the first one writes none."""
+        return {
+            "none": lambda: lambda: None,
+            "ours": self.ours,
+            "torch_save": self.torch_save,
+            "async_save": self.async_save,
+        }
+
+    def ours(self) -> Callable[[], object]:
+        from impala_llm.learning.checkpoint import State, tensors_of
+
+        tensors = tensors_of(self.model, self.optimizer, is_main=True)
+        policy, files = dict(self.model.policy_weights()), self.model.config_files({})
+        if not self.checkpointer.save(State(self.num_steps, self.num_steps, 1, 0.0, {}, {}, tensors, policy, files)):
             raise BenchError("the last checkpoint is still being written: give more --steps")
 
         def wait() -> None:
-            if not checkpointer.wait():
+            if not self.checkpointer.wait():
                 raise BenchError("a checkpoint could not be written: the end of the output above says why")
 
         return wait
 
-    def states() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    def torch_save(self) -> Callable[[], object]:
+        import torch
 
-    def torch_save() -> Callable[[], object]:
-        torch.save(states(), folder / "torch.pt")
+        torch.save(self._states(), self.folder / "torch.pt")
         return lambda: None
 
-    def async_save() -> Callable[[], object]:
-        future: Any = dcp_async_save(states(), checkpoint_id=str(folder / "dcp"), no_dist=True)
+    def async_save(self) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        future: Any = async_save(self._states(), checkpoint_id=str(self.folder / "dcp"), no_dist=True)
         wait: Callable[[], object] = future.result
         return wait
 
-    def nothing() -> Callable[[], object]:
-        return lambda: None
+    def _states(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    contenders = {"none": nothing, "ours": ours, "torch_save": torch_save, "async_save": async_save}
+
+def measure(folder: Path, layers: int, tokens: int, num_steps: int, num_rounds: int) -> Times:
+    """Take blocks of steps with each contender, and without a checkpoint, in turns; the first round does not count."""
+    training = Training(folder, layers, tokens)
+    contenders = training.contenders()
     times: Times = {name: [] for name in contenders}
     names = list(contenders)
     for round_number in range(num_rounds + 1):
         for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
             began = time.perf_counter()
-            step()
+            training.step()
             wait = contenders[name]()
             for _ in range(num_steps - 1):
-                step()
+                training.step()
             block_s = time.perf_counter() - began
             wait()
             written_s = time.perf_counter() - began
