@@ -69,13 +69,11 @@ class Actor:
     """Tasks of evaluations inside of the run; None: there are none."""
 
     def __init__(self, config: Config, index: int) -> None:
-        policy = resolve_policy(config)
-        self.config = config
-        self.index = index
-        self.policy = policy
+        self.config, self.index = config, index
+        self.policy = resolve_policy(config)
         self.actor_id = actor_name(config, index)
         self.suite = make_suite(config.env)
-        self.chat = ChatFormat.of(policy, self.suite.system_prompt)
+        self.chat = ChatFormat.of(self.policy, self.suite.system_prompt)
         self.limits = EpisodeLimits(
             config.engine.temperature,
             config.engine.max_new_tokens,
@@ -251,22 +249,26 @@ class Actor:
         if self.running.get(ticket_id) is task:
             del self.running[ticket_id]
 
+    def next_episode(self, ticket: Ticket, name: str) -> EpisodeSpec:
+        """Number and describe the next episode of this actor. name: of its ticket, for its id."""
+        self.episodes += 1
+        return EpisodeSpec(
+            episode_id=f"{self.actor_id}:{name}:{self.episodes}",
+            task_id=ticket.task_id,
+            group_id=ticket.group_id,
+            ticket_id=ticket.ticket_id,
+            seed=ticket.seed,
+            env=self.suite.name,
+            actor_id=self.actor_id,
+            signature=self.suite.signature(ticket.task_id),
+        )
+
     async def play(self, ticket: Ticket) -> None:
         """Play one episode: its trajectory is sent or its ticket is given back, whatever happens."""
-        self.episodes += 1
         timeout_s = self.config.actor.episode_timeout_s
         abort = None
         try:
-            spec = EpisodeSpec(
-                episode_id=f"{self.actor_id}:{ticket.ticket_id}:{self.episodes}",
-                task_id=ticket.task_id,
-                group_id=ticket.group_id,
-                ticket_id=ticket.ticket_id,
-                seed=ticket.seed,
-                env=self.suite.name,
-                actor_id=self.actor_id,
-                signature=self.suite.signature(ticket.task_id),
-            )
+            spec = self.next_episode(ticket, str(ticket.ticket_id))
             if self.keep_aborted:
                 abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
                 timeout_s += ABORT_GRACE_S
@@ -307,21 +309,12 @@ class Actor:
 
     async def play_evaluation(self, grant: EvaluationGrant, task_id: int) -> Trajectory | str:
         """Play an evaluation task. Returns its episode, or the reason why there is none."""
-        self.episodes += 1
         greedy = grant.temperature == 0
         engine = self.config.engine
         limits = EpisodeLimits(1.0 if greedy else grant.temperature, engine.max_new_tokens, engine.max_length, greedy)
         try:
-            spec = EpisodeSpec(
-                episode_id=f"{self.actor_id}:evaluation:{self.episodes}",
-                task_id=task_id,
-                group_id=0,
-                ticket_id=0,
-                seed=task_id % (1 << 63),
-                env=self.suite.name,
-                actor_id=self.actor_id,
-                signature=self.suite.signature(task_id),
-            )
+            # In place of a ticket, of which there is none.
+            spec = self.next_episode(Ticket(0, task_id, 0, task_id % (1 << 63), 0), "evaluation")
             async with asyncio.timeout(self.config.actor.episode_timeout_s):
                 episode = await play_episode(spec, self.suite.session(False), self.engine, self.chat, limits)
         except (EngineError, EpisodeAborted, TimeoutError) as error:
