@@ -27,7 +27,7 @@ that has not heard it yet: one on another host learns it from the learner's firs
     22    EvaluationFailed  actor    the attempt at an evaluation task failed
     23    EvaluationGrant   learner  the evaluation tasks that the actor has from now on
 
-Records: see record.py. The types and their checks stand together in this one file, as the table does.
+Records: see record.py. The types and their checks stand together in this one file, which is long for that reason.
 """
 
 from __future__ import annotations
