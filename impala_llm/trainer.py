@@ -68,16 +68,16 @@ class Trainer:
         self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
         """Whether rewards are added to the environment's."""
         self.num_updates = 0
-        """Of the run; after a restart without a checkpoint of this process: what warms up then does so again."""
+        """Updates of the run; after a restart without a checkpoint those of this process, and warm-ups begin again."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before each change of the weights."""
         self.is_stepping = False
-        """Amid a change of the weights, also where an exception has ended it there."""
+        """Whether the weights are being changed, or were when an exception ended that."""
 
     def update(
         self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
     ) -> None:
-        """One update on one batch, in one optimizer step or several: from version v to v + 1.
+        """Update the policy on a batch, in one optimizer step or several: from version v to v + 1.
 
         Args:
             progress: share of the run that is over.
@@ -124,7 +124,7 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What lives from update to update beside weights, optimizer and buffer, as plain numbers and lists."""
+        """State from update to update beside weights, optimizer and buffer, as plain numbers and lists."""
         return {
             "num_updates": self.num_updates,
             "entropy": self.entropy.state_dict(),
@@ -369,7 +369,7 @@ class Trainer:
                 micro = cpu_micro.to(self.ranks.device)
                 reference = self.scorers.reference(micro)
                 assert reference is not None
-                apart = turn_divergences(micro.behaviour_logprobs, reference, micro.turn_ids, len(micro.turn_rewards))
+                apart = turn_divergences(micro.behaviour_log_probs, reference, micro.turn_ids, len(micro.turn_rewards))
                 return micro.members, apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
 
             for members, parts in self.budget.run(trajectories, divergences):

@@ -64,7 +64,8 @@ class Trajectory:
     action_mask: np.ndarray
     """bool[T]: True where the behaviour policy sampled the token."""
     behaviour_logprobs: np.ndarray
-    """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere."""
+    """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere. Whoever
+    makes a trajectory names it so; that of the action tokens alone is `behaviour_log_probs`."""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token, -1 elsewhere. May change inside one answer."""
     rewards: np.ndarray

@@ -104,7 +104,7 @@ def learn(policy: Path, episode: Trajectory) -> tuple[float, dict[str, float]]:
     trainer.update(Batch((episode,), (1.0,), (0,), 1.0), version=0, progress=0.0)
     [micro] = pack([episode], 2048)
     after = action_log_probs(model, micro, 1.0)
-    return float((after - micro.behaviour_logprobs).mean()), trainer.log.flush()
+    return float((after - micro.behaviour_log_probs).mean()), trainer.log.flush()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class PackedBatch:
     """[S]."""
     action_positions: Tensor
     """[N]: flat places of the action tokens; the place before predicts each."""
-    behaviour_logprobs: Tensor
+    behaviour_log_probs: Tensor
     """float32[N]."""
     versions: Tensor
     """[N]."""

@@ -229,7 +229,7 @@ def no_rows() -> PackedBatch:
         position_ids=first,
         lengths=torch.ones(1, dtype=torch.int64),
         action_positions=none,
-        behaviour_logprobs=torch.zeros(0),
+        behaviour_log_probs=torch.zeros(0),
         versions=none,
         segment_ids=none,
         turn_ids=none,

@@ -92,7 +92,7 @@ def compare(log_probs: Tensor, batch: PackedBatch, version: int) -> Comparison:
         log_probs: float32[N] of the action tokens, by the learner at `version`.
         version: >= that of every token.
     """
-    log_ratio = (log_probs - batch.behaviour_logprobs).detach()
+    log_ratio = (log_probs - batch.behaviour_log_probs).detach()
     age = version - batch.versions
     oldest_age = age.new_zeros(len(batch.lengths)).scatter_reduce(0, batch.segment_ids, age, "amax")
     exact = oldest_age[batch.segment_ids] == 0
@@ -176,7 +176,7 @@ class MismatchMonitor:
         num_replaced = sum(self.recomputes or values is not None for values in kept)
         if num_replaced == 0:
             return None
-        of_engine = micro.behaviour_logprobs.cpu().split([t.num_action_tokens for t in members])
+        of_engine = micro.behaviour_log_probs.cpu().split([t.num_action_tokens for t in members])
         log_probs = [mine if mine is not None else theirs for mine, theirs in zip(kept, of_engine, strict=True)]
         is_new = torch.tensor([values is None and self.recomputes for values in kept])
         device = micro.segment_ids.device

@@ -167,7 +167,7 @@ def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows
     return Scored(
         log_probs,
         entropy,
-        batch.behaviour_logprobs if rows.recomputed is None else rows.recomputed.fill(at_start),
+        batch.behaviour_log_probs if rows.recomputed is None else rows.recomputed.fill(at_start),
         batch.segment_ids,
         batch.versions,
         version,

@@ -58,7 +58,7 @@ def _pack_rows(trajectories: Sequence[Trajectory], members: list[int]) -> Packed
         position_ids=tensor(np.concatenate([np.arange(n) for n in lengths])),
         lengths=tensor(lengths),
         action_positions=tensor(positions),
-        behaviour_logprobs=tensor(flat("behaviour_logprobs"), torch.float32),
+        behaviour_log_probs=tensor(flat("behaviour_logprobs"), torch.float32),
         versions=tensor(flat("versions")),
         segment_ids=tensor(np.repeat(np.arange(len(rows)), [row.num_action_tokens for row in rows])),
         turn_ids=tensor(np.repeat(np.arange(len(turns)), turns[:, 1] - turns[:, 0])),

@@ -124,7 +124,7 @@ def test_the_gradient_of_each_loss_is_that_of_its_definition(model: PolicyModel,
     outcome = run(settings(LOSSES[name]), model, batch, ADVANTAGES)
     found = gradient(model)
     weights = weights_by_definition(
-        name, outcome.log_probs, batch.behaviour_logprobs, ADVANTAGES[batch.segment_ids], batch.segment_ids
+        name, outcome.log_probs, batch.behaviour_log_probs, ADVANTAGES[batch.segment_ids], batch.segment_ids
     )
     scale = float(found.abs().max())  # the weights of whole rows are small here
     assert scale > 1e-6
@@ -135,7 +135,7 @@ def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch)
     config = settings(reject="token", reject_low=0.5, reject_high=2.0)
     outcome = run(config, model, batch, ADVANTAGES)
     found = gradient(model)
-    ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
+    ratio = (outcome.log_probs - batch.behaviour_log_probs).exp()
     keep = (ratio >= 0.5) & (ratio <= 2.0)
     assert 0 < int(keep.sum()) < len(keep)
     weights = torch.where(keep, -ADVANTAGES[batch.segment_ids], 0.0)
@@ -151,7 +151,7 @@ def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: P
     outcome = run(config, model, batch, ADVANTAGES)
     found = gradient(model)
     advantages = ADVANTAGES[batch.segment_ids]
-    moved = outcome.log_probs.exp() - batch.behaviour_logprobs.exp()
+    moved = outcome.log_probs.exp() - batch.behaviour_log_probs.exp()
     keep = ~(((advantages > 0) & (moved > 0.05)) | ((advantages < 0) & (moved < -0.05)))
     assert 0 < int(keep.sum()) < len(keep)
     weights = torch.where(keep, -advantages, 0.0)
@@ -163,7 +163,7 @@ def test_the_weights_that_steer_replay_are_those_of_the_loss(model: PolicyModel,
     advantages = torch.tensor([1.0, -0.5, 0.25, -1.0, 2.0, -3.0])
     outcome = run(settings(LOSSES[name]), model, batch, advantages)
     of_tokens = advantages[batch.segment_ids]
-    slopes = weights_by_definition(name, outcome.log_probs, batch.behaviour_logprobs, of_tokens, batch.segment_ids)
+    slopes = weights_by_definition(name, outcome.log_probs, batch.behaviour_log_probs, of_tokens, batch.segment_ids)
     weights = -slopes / of_tokens
     assert outcome.weight_sums == pytest.approx(
         (len(weights), weights.sum().item(), weights.square().sum().item()), rel=1e-3
@@ -186,7 +186,7 @@ def test_advantages_of_the_value_head_by_turn_and_by_token(
         at = actions - 1 if granularity == "token" else batch.turn_value_positions
         values = model.values(hidden[at]).double()
         last = model.values(hidden[batch.last_positions]).double()
-    log_ratio = (outcome.log_probs - batch.behaviour_logprobs).double()
+    log_ratio = (outcome.log_probs - batch.behaviour_log_probs).double()
     num_tokens, turn_of = len(actions), batch.turn_ids
     if granularity == "token":
         ends = [i for i in range(num_tokens) if i + 1 == num_tokens or turn_of[i + 1] != turn_of[i]]
@@ -231,7 +231,7 @@ def test_the_divergence_from_the_reference_is_pushed_down(
     outcome = run(config, model, batch, torch.zeros(6), scores=scores)
     found = gradient(model)
     assert scores.reference is not None
-    weight = (outcome.log_probs - batch.behaviour_logprobs).exp().clamp(max=1.0)
+    weight = (outcome.log_probs - batch.behaviour_log_probs).exp().clamp(max=1.0)
     # Under π the mean of (log π - log ref) grad log π is the gradient of KL(π || ref).
     slope = outcome.log_probs - scores.reference
     torch.testing.assert_close(found, expected(model, batch, 0.5 * weight * slope), atol=1e-4, rtol=1e-3)
@@ -244,7 +244,7 @@ def test_the_teacher_takes_the_place_of_the_advantage(model: PolicyModel, batch:
     config = settings(TruncatedIS(cap=math.inf), Distillation())
     outcome = run(config, model, batch, scores=TokenScores(teacher=teacher))
     found = gradient(model)
-    ratio = (outcome.log_probs - batch.behaviour_logprobs).exp()
+    ratio = (outcome.log_probs - batch.behaviour_log_probs).exp()
     weights = -ratio * (teacher - outcome.log_probs)
     torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-3, rtol=1e-3)
 
@@ -282,7 +282,7 @@ def test_the_ratio_of_a_row_is_that_of_the_tokens_that_teach(model: PolicyModel,
     rows = batch.segment_ids[keep]
     weights = torch.zeros(len(keep))
     weights[keep] = weights_by_definition(
-        "gspo", outcome.log_probs[keep], batch.behaviour_logprobs[keep], ADVANTAGES[rows], rows
+        "gspo", outcome.log_probs[keep], batch.behaviour_log_probs[keep], ADVANTAGES[rows], rows
     )
     scale = float(found.abs().max())
     assert scale > 1e-6

@@ -213,7 +213,7 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
     (micro,) = pack(trajectories, 1000)
     counts = Denominators(len(micro.versions), len(micro.turn_ids), len(trajectories))
     is_new = micro.segment_ids % 2 == 0
-    recomputed = Recomputed(micro.behaviour_logprobs / 2, is_new, share=1.0)
+    recomputed = Recomputed(micro.behaviour_log_probs / 2, is_new, share=1.0)
     advantages = torch.linspace(-1, 1, 6)
     plain, replaced = (
         objective(
@@ -221,7 +221,7 @@ def test_recomputed_log_probabilities_enter_the_ratios_and_not_the_comparison(mo
         )
         for given in (None, recomputed)
     )
-    log_ratio = torch.where(is_new, 0.0, plain.log_probs - micro.behaviour_logprobs / 2)
+    log_ratio = torch.where(is_new, 0.0, plain.log_probs - micro.behaviour_log_probs / 2)
     expected = -(log_ratio.exp().clamp(max=1.0) * advantages[micro.segment_ids] * plain.log_probs).mean()
     assert replaced.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert replaced.loss.item() != pytest.approx(plain.loss.item(), rel=1e-2)

@@ -48,7 +48,7 @@ def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
         last.append(offset - 1)
     assert batch.position_ids.tolist() == positions
     assert batch.action_positions.tolist() == actions
-    assert batch.behaviour_logprobs.tolist() == logprobs
+    assert batch.behaviour_log_probs.tolist() == logprobs
     assert batch.versions.tolist() == [3] * len(actions)
     assert batch.segment_ids.tolist() == segments
     assert batch.turn_ids.tolist() == turn_of
@@ -68,7 +68,7 @@ def test_turns_side_by_side_keep_their_own_rewards() -> None:
 
 def test_dtypes() -> None:
     (batch,) = pack(make_batch(), token_budget=1000)
-    assert batch.behaviour_logprobs.dtype == batch.turn_rewards.dtype == torch.float32
+    assert batch.behaviour_log_probs.dtype == batch.turn_rewards.dtype == torch.float32
     assert batch.bootstrap.dtype == torch.bool
     for name in ("tokens", "position_ids", "action_positions", "versions", "turn_ids", "last_positions"):
         assert getattr(batch, name).dtype == torch.int64, name

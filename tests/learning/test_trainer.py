@@ -433,7 +433,7 @@ def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None
     found = advantages_of_turns(trainer, loss, batch)
     for number, t in enumerate(batch.trajectories):
         [micro] = pack([t], 1000)
-        apart = (micro.behaviour_logprobs - action_log_probs(reference, micro, 1.0)).clamp(-20, 20)
+        apart = (micro.behaviour_log_probs - action_log_probs(reference, micro, 1.0)).clamp(-20, 20)
         rewards = micro.turn_rewards.clone()
         for k in range(len(rewards)):
             rewards[k] -= 0.1 * apart[micro.turn_ids == k].sum()
