@@ -4,42 +4,15 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.system.lost_hosts import SYNCHRONOUS, losses, violations
 from tests.system.runs import Run, column
 
-LOSSES = ("loss/policy", "loss/value", "loss/total", "optimizer/gradient_norm", "optimizer/learning_rate", "ratio/mean")
 STOP_S = 30.0
-SYNCHRONOUS = (
-    "experiment=corridor",
-    "algorithm.max_staleness=0",
-    "actor.num_actors=1",
-    "run.seed=3",
-    "learner.batch_size=32",
-)
-
-
-def lose_host(run: Run) -> None:
-    """Kill all processes of a run at once, and delete its folder in shared memory."""
-    killed = run.processes()
-    for process in killed:
-        process.kill()
-    psutil.wait_procs(killed)
-    for process in run.started:
-        process.wait()
-    for folder in Path("/dev/shm").glob(f"*{run.name}*"):
-        shutil.rmtree(folder)
-
-
-def losses(rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
-    """By update; a step that was made again counts as it was made last."""
-    return {row["step"]: [row[name] for name in LOSSES] for row in rows}
 
 
 @pytest.mark.system
@@ -47,35 +20,8 @@ def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp
     """Killed at random moments, and started elsewhere from its checkpoints: losses equal an undisturbed run's to the
     last bit, no version has two contents, and each update trains on the tickets that it would have trained on."""
     rng = random.Random(0)
-    num_updates = 24
-    settings = (*SYNCHRONOUS, f"learner.total_updates={num_updates}")
-    with Run(tmp_path / "whole", *settings, "learner.checkpoints_kept=0") as run:
-        assert run.train().wait(240) == 0, run.printed()
-        expected = losses(run.rows())
-        policy = (run.directory / "policy" / "model.safetensors").read_bytes()
-    assert len(expected) == num_updates
-    with Run(tmp_path / "lost", *settings, "learner.checkpoint_every=4") as run:
-        seen: dict[float, dict[str, Any]] = {}
-        for number in range(3):
-            supervisor = run.train()
-            if number < 2:
-                run.wait_for_updates(rng.randint(5, 9))
-                lose_host(run)
-                seen |= {row["learner/version"]: row for row in run.rows()}
-        assert supervisor.wait(240) == 0, run.printed()
-        rows = run.rows()
-        assert column(rows, "step") == list(range(1, num_updates + 1)), "each update stands there once"
-        assert losses(rows) == expected
-        assert (run.directory / "policy" / "model.safetensors").read_bytes() == policy
-        assert run.log.read_text().count("going on from update") == 2
-        assert json.loads((run.directory / "checkpoints" / "versions.json").read_text())["life"] == 2
-        versions = column(rows, "learner/version")
-        assert versions == sorted(set(versions))
-        again = [row for row in rows if row != seen.get(row["learner/version"], row)]
-        assert again == [], "no version was made twice"
-        received = sum(column(rows, "pipeline/received"))
-        assert received == num_updates * 32, "no task was left out, none was played for two"
-        run.assert_gone()
+    moments = [lambda run: run.wait_for_updates(rng.randint(5, 9))] * 2
+    assert violations(tmp_path, 24, moments) == []
 
 
 @pytest.mark.system
