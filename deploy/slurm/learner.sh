@@ -18,6 +18,7 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
+# sbatch copies one file to the node, so what both scripts begin with stands in both.
 name=impala
 for word in "$@"; do
   case $word in run.name=*) name=${word#run.name=} ;; esac
