@@ -35,6 +35,8 @@ from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
 _WARNING_INTERVAL_S = 10.0
+_STATEFUL = ("entropy", "rewards", "collapse", "monitor", "budget")
+"""Parts of the trainer whose state lives from update to update."""
 
 
 class Trainer:
@@ -125,23 +127,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """State from update to update beside weights, optimizer and buffer, as plain numbers and lists."""
-        return {
-            "num_updates": self.num_updates,
-            "entropy": self.entropy.state_dict(),
-            "rewards": self.rewards.state_dict(),
-            "collapse": self.collapse.state_dict(),
-            "monitor": self.monitor.state_dict(),
-            "budget": self.budget.state_dict(),
-        }
+        return {"num_updates": self.num_updates, **{name: getattr(self, name).state_dict() for name in _STATEFUL}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self.num_updates = state["num_updates"]
-        self.entropy.load_state_dict(state["entropy"])
-        self.rewards.load_state_dict(state["rewards"])
-        self.collapse.load_state_dict(state["collapse"])
-        self.monitor.load_state_dict(state["monitor"])
-        self.budget.load_state_dict(state["budget"])
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
 
     def prepare(self, batch: Batch, version: int) -> Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
