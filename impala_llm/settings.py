@@ -53,7 +53,7 @@ class RunConfig:
 @dataclass
 class WebShopConfig:
     items: str | None = None
-    """The original's items_shuffle*.json; None: the synthetic catalogue."""
+    """The original's items_shuffle*.json; None: a synthetic catalogue."""
     attributes: str | None = None
     """The original's items_ins_v2*.json."""
     human: str | None = None
@@ -62,6 +62,9 @@ class WebShopConfig:
     """A file asin -> nouns of its title; None: spaCy where it is installed, else the built-in heuristic."""
     num_products: int = bounded(1000, least=1)
     """Size of the synthetic catalogue; of files, the first so many records."""
+    catalogue: str = one_of("easy", "hard")
+    """Synthetic catalogue: easy, whose first hit is mostly the right one, or hard, where prices, options and features
+    of several alike products must be read, and splits share no product; see docs/environments.md."""
     catalogue_seed: int = bounded(0, least=0, most=2**31 - 1)
     """Seed of the synthetic catalogue."""
     goals: str = one_of("synthetic", "human")

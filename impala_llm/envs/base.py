@@ -5,7 +5,7 @@ at a time and is small. Neither knows tokens or models. Identical states give id
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -64,4 +64,26 @@ class Suite(Protocol):
 
     def signature(self, task_id: int) -> str:
         """The kind of a task: what the rarity factor of the replay priority counts."""
+        ...
+
+
+class Script(Protocol):
+    """A player of one episode that needs no model."""
+
+    def act(self, observation: str, info: dict[str, Any]) -> str:
+        """The action for an observation and the `info` that came with it."""
+        ...
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """A suite that has a script: it can show how its tasks are done."""
+
+    def script(self, noise: float, seed: int) -> Script:
+        """A script for one episode.
+
+        Args:
+            noise: from 0, as well as it can, to 1, sloppily.
+            seed: of its slips.
+        """
         ...

@@ -47,14 +47,23 @@ class Catalogue:
     """Products by asin, with everything about them that all episodes share.
 
     products: in the order of the item file. prices: the hidden price of each asin in dollars, which the reward
-    compares with the goal's limit. noun_source: where the nouns of titles come from ("file", "spacy:<model>" or
+    compares with the goal's limit. split_by_product: whether training, validation and test share no product, see
+    `splits.py`. noun_source: where the nouns of titles come from ("file", "spacy:<model>" or
     "heuristic").
     """
 
-    def __init__(self, products: Iterable[Product], nouns: NounFunction, seed: int, has_human: bool) -> None:
+    def __init__(
+        self,
+        products: Iterable[Product],
+        nouns: NounFunction,
+        seed: int,
+        has_human: bool,
+        split_by_product: bool = False,
+    ) -> None:
         self.products = tuple(products)
         self._by_asin = {product.asin: product for product in self.products}
         self._has_human = has_human
+        self.split_by_product = split_by_product
         self._nouns = nouns
         self.noun_source = nouns.name
         rng = random.Random(seed)
@@ -116,13 +125,14 @@ def records_to_catalogue(
     num_products: int | None = None,
     seed: int = 0,
     sources: Sources = IN_MEMORY,
+    split_by_product: bool = False,
 ) -> Catalogue:
     """Makes a catalogue of records in the file formats of the original.
 
     items: product records. attributes: asin -> {attributes, instruction?, instruction_attributes?}. human: asin ->
     list of instructions. nouns: asin -> nouns of its title. num_products: read only so many records, counted before
     duplicates are dropped. seed: of the hidden prices and of the price limits of goals. sources: names for error
-    messages.
+    messages. split_by_product: as in `Catalogue`.
 
     Raises:
         CatalogueError: a record that cannot be used; names the source, the record and what is wrong with it.
@@ -144,7 +154,7 @@ def records_to_catalogue(
     if not products:
         raise CatalogueError(f"{sources.items}: there is no usable product in it")
     noun_function = installed_nouns() if nouns is None else CachedNouns.of_products(nouns, products, sources.nouns)
-    return Catalogue(products.values(), noun_function, seed, has_human=human is not None)
+    return Catalogue(products.values(), noun_function, seed, human is not None, split_by_product)
 
 
 def load_catalogue(

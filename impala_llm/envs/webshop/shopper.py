@@ -25,7 +25,7 @@ _INSTRUCTION = re.compile(r"instruction:\s*(?:\[sep\]\s*)?(.+?)\s*(?:\[sep\]|\[b
 _PRICE_LIMIT = re.compile(r"(?:, and )?price lower than ([\d.]+) dollars")
 _NAMED_OPTION = re.compile(r"(?: with|, and) ([\w &'-]+): (.+?)(?=, and [\w &'-]+: |$)")
 _PRICE = re.compile(r"\$(\d+(?:\.\d+)?)")
-_NOT_OPTIONS = NEVER_OPTIONS | {"next >"}
+NOT_OPTIONS = NEVER_OPTIONS | {"next >"}
 _FILLERS = frozenset({
     "find", "show", "me", "i", "am", "im", "need", "want", "would", "like", "looking", "for", "please", "a",
     "an", "the", "some", "it", "should", "be", "that", "is", "are", "which", "to", "buy", "and", "in", "with",
@@ -63,6 +63,20 @@ def read_instruction(instruction: str) -> Wish:
     words = tuple(word for word in re.findall(r"[\w'-]+", described) if word not in _FILLERS)
     price_limit = float(limit[1]) if limit else float("inf")
     return Wish(words, price_limit, tuple(value for _, value in named) if named else None, text)
+
+
+def first_instruction(observation: str) -> str:
+    """The instruction on the first page, in lower case. Raises ValueError where there is none."""
+    found = _INSTRUCTION.search(observation.lower())
+    if found is None:
+        raise ValueError(f"the first observation shows no 'Instruction:': {observation[:80]!r}")
+    return found[1]
+
+
+def shown_price(text: str) -> float:
+    """The price in a text, the lower one of two, in dollars; 0 where there is none."""
+    price = _PRICE.search(text)
+    return float(price[1]) if price else 0.0
 
 
 @dataclass
@@ -111,8 +125,8 @@ class ScriptedShopper:
         if available["has_search_bar"]:
             return f"search[{episode.query}]"
         if "buy now" in clickables:
-            return self._on_item_page(episode, [value for value in clickables if value not in _NOT_OPTIONS])
-        links = [value for value in clickables if value not in _NOT_OPTIONS]
+            return self._on_item_page(episode, [value for value in clickables if value not in NOT_OPTIONS])
+        links = [value for value in clickables if value not in NOT_OPTIONS]
         if links:
             return self._on_results_page(episode, links, observation.lower())
         return "click[< prev]" if "< prev" in clickables else "click[back to search]"
@@ -121,10 +135,7 @@ class ScriptedShopper:
         return self._rng.random() < self.noise * chance
 
     def _begin(self, observation: str) -> _Episode:
-        found = _INSTRUCTION.search(observation.lower())
-        if found is None:
-            raise ValueError(f"the first observation shows no 'Instruction:': {observation[:80]!r}")
-        wish = read_instruction(found[1])
+        wish = read_instruction(first_instruction(observation))
         words = list(wish.words)
         # Attributes, of two words each, come before the product type, which is never dropped.
         thing = 2 - len(words) % 2
@@ -134,7 +145,7 @@ class ScriptedShopper:
         return _Episode(wish, " ".join(words), hasty=self._slips(1.0), takes_other=self._slips(TAKE_OTHER_PRODUCT))
 
     def _on_results_page(self, episode: _Episode, links: list[str], observation: str) -> str:
-        episode.clicked, episode.shown = set(), _texts_of(links, observation)
+        episode.clicked, episode.shown = set(), texts_of(links, observation)
         fresh = [asin for asin in links if asin not in episode.visited and asin in episode.shown]
         if episode.visited and (len(episode.visited) >= MAX_VISITS or not fresh):
             episode.settled = True
@@ -155,8 +166,7 @@ class ScriptedShopper:
     def _misfit(self, episode: _Episode, asin: str) -> tuple[bool, bool]:
         """Sort key that keeps the search engine's order, but puts what is too dear or another kind of thing last."""
         text = episode.shown.get(asin, "")
-        price = _PRICE.search(text)
-        too_dear = price is not None and float(price[1]) > episode.wish.price_limit
+        too_dear = shown_price(text) > episode.wish.price_limit
         return too_dear, bool(episode.wish.words) and episode.wish.words[-1] not in text
 
     def _on_item_page(self, episode: _Episode, values: list[str]) -> str:
@@ -176,7 +186,7 @@ class ScriptedShopper:
         return "click[buy now]"
 
 
-def _texts_of(links: list[str], observation: str) -> dict[str, str]:
+def texts_of(links: list[str], observation: str) -> dict[str, str]:
     """Text of a results page about each asin; asins that the page does not show are left out.
 
     That is the rest of its line where it has one, as on compact pages, else what follows it up to the next asin.

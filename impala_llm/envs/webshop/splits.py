@@ -1,20 +1,25 @@
 """Splits of the goals into training, validation and test, and the goals that can be reached at all.
 
-Invariant: splits are ranges of positions in the canonical order, the same for everybody, so no test goal is trained
-on.
+Invariant: splits are the same for everybody and share no goal, so no test goal is trained on. Those of the original are
+ranges of positions in the canonical order, in which one product has goals in several splits; where a catalogue says
+so, splits share no product.
 """
 
+import random
 from collections.abc import Sequence
 
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.webshop.catalogue import Catalogue
-from impala_llm.envs.webshop.goals import Goal
+from impala_llm.envs.webshop.goals import CANONICAL_SEED, Goal
 from impala_llm.envs.webshop.options import NEVER_OPTIONS, choose_repaired, choose_strict, option_groups
 from impala_llm.envs.webshop.product import Product
 from impala_llm.envs.webshop.reward import option_matches, score_purchase
 
 _TEST_END, _VALIDATION_END = 500, 1500
 _SMALL = 3000
+_PRODUCT_DEAL: tuple[Split, ...] = (
+    "test", "train", "test", "train", "validation", "test", "train", "test", "train", "train"
+)  # fmt: skip
 
 
 def split_goals(num_goals: int, split: Split) -> range:
@@ -32,6 +37,25 @@ def split_goals(num_goals: int, split: Split) -> range:
     test_end, validation_end = scale * _TEST_END // _SMALL, scale * _VALIDATION_END // _SMALL
     bounds = {"test": (0, test_end), "validation": (test_end, validation_end), "train": (validation_end, num_goals)}
     return range(*bounds[split])
+
+
+def split_goals_by_product(goals: Sequence[Goal], split: Split) -> list[int]:
+    """Positions of a split in the canonical order, where splits share no product.
+
+    Of each kind of product, four tenths are dealt to the test, one to validation and five to training.
+    """
+    positions: dict[str, list[int]] = {}
+    for position, goal in enumerate(goals):
+        positions.setdefault(goal.asin, []).append(position)
+    asins = sorted(positions)
+    random.Random(CANONICAL_SEED).shuffle(asins)
+    asins.sort(key=lambda asin: goals[positions[asin][0]].query)  # of each kind some in every split
+    return sorted(
+        p
+        for number, asin in enumerate(asins)
+        if _PRODUCT_DEAL[number % len(_PRODUCT_DEAL)] == split
+        for p in positions[asin]
+    )
 
 
 def solvable_goals(catalogue: Catalogue, goals: Sequence[Goal], strict_compat: bool = True) -> list[int]:

@@ -5,12 +5,14 @@ Invariant: playing through a session changes nothing about the shop. The same ac
 page format; only what is shown, how many steps are allowed and whether the reward is sparse are the suite's choice.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from impala_llm.envs.base import SPLITS, Split
+from impala_llm.envs.base import SPLITS, Script, Split
 from impala_llm.envs.webshop.catalogue import Catalogue, GoalSet, load_catalogue
 from impala_llm.envs.webshop.env import WebShopEnv
+from impala_llm.envs.webshop.hard_catalogue import hard_catalogue
 from impala_llm.envs.webshop.prompt import (
     PROMPT_MODES,
     SYSTEM_PROMPT,
@@ -21,7 +23,10 @@ from impala_llm.envs.webshop.prompt import (
     parse_action,
     without_instruction,
 )
-from impala_llm.envs.webshop.splits import solvable_goals, split_goals
+from impala_llm.envs.webshop.reading_shopper import ReadingShopper
+from impala_llm.envs.webshop.rules import FirstHit
+from impala_llm.envs.webshop.shopper import ScriptedShopper
+from impala_llm.envs.webshop.splits import solvable_goals, split_goals, split_goals_by_product
 from impala_llm.envs.webshop.synthetic import synthetic_catalogue
 from impala_llm.settings import WebShopConfig
 
@@ -71,6 +76,18 @@ class WebShopSuite:
             max_invalid_actions=self.config.max_invalid_actions if training else None,
         )
         return WebShopSession(self, env)
+
+    def script(self, noise: float = 0.0, seed: int = 0) -> Script:
+        """The scripted shopper that fits the catalogue."""
+        return ReadingShopper(noise, seed) if self.catalogue.split_by_product else ScriptedShopper(noise, seed)
+
+    def baselines(self) -> dict[str, Callable[[], Script]]:
+        """Scripts to compare policies with, by name; each is made anew for every episode."""
+        return {
+            "rule: first hit": FirstHit,
+            "rule with options": functools.partial(FirstHit, with_options=True),
+            "scripted shopper": self.script,
+        }
 
     def signature(self, task_id: int) -> str:
         """The search term under which the wanted product was found: a few dozen to a few hundred kinds."""
@@ -140,7 +157,8 @@ def suite_from_config(config: WebShopConfig) -> WebShopSuite:
         ValueError: `items` without `attributes` or the other way round, or values that `WebShopSuite` refuses.
     """
     if config.items is None and config.attributes is None:
-        catalogue = synthetic_catalogue(config.num_products, config.catalogue_seed)
+        make = hard_catalogue if config.catalogue == "hard" else synthetic_catalogue
+        catalogue = make(config.num_products, config.catalogue_seed)
     elif config.items is None or config.attributes is None:
         missing = "items" if config.items is None else "attributes"
         raise ValueError(
@@ -157,7 +175,10 @@ def _tasks_by_split(
     catalogue: Catalogue, goal_set: GoalSet, strict_compat: bool, solvable_only: bool
 ) -> dict[Split, Sequence[int]]:
     goals = catalogue.goals(goal_set)
-    splits: dict[Split, Sequence[int]] = {split: split_goals(len(goals), split) for split in SPLITS}
+    splits: dict[Split, Sequence[int]] = {
+        split: split_goals_by_product(goals, split) if catalogue.split_by_product else split_goals(len(goals), split)
+        for split in SPLITS
+    }
     if not solvable_only:
         return splits
     solvable = set(solvable_goals(catalogue, goals, strict_compat))

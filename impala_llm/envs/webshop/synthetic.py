@@ -59,7 +59,10 @@ def make_records(num_products: int = 1000, seed: int = 0) -> Records:
             "instruction": f"Find me {', '.join(draft.wanted)} {draft.shelf.query}",
             "instruction_attributes": list(draft.wanted),
         }
-        human[asin] = [_human_instruction(asin, draft, rng) for _ in range(rng.choice((0, 1, 1, 2)))]
+        human[asin] = [
+            human_instruction(asin, draft.wanted, draft.shelf.query, draft.attributes, draft.options, rng)
+            for _ in range(rng.choice((0, 1, 1, 2)))
+        ]
         nouns[asin] = [word for word in draft.title.split() if word not in ADJECTIVES]
     return items, attributes, {asin: entries for asin, entries in human.items() if entries}, nouns
 
@@ -179,9 +182,26 @@ def _price_text(price: float, rng: random.Random) -> str:
     return f"${price:.2f}"
 
 
-def _human_instruction(asin: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
-    chosen = {group: rng.choice(values) for group, values in draft.options.items()}
-    attributes, query, values = " and ".join(draft.wanted), draft.shelf.query, " and ".join(chosen.values())
+def human_instruction(
+    asin: str,
+    wanted: tuple[str, ...],
+    query: str,
+    own: tuple[str, ...],
+    options: dict[str, tuple[str, ...]],
+    rng: random.Random,
+) -> dict[str, Any]:
+    """An instruction as people write them, in the format of `items_human_ins.json`.
+
+    Args:
+        asin: of the product.
+        wanted: the attributes that it asks for.
+        query: the product type, in its words.
+        own: all attributes of the product.
+        options: group -> values, of which it asks for one each.
+        rng: draws them, and the form of the sentence.
+    """
+    chosen = {group: rng.choice(values) for group, values in options.items()}
+    attributes, values = " and ".join(wanted), " and ".join(chosen.values())
     templates = (
         f"i am looking for {attributes} {query}" + (f" in {values}" if values else ""),
         f"i need {query} that is {attributes}" + (f", and i want it in {values}" if values else ""),
@@ -192,9 +212,9 @@ def _human_instruction(asin: str, draft: _Draft, rng: random.Random) -> dict[str
     return {
         "asin": asin,
         "instruction": rng.choice(templates) + ".",
-        "attributes": list(draft.attributes),
+        "attributes": list(own),
         "options": [f"{group}: {value}" for group, value in chosen.items()],
-        "instruction_attributes": list(draft.wanted),
+        "instruction_attributes": list(wanted),
         "instruction_options": list(chosen.values()),
         "assignment_id": "synthetic",
         "worker_id": "synthetic",
