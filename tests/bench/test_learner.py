@@ -34,5 +34,5 @@ def test_all_contenders_find_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(learner, "NUM_ROWS", {"5m": 8})
     monkeypatch.setattr(learner, "SIZES", {"5m": (1024, 1 << 20)})
     figures, rows = learner.run({"rounds": "1", "padded_rounds": "0"})
-    assert set(figures) == {"bound_fraction", "ratio_hf_packed"}
-    assert [row["contender"] for row in rows] == ["trainer", "bare", "hf_packed"]
+    assert set(figures) == {"bound_fraction", "ratio_hf_packed", "ratio_hf_packed_2048"}
+    assert [row["contender"] for row in rows] == ["trainer", "bare", "hf_packed", "hf_packed_2048"]
