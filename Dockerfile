@@ -15,7 +15,7 @@ RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu 
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
 COPY impala_llm impala_llm
-RUN pip install --no-cache-dir -c constraints.txt .
+RUN pip install --no-cache-dir -c constraints.txt '.[lora]'
 RUN --mount=type=tmpfs,target=/dev/shm \
     impala-llm train experiment=corridor learner.total_updates=2 model.device=cpu run.terminal=false run.dir=/tmp/trial \
  && rm -r /tmp/trial
@@ -30,7 +30,7 @@ COPY impala_llm impala_llm
 # The image's own packages are what SGLang was built against: they bind here, constraints.txt does not. SGLang itself is
 # there already; the last line ends the build if this Python does not find it, as another SGLANG_IMAGE might have it.
 RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/image.txt \
- && pip install --no-cache-dir -c /tmp/image.txt . \
+ && pip install --no-cache-dir -c /tmp/image.txt '.[lora]' \
  && rm /tmp/image.txt \
  && python3 -c "from importlib.metadata import version; print('SGLang', version('sglang'))"
 RUN --mount=type=tmpfs,target=/dev/shm \

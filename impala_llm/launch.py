@@ -23,6 +23,7 @@ from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_ali
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
+from impala_llm.learning.checkpoint_files import checkpoints
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
@@ -138,6 +139,9 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     keep_settings(config)
     for note in start.notes:
         say(note)
+    if start.run_id is not None and not start.take_over:
+        newest = checkpoints(Path(config.run.dir))[0]
+        say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
@@ -170,8 +174,9 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
             _show(learner, view)  # where the policy is
             at_step = view.step
     if stop_signal():
-        name, steps = signal_name(stop_signal()), config.learner.total_updates
-        say(f"the run was interrupted by {name} at step {at_step} of {steps}")
+        at = f" at step {at_step} of {config.learner.total_updates}" if config.run.terminal else ""
+        onward = "; the same command goes on with it" if checkpoints(Path(config.run.dir)) else ""
+        say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if child.poll() == BAD_SETTINGS]

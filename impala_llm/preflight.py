@@ -24,6 +24,7 @@ from impala_llm.config import ConfigError
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
+from impala_llm.learning.checkpoint_files import FOLDER as CHECKPOINTS
 from impala_llm.learning.resume import how_to_start
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
@@ -352,6 +353,7 @@ def _disk(config: Config) -> list[str]:
     num_parts = 1 if config.model.lora.rank else 3
     weights = float32_bytes(config.model.path)
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
+    needed -= _bytes_kept(folder)
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
@@ -360,6 +362,16 @@ def _disk(config: Config) -> list[str]:
         f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policies, checkpoints and logs take "
         f"{needed / MEGABYTE:,.0f} MB: make room{fewer}, or name a folder on another disk"
     ]
+
+
+def _bytes_kept(folder: Path) -> int:
+    """Bytes of the checkpoints and policies that a run has already: what it writes takes their place."""
+    total = 0
+    for part in (folder / CHECKPOINTS, *folder.glob("policy*")):
+        for path in part.rglob("*"):
+            with contextlib.suppress(OSError):  # a learner may be at work
+                total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def float32_bytes(path: str) -> int:

@@ -156,7 +156,7 @@ class ScratchConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters that learn in place of the policy's weights. Needs peft: pip install "impala_llm[lora]"."""
+    """Low-rank adapters that learn in place of the policy's weights. Needs peft: pip install -e '.[lora]'."""
 
     rank: int = bounded(0, least=0)
     """Rank of the adapters; 0: none, all weights learn."""

@@ -123,8 +123,7 @@ def _sharding_problems(config: Config) -> list[str]:
         )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(
-            f'model.lora.rank={rank} needs peft, which is not installed: pip install "impala_llm[lora]", or set '
-            "model.lora.rank=0"
+            f"model.lora.rank={rank} needs peft, which is not installed: pip install peft, or set model.lora.rank=0"
         )
     return found
 
@@ -150,15 +149,17 @@ def _batch_problems(config: Config) -> list[str]:
     """Batches that cannot be divided among ranks, groups and minibatches."""
     algorithm, learner, found = config.algorithm, config.learner, []
     share = learner.batch_size // learner.num_ranks
+    unit = algorithm.group_size * learner.num_ranks
     if learner.batch_size % learner.num_ranks:
         found.append(
             f"learner.batch_size={learner.batch_size} does not divide among learner.num_ranks={learner.num_ranks}: "
-            f"set it to a multiple, such as {share * learner.num_ranks or learner.num_ranks}"
+            f"set it to a multiple of {unit} (ranks times algorithm.group_size), such as "
+            f"{learner.batch_size // unit * unit or unit}"
         )
     elif share % algorithm.group_size:
         found.append(
             f"algorithm.group_size={algorithm.group_size} does not divide a rank's share of the batch, {share} "
-            f"trajectories: set learner.batch_size to a multiple of {algorithm.group_size * learner.num_ranks}"
+            f"trajectories: set learner.batch_size to a multiple of {unit}"
         )
     if learner.minibatches > share:
         found.append(

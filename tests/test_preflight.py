@@ -178,6 +178,21 @@ def test_an_actors_arenas_share_its_memory_however_many_ranks_there_are(
     assert "(300 MB for pipeline.arena_mb" in said or " 300 MB for pipeline.arena_mb" in said
 
 
+def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    config = load(["experiment=quickstart", f"run.dir={tmp_path}"])
+
+    def needed_mb() -> int:
+        (said,) = [said for check in preflight.training_checks()["disk"] for said in check(config)]
+        return int(said.split("logs take ")[1].split(" MB")[0].replace(",", ""))
+
+    without = needed_mb()
+    for name in ("checkpoints/update-7/rank-0.safetensors", "policy/model.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(4 << 20))
+    assert needed_mb() == without - 8
+
+
 def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             gpus = "a GPU" if part.num_gpus == 1 else f"{part.num_gpus} GPUs"
             result, figure = "skipped", f"needs {gpus}, and there are {num_gpus}: --device cpu tries it without"
         elif part.needs_sglang and sglang is None:
-            result, figure = "skipped", "needs SGLang: pip install 'impala_llm[sglang]', or tools/install_sglang_cpu.sh"
+            result, figure = "skipped", "needs SGLang: pip install -e '.[sglang]', or tools/install_sglang_cpu.sh"
         else:
             settings = {
                 "device": options.device,

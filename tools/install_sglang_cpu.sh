@@ -2,7 +2,7 @@
 # Makes a virtual environment with the real SGLang for a machine without GPU. A second call does nothing.
 #   tools/install_sglang_cpu.sh [VENV]       default: .venv-sglang, where the tests look for it
 # Then: engine=sglang engine.python=VENV/bin/python. Another interpreter to start from: PYTHON=/path/to/python3.11
-# An environment of its own, since SGLang pins versions of its own. With a GPU: pip install 'impala_llm[sglang]'.
+# An environment of its own, since SGLang pins versions of its own. With a GPU: pip install -e '.[sglang]'.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

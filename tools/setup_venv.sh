@@ -12,6 +12,12 @@ venv=$root/.venv
 stamp=$venv/.impala_llm_stamp
 . tools/lib/venv.sh
 
+# What a link leads to is another checkout's, or the user's own: an installation here would change it for all.
+if [ -L "$venv" ]; then
+  say ".venv is a link, to $(readlink "$venv"): it is used as it is"
+  exit 0
+fi
+
 has_nvidia_gpu() {
   [ -d /proc/driver/nvidia/gpus ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 }
