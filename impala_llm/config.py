@@ -352,7 +352,7 @@ def threads_per_process(config: Config) -> int:
 
     Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    return max(1, num_cores() // (config.learner.num_ranks + config.actor.num_actors))
+    return max(1, num_cores() // (config.learner.num_processes + config.actor.num_actors))
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

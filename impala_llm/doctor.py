@@ -322,7 +322,7 @@ DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
 
 def processes(config: Config) -> Finding:
     """Processes on this host's cores."""
-    num_ranks = config.learner.num_ranks if config.pipeline.connect is None else 0
+    num_ranks = config.learner.num_processes if config.pipeline.connect is None else 0
     threads, number = threads_per_process(config), num_ranks + config.actor.num_actors
     cores = num_cores()
     state = f"learner ranks: {num_ranks}, actors: {config.actor.num_actors}, each with OpenMP threads: {threads}"
@@ -354,16 +354,16 @@ def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
     parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.actor.num_actors
     is_shared, has_adapters = learner.sharding == "fsdp2", config.model.lora.rank > 0
     width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
-    each = width * parameters / 1e9 / (learner.num_ranks if is_shared else 1)
+    each = width * parameters / 1e9 / (learner.num_ranks if is_shared else learner.tensor_parallel)
     state = f"{each:.1f} GB for weights, gradients and optimizer of a rank; activations come on top"
     gpus = [] if config.model.device == "cpu" or learner.cpu_offload else torch.get("gpus", [])
     where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
-    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[: learner.num_ranks]), default=0.0), "a GPU's"
+    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[: learner.num_processes]), default=0.0), "a GPU's"
     if not gpus:
         actors = num_actors * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9
         state += f"; {actors:.1f} GB for the weights of the actors' engines"
         where += f" and actor.num_actors={num_actors}"
-        needed, there, whose = learner.num_ranks * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
+        needed, there, whose = learner.num_processes * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
     problems = []
     if needed > there:
         fix = "" if is_shared else "set learner.sharding=fsdp2, with more ranks, or "

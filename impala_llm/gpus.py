@@ -51,9 +51,11 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
         return GpuShares([], [[] for _ in range(num_actors)])
     num_ranks = _num_ranks_here(config)
     if len(gpus) < num_ranks:
+        width = config.learner.tensor_parallel
+        needed = "as many GPUs" if width == 1 else f"learner.tensor_parallel={width} GPUs each"
         raise ConfigError(
-            f"learner.num_ranks={num_ranks} needs as many GPUs, and this host has {len(gpus)}: set learner.num_ranks="
-            f"{len(gpus)} or model.device=cpu"
+            f"learner.num_ranks={config.learner.num_ranks} needs {needed}, and this host has {len(gpus)}: set "
+            f"learner.num_ranks={max(1, len(gpus) // width)} or model.device=cpu"
         )
     learner, free = list(gpus[:num_ranks]), list(gpus[num_ranks:])
     if engine.urls is not None:
@@ -78,5 +80,5 @@ def num_servers(config: Config, gpus: Sequence[str]) -> int:
 
 
 def _num_ranks_here(config: Config) -> int:
-    """Number of actors that need a GPU on this host."""
-    return config.learner.num_ranks if config.pipeline.connect is None and config.model.device != "cpu" else 0
+    """Number of learner processes that need a GPU on this host."""
+    return config.learner.num_processes if config.pipeline.connect is None and config.model.device != "cpu" else 0

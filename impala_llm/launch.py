@@ -57,7 +57,7 @@ def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None
             environment.setdefault(name, LOOPBACK)
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
     log = Path(config.run.dir) / "logs" / "learner.log"
-    learner = Child("learner", command, log, environment, config.learner.num_ranks)
+    learner = Child("learner", command, log, environment, config.learner.num_processes)
     return [learner, *plan_actors(config, overrides, gpus, indices)]
 
 

@@ -52,6 +52,7 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memo
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.learning.shared_batch import share_batch, share_trajectories
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
@@ -67,6 +68,7 @@ from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
 from impala_llm.trainer import Trainer
+from impala_llm.trajectory import Trajectory
 
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
@@ -115,10 +117,12 @@ class Learner:
         self.files = policy_files(resolve_policy(config))
         self.endpoint = stack.enter_context(
             LearnerEndpoint(
-                config, ranks.rank, ranks.world_size, ranks.barrier, self.files, start.take_over, start.run_id
+                config, ranks.process, ranks.world_size, ranks.barrier, self.files, start.take_over, start.run_id
             )
         )
-        self.checkpointer = Checkpointer(self.run_folder, config.learner.checkpoints_kept, ranks.rank, ranks.world_size)
+        self.checkpointer = Checkpointer(
+            self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
+        )
         if ranks.is_main:
             self.checkpointer.begin()
         origin = find_origin(self.run_folder, self.endpoint.newest_weights(), self.checkpointer.versions, ranks)
@@ -163,21 +167,23 @@ class Learner:
         with timer.stage("receive"):
             batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
         with timer.stage("idle"):
-            if batch is None and not self.stops.number:
+            if batch is None and not self.stops.number and self.ranks.leads:
                 with suppress(Stopped):
                     batch = self.batches.next_batch(self.version, self.time.ends_at, self.while_waiting)
             self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
         # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
-        is_over, is_told = self.ranks.sum([float(batch is None), float(self.stops.number)])
+        is_missing = batch is None if self.ranks.leads else self.stops.number > 0
+        is_over, is_told = self.ranks.sum([float(is_missing), float(self.stops.number)], of_processes=True)
         if is_over:
             self.stop_together(is_told > 0)
             return False
-        assert batch is not None
+        with timer.stage("receive"):
+            batch = share_batch(self.ranks, batch)
         self.time.begin()
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
         self.saving.begin_update()
-        self.trainer.update(batch, self.version, self.progress, partial(self.batches.arrivals, self.version))
+        self.trainer.update(batch, self.version, self.progress, self.arrivals)
         with timer.stage("publish"):
             self.version += 1
             self.update += 1
@@ -197,7 +203,8 @@ class Learner:
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
                 self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
-            self.meters.observe(self.batches, batch, self.version)
+            if self.ranks.leads:
+                self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.update % save_every == 0:
                 self.save(self.run_folder / f"policy-{self.update}")
@@ -308,6 +315,10 @@ class Learner:
 
     # --- while it trains
 
+    def arrivals(self) -> Sequence[Trajectory]:
+        """Take in and return what has arrived, in all processes of this rank."""
+        return share_trajectories(self.ranks, self.batches.arrivals(self.version))
+
     def while_waiting(self, what: str) -> None:
         """Publish what tickets wait for, and show what is missing. Called again and again while there is no batch.
 
@@ -380,7 +391,7 @@ class Learner:
         signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
             return
-        ends_together = kind is None or self.ends_together or self.ranks.world_size == 1
+        ends_together = kind is None or self.ends_together or self.ranks.num_processes == 1
         if self.ranks.is_sharded and not ends_together:
             return
         tell(saving=True)
@@ -410,7 +421,8 @@ def main(argv: Sequence[str]) -> int:
         prepare_memory()
     disable_progress_bar()
     learner = config.learner
-    ranks = Ranks(config.model.device, learner.stall_timeout_s, learner.sharding, learner.cpu_offload)
+    how = learner.sharding, learner.cpu_offload, learner.tensor_parallel
+    ranks = Ranks(config.model.device, learner.stall_timeout_s, *how)
     try:
         return 0 if learn(config, ranks, start, stops) else NOT_SAVED
     except KeyboardInterrupt:

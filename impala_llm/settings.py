@@ -298,7 +298,11 @@ class AlgorithmConfig:
 @dataclass
 class LearnerConfig:
     num_ranks: int = bounded(1, least=1)
-    """Processes of the learner, all on one host; each has its own receiver and replay shard."""
+    """Ranks of the learner, all on one host; each has its own receiver and replay shard, and is one process, or as many
+    as tensor_parallel says."""
+    tensor_parallel: int = bounded(1, least=1, most=64)
+    """Processes of each rank, a GPU each, that divide the layers' matrices and compute the same rows together, as the
+    model's own plan in transformers says. See docs/sharding.md."""
     sharding: str = one_of("replicated", "fsdp2")
     """replicated: every rank holds the whole policy; fsdp2: each holds a share of parameters, gradients and moments,
     and gathers a layer while it computes it. See docs/sharding.md."""
@@ -365,6 +369,11 @@ class LearnerConfig:
     and a run that has ended cannot go on."""
     stall_timeout_s: float = bounded(600.0, least=1)
     """The learner ends with an error when no batch came together for so long."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the learner."""
+        return self.num_ranks * self.tensor_parallel
 
 
 @dataclass

@@ -111,6 +111,26 @@ def _attention_problems(config: Config) -> list[str]:
 def _sharding_problems(config: Config) -> list[str]:
     """Shares that nobody has or that forbid trials, and adapters without the library that makes them."""
     learner, rank, found = config.learner, config.model.lora.rank, []
+    if learner.tensor_parallel > 1:
+        recomputes = config.algorithm.recompute_behaviour
+        others = {
+            f"learner.sharding={learner.sharding}": (learner.sharding == "fsdp2", "learner.sharding=replicated"),
+            f"model.lora.rank={rank}": (rank > 0, "model.lora.rank=0"),
+            "learner.token_budget=auto": (
+                learner.token_budget == "auto",
+                f"a number, such as learner.token_budget={LearnerConfig().token_budget}",
+            ),
+            f"algorithm.recompute_behaviour={recomputes}": (
+                recomputes != "never",
+                "algorithm.recompute_behaviour=never",
+            ),
+        }
+        found += [
+            f"learner.tensor_parallel={learner.tensor_parallel} does not go with {key}: set {fix}, or "
+            "learner.tensor_parallel=1"
+            for key, (is_set, fix) in others.items()
+            if is_set
+        ]
     if learner.cpu_offload and learner.sharding != "fsdp2":
         found.append(
             f"learner.cpu_offload=true has no effect with learner.sharding={learner.sharding}: set "

@@ -26,6 +26,7 @@ def config(*words: str, ranks: int = 1, actors: int = 1) -> Config:
         (FOUR, 1, 5, (), "0", ["1", "2", "3", "1", "2"]),
         (FOUR, 4, 2, (), "0123", ["0", "1"]),
         (["0"], 1, 2, (), "0", ["0", "0"]),
+        (FOUR, 1, 2, ("learner.tensor_parallel=2",), "01", ["2", "3"]),
         (FOUR, 2, 2, ("away",), "", ["0", "1"]),
         ([], 2, 2, (), "", ["", ""]),
         (FOUR, 2, 2, ("model.device=cpu",), "", ["", ""]),

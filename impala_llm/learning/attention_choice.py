@@ -89,7 +89,7 @@ def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int
                 compare(model, implementation, max_length, ranks.device)
             except ModelRefused as error:
                 reason = str(error)
-        if not ranks.sum([float(bool(reason))])[0]:
+        if not ranks.sum([float(bool(reason))], of_processes=True)[0]:
             model.attend_by(implementation)
             if ranks.is_main and (len(offered.implementations) > 1 or against):
                 why = f": {'; '.join(against)}" if against else ""

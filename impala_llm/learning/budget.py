@@ -103,7 +103,7 @@ class TokenBudget:
         longest, used = max(lengths, default=0), min(self.tokens, sum(lengths))
         if self._ranks is not None and self._ranks.is_sharded:
             raise OutOfMemory(
-                f"out of memory in micro-batches of up to {used} tokens, and with learner.sharding=fsdp2 no rank can "
+                f"out of memory in micro-batches of up to {used} tokens, and where ranks share the policy none can "
                 f"begin again alone: set learner.token_budget={max(2, used // 2)}, learner.activation_checkpointing=1 "
                 "or learner.precision=bfloat16"
             )

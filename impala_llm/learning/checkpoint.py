@@ -52,6 +52,7 @@ from impala_llm.learning.checkpoint_files import (
 from impala_llm.learning.checkpoint_files import checkpoints as folders_of
 from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.parallel import is_shared
 from impala_llm.pipeline.weights.safetensors_layout import plan
 from impala_llm.supervised import say
 
@@ -90,11 +91,15 @@ class State:
     patience: int = 0
 
 
-def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool) -> dict[str, Tensor]:
-    """Weights that learn, and their moments, that a rank has to save: of those that all ranks hold alike, rank 0."""
+def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool, exports: bool = True) -> dict[str, Tensor]:
+    """Weights that learn, and their moments, that a process has to save: of those that all hold alike, rank 0.
+
+    Args:
+        exports: whether no process before this one holds the same shares.
+    """
     found = {f"model.{name}": tensor for name, tensor in learned(model).items()}
     found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
-    return {name: t.detach() for name, t in found.items() if is_main or isinstance(t, DTensor)}
+    return {name: t.detach() for name, t in found.items() if is_main or (exports and is_shared(t))}
 
 
 def learned(model: PolicyModel) -> dict[str, Tensor]:
@@ -132,12 +137,16 @@ class Checkpointer:
     Args:
         run_folder: `run.dir`.
         num_kept: newest checkpoints that stay; 0: none is written.
+        rank: of this process; from `num_ranks` on it shares one with another process.
+        num_processes: that write; None: one for each rank.
     """
 
-    def __init__(self, run_folder: Path, num_kept: int, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self, run_folder: Path, num_kept: int, rank: int = 0, num_ranks: int = 1, num_processes: int | None = None
+    ) -> None:
         self._run_folder, self._num_kept = run_folder, num_kept
         self._folder = run_folder / FOLDER
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks, self._num_processes = rank, num_ranks, num_processes or num_ranks
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
         self._is_copied.set()
@@ -271,7 +280,7 @@ class Checkpointer:
     def _finish(self, state: State, written: "_Written", aside: Path, target: Path) -> None:
         """Write the manifest once all ranks have written theirs, give the checkpoint its name, and remove old ones."""
         deadline = time.monotonic() + _RANKS_TIMEOUT_S
-        for rank in range(1, self._num_ranks):
+        for rank in range(1, self._num_processes):
             path = aside / f"rank-{rank}.json"
             while not path.exists():
                 if time.monotonic() > deadline:

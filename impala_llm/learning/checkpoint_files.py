@@ -7,6 +7,7 @@
         rank-0.safetensors                  what else rank 0 holds in tensors: moments of the optimizer, shares
         rank-0.msgpack                      the rest of its state: tickets, replay, control, random numbers
         rank-0.records                      its trajectories, end to end, as record.py has them
+                                            (with tensor parallelism: of each process, those that lead a rank first)
     <run.dir>/checkpoints/update-000124.damaged/    one that was not whole when a learner went on from an older one
     <run.dir>/checkpoints/best              a link to the best one by evaluation
     <run.dir>/checkpoints/versions.json     up to which version the run may have published, and how many

@@ -7,6 +7,7 @@ The policy's rate rises when the policy begins to learn, after the updates in wh
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from impala_llm.settings import LearnerConfig
 
 _BASE_WIDTH = 64
 """Inputs of a value-head matrix that `value_learning_rate` is for."""
-_POLICY_GROUPS = 2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -64,15 +64,16 @@ class Optimizer:
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._policy = [p for p in model.lm.parameters() if p.requires_grad]
         self._value = list(model.value_head.parameters())
-        groups = [
-            {"params": [p for p in self._policy if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self._policy if p.ndim < 2], "weight_decay": 0.0},
-            *({"params": [p], "weight_decay": 0.0} for p in self._value),
-        ]
+        groups: list[dict[str, Any]] = []
+        for part in _by_kind(self._policy):
+            groups.append({"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay})
+            groups.append({"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0})
+        self._num_policy_groups = len(groups)
+        groups += ({"params": [p], "weight_decay": 0.0} for p in self._value)
         # A bias has one input.
         widths = [p.shape[1] if p.ndim == 2 else 1 for p in self._value]
         rates = [config.value_learning_rate * min(1.0, _BASE_WIDTH / width) for width in widths]
-        self._rates = [config.learning_rate, config.learning_rate, *rates]
+        self._rates = [config.learning_rate] * self._num_policy_groups + rates
         # Of shares, each operation of Python's costs more than its arithmetic: one for all tensors of a group.
         foreach = True if any(isinstance(p, DTensor) for p in self._policy) else None
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), foreach=foreach)
@@ -96,7 +97,7 @@ class Optimizer:
                 for p in self._policy:
                     p.grad = None  # AdamW passes over it, its moments included
             for index, (group, rate) in enumerate(zip(self._adam.param_groups, self._rates, strict=True)):
-                group["lr"] = rate * (factor if index < _POLICY_GROUPS else value_factor)
+                group["lr"] = rate * (factor if index < self._num_policy_groups else value_factor)
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         return StepResult(norm, norm > limit, skip, self._config.learning_rate * factor)
@@ -136,12 +137,23 @@ class Optimizer:
             self._adam.state[p] = {"step": step, **parts}
 
 
+def _by_kind(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters that are whole, and those that are shared, which no operation takes together; none of them empty."""
+    whole = [p for p in parameters if not isinstance(p, DTensor)]
+    shared: list[Tensor] = [p for p in parameters if isinstance(p, DTensor)]
+    return [part for part in (whole, shared) if part]
+
+
 def _clip(parameters: Sequence[Tensor], limit: float) -> float:
     """Scale gradients down to this norm. Returns what it was, over all shares."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    parts = _by_kind(parameters)
+    norms = []
+    for part in parts:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for part in parts:
+        torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
     return norm.item()
 
 

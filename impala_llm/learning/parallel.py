@@ -6,6 +6,8 @@
   belongs to no layer (embeddings, last norm, head) is gathered by `PolicyModel.forward` and stays until the backward
   pass is over or `reshard` is called: `action_log_probs` needs it after the forward. The value head and LoRA's
   adapters, small and in float32, stay whole on every rank; their gradients are summed before the step.
+- tensor_parallel: every rank is several processes, each with a part of the layers' matrices (tensor_parallel.py). Its
+  first process leads it; "rank" and `world_size` count ranks, and what is summed over ranks counts each of them once.
 
 Invariant: what is reduced is a sum over ranks, never a mean, since every loss is already divided by the global count. A
 collective that a rank never joins ends with an error after the time-out, instead of waiting for ever. Ranks that share
@@ -21,7 +23,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -34,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from impala_llm.config import ConfigError
 from impala_llm.learning.lora import adapter_tensors
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.tensor_parallel import divide
 from impala_llm.settings import Config
 from impala_llm.supervised import RENDEZVOUS
 
@@ -41,11 +44,15 @@ from impala_llm.supervised import RENDEZVOUS
 class Ranks:
     """This process among the learner's ranks; a single process needs no torchrun.
 
+    Of P processes with a tensor parallelism of T the first P / T lead a rank each, and process p works for rank
+    p mod (P / T).
+
     Args:
         device: auto | cpu | cuda; auto takes the GPU of the local rank if there is one.
         timeout_s: of every collective.
         sharding: replicated | fsdp2.
         cpu_offload: whether shares lie in the host's memory.
+        tensor_parallel: processes of each rank.
     """
 
     def __init__(
@@ -54,32 +61,52 @@ class Ranks:
         timeout_s: float = 600.0,
         sharding: str = "replicated",
         cpu_offload: bool = False,
+        tensor_parallel: int = 1,
     ) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(self.device)
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.is_sharded = sharding == "fsdp2"
-        """Whether each rank holds a share of the policy, and none computes without the others."""
+        self.num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        self.process = int(os.environ.get("RANK", "0"))
+        self.world_size = self.num_processes // tensor_parallel
+        self.rank = self.process % self.world_size
+        self.tensor_parallel = tensor_parallel
+        self.is_sharded = sharding == "fsdp2" or tensor_parallel > 1
+        """Whether each process holds a share of the policy, and none computes without others."""
         self._cpu_offload = cpu_offload
-        if self.world_size > 1 or self.is_sharded:
+        self._partial: set[nn.Parameter] = set()
+        """Whole in each process of a rank, and their gradient is the sum of what the processes compute."""
+        if self.num_processes > 1 or self.is_sharded:
             # Norms of shares in the host's memory are summed there.
             backend = "cpu:gloo,cuda:nccl" if use_cuda and self.is_sharded else "nccl" if use_cuda else "gloo"
-            is_alone = self.world_size == 1
+            is_alone = self.num_processes == 1
             dist.init_process_group(
                 backend,
                 init_method=None if is_alone else os.environ.get(RENDEZVOUS),  # torchrun's without
-                rank=self.rank,
-                world_size=self.world_size,
+                rank=self.process,
+                world_size=self.num_processes,
                 store=dist.HashStore() if is_alone else None,
                 timeout=timedelta(seconds=timeout_s),
             )
+        self._mesh: DeviceMesh | None = None
+        if tensor_parallel > 1:
+            shape, names = (tensor_parallel, self.world_size), ("tensor", "data")
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.process == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of its rank, with a receiver and a replay shard."""
+        return self.process < self.world_size
+
+    @property
+    def exports(self) -> bool:
+        """Whether no process before this one holds the same shares of the policy."""
+        return self.tensor_parallel == 1 or self.rank == 0
 
     def place(self, model: PolicyModel, precision: str = "float32") -> None:
         """Bring a policy, the same on all ranks, to the device: whole, with rank 0's values, or this rank's share.
@@ -91,6 +118,10 @@ class Ranks:
         if not self.is_sharded:
             model.to(self.device)
             self.broadcast(model.parameters())
+            return
+        if self._mesh is not None:
+            self.broadcast(model.parameters())
+            self._partial = divide(model, self._mesh["tensor"])
             return
         whole = {*model.value_head.parameters(), *adapter_tensors(model.lm).values()}
         for p in model.parameters():
@@ -116,59 +147,111 @@ class Ranks:
     def num_missing(self, num_passes: int) -> int:
         """Number of passes through the policy by which the rank with the most has more than this one, where ranks share
         it: as many this one must take part in. All ranks call it."""
-        if not self.is_sharded:
+        if not self.is_sharded or self._mesh is not None:  # processes of a rank have the same rows
             return 0
         counts = self.gather({"passes": [num_passes]})
         return int(max(count["passes"][0] for count in counts)) - num_passes
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank rank 0's values."""
-        if self.world_size > 1:
+        if self.num_processes > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over ranks, float64."""
-        if self.world_size == 1:
+    def share(self, content: bytes | None) -> bytes:
+        """Give the bytes of the process that leads this rank to the others of it. Returns them.
+
+        Args:
+            content: None in the others.
+        """
+        if self._mesh is None:
+            assert content is not None
+            return content
+        group = self._mesh.get_group("tensor")
+        length = torch.tensor([len(content or b"")])
+        dist.broadcast(length, src=self.rank, group=group)
+        shared = torch.zeros(int(length), dtype=torch.uint8)
+        if content:
+            shared = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if len(shared):
+            dist.broadcast(shared, src=self.rank, group=group)
+        return shared.numpy().tobytes()
+
+    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
+        """Sums over ranks, float64.
+
+        Args:
+            of_processes: sums over all processes; else those that lead their ranks count.
+        """
+        if self.num_processes == 1:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        mine = numbers if self.leads or of_processes else [0.0] * len(numbers)
+        total = torch.tensor(mine, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, item: dict[str, list[float]]) -> list[dict[str, list[float]]]:
-        """Every rank's metric state, by rank: {name: [value, weight]}."""
-        if self.world_size == 1:
+    def gather(self, item: dict[str, list[float]], of_processes: bool = False) -> list[dict[str, list[float]]]:
+        """Every rank's metric state, by rank: {name: [value, weight]}.
+
+        Args:
+            of_processes: of all processes; else those that lead their ranks count.
+        """
+        if self.num_processes == 1:
             return [item]
         # msgpack, since torch's own object collectives pickle
         mine = torch.frombuffer(bytearray(msgpack.packb(item)), dtype=torch.uint8).to(self.device)
-        lengths = [int(n) for n in self.sum([len(mine) if r == self.rank else 0 for r in range(self.world_size)])]
+        own = [float(len(mine)) if number == self.process else 0.0 for number in range(self.num_processes)]
+        lengths = [int(n) for n in self.sum(own, of_processes=True)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded)
-        return [msgpack.unpackb(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+        found = [msgpack.unpackb(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+        return found if of_processes else found[: self.world_size]
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Add up the gradients of all ranks, in one flat all-reduce. A parameter without one counts as zeros.
 
-        Those of shares are sums already.
+        Those of FSDP2's shares are sums already.
         """
         reshard(model)
-        if self.world_size == 1:
+        if self.num_processes == 1:
             return
-        parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        whole = [p for p in trained if not isinstance(p, DTensor)]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in whole])
         dist.all_reduce(flat)
         offset = 0
-        for p in parameters:
+        for p in whole:
             p.grad = flat[offset : offset + p.numel()].view_as(p)
+            if self.tensor_parallel > 1 and p not in self._partial:
+                # The same in all processes of a rank but for the order of sums on a GPU: so it stays the same.
+                p.grad.div_(self.tensor_parallel)
             offset += p.numel()
+        if self._mesh is not None:
+            self._sum_parts([p for p in trained if isinstance(p, DTensor)], self._mesh["data"])
+
+    def _sum_parts(self, parameters: Sequence[DTensor], mesh: DeviceMesh) -> None:
+        """Add up the gradients of the parts that this process holds with those of the other ranks."""
+        for p in parameters:
+            grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = grad.redistribute(placements=p.placements)
+        if mesh.size() == 1:
+            return
+        flat = torch.cat([local(p.grad).reshape(-1) for p in parameters if p.grad is not None])
+        dist.all_reduce(flat, group=mesh.get_group())
+        offset = 0
+        for p in parameters:
+            of_p = local(p)
+            part = flat[offset : offset + of_p.numel()].view_as(of_p)
+            p.grad = DTensor.from_local(part, p.device_mesh, p.placements, run_check=False)
+            offset += of_p.numel()
 
     def barrier(self) -> None:
         self.sum([0.0])
 
     def close(self) -> None:
-        if self.world_size > 1 or self.is_sharded:
+        if self.num_processes > 1 or self.is_sharded:
             dist.destroy_process_group()
 
 
@@ -186,6 +269,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether each process holds another part of a tensor."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def check_ranks(config: Config) -> None:
     """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -195,8 +283,12 @@ def check_ranks(config: Config) -> None:
             f"torchrun started {num_ranks} ranks, {num_here} of them on this host: the ranks of a learner share the "
             "memory of one host; start them with --nnodes 1"
         )
-    if config.learner.num_ranks != num_ranks:
+    learner = config.learner
+    if learner.num_processes != num_ranks:
+        each = (
+            "" if learner.tensor_parallel == 1 else f" of learner.tensor_parallel={learner.tensor_parallel} processes"
+        )
         raise ConfigError(
-            f"learner.num_ranks={config.learner.num_ranks}, but {num_ranks} ranks were started: set learner.num_ranks="
-            f"{num_ranks}, or start {config.learner.num_ranks} with torchrun"
+            f"learner.num_ranks={learner.num_ranks}{each}, but {num_ranks} ranks were started: set learner.num_ranks="
+            f"{max(1, num_ranks // learner.tensor_parallel)}, or start {learner.num_processes} with torchrun"
         )

@@ -113,7 +113,7 @@ class Saving:
     @property
     def holds_signals_back(self) -> bool:
         """Whether a signal waits for the end of the update: not while its gradient is computed on the only rank."""
-        return self._before is None or self._is_changed or self._parts.ranks.world_size > 1
+        return self._before is None or self._is_changed or self._parts.ranks.num_processes > 1
 
     # --- checkpoints
 
@@ -184,7 +184,7 @@ class Saving:
             reason = " ".join(str(error).split())
             say(f"learner: the policy of version {version} cannot be saved on the disk of {target}: {reason}")
             is_saved = False
-        return ranks.sum([float(not is_saved)])[0] == 0 if ranks.is_sharded else is_saved
+        return ranks.sum([float(not is_saved)], of_processes=True)[0] == 0 if ranks.is_sharded else is_saved
 
     def save_last_policy(self, run_folder: Path, version: int) -> bool:
         """Save the policy at the end of training, on the disk or, where that is full, in shared memory.
@@ -227,7 +227,7 @@ class Saving:
         for name, state in past.plain["states"].items():
             if name in parts.others:
                 parts.others[name].load_state_dict(state)
-        if not is_lost:
+        if not is_lost or not parts.ranks.leads:
             return
         load_random_state(past.plain["random"])
         arrived = {t.unroll_id: t for t in parts.endpoint.receiver.drain(0.0)}
@@ -260,7 +260,7 @@ class Saving:
             minutes_used=moment.seconds / 60,
             plain=plain,
             records=records,
-            tensors=tensors_of(parts.model, parts.optimizer, parts.ranks.is_main),
+            tensors=tensors_of(parts.model, parts.optimizer, parts.ranks.is_main, parts.ranks.exports),
             policy=dict(parts.model.policy_weights()) if exports else {},
             files=parts.model.config_files(parts.files) if exports else {},
             patience=moment.patience,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
@@ -31,7 +31,7 @@ from impala_llm.learning.lora import (
     save_adapter,
 )
 from impala_llm.learning.model import SAFETENSORS_NAMES, VALUE_HEAD_FILE, PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.parallel import Ranks, is_shared, local
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.board import SharedWriting
 from impala_llm.pipeline.weights.safetensors_layout import Layout
@@ -51,7 +51,7 @@ class Together:
         return int(self._ranks.sum([number if self._ranks.is_main else 0])[0])
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        found = self._ranks.gather({"numbers": list(numbers)})
+        found = self._ranks.gather({"numbers": list(numbers)}, of_processes=True)
         return [[int(number) for number in each["numbers"]] for each in found]
 
 
@@ -60,13 +60,14 @@ class _Held:
     """What this rank holds of a tensor: consecutive elements of it, from `start` on.
 
     Attributes:
-        read: returns the elements [begin, end) of those held, flat.
+        open: called before they are read; returns what returns the elements [begin, end) of those held, flat. With
+            tensor parallelism all processes of a rank call it, for the same tensors in the same order.
         unit: elements that are best read together, such as those of a row.
     """
 
     start: int
     count: int
-    read: Callable[[int, int], Tensor]
+    open: Callable[[], Callable[[int, int], Tensor]]
     unit: int = 1
 
 
@@ -178,16 +179,24 @@ class PolicyExport:
 
 
 def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
-    """Return what this rank holds, and writes, of a tensor, to which an adapter may be added."""
-    if isinstance(tensor, DTensor):
-        here = tensor.to_local()
-        # As torch.chunk cuts it: all parts but the last ones have as many rows.
-        first_row = min(len(tensor), -(-len(tensor) // ranks.world_size) * ranks.rank)
+    """Return what this process holds, and writes, of a tensor, to which an adapter may be added."""
+    width = math.prod(tensor.shape[1:])
+    if not isinstance(tensor, DTensor) or not is_shared(tensor):
+        here, first_row = local(tensor) if ranks.is_main else local(tensor)[:0], 0
+    elif not ranks.exports:
+        here, first_row = tensor.to_local()[:0], 0
     else:
-        here, first_row = (tensor if ranks.is_main else tensor[:0]), 0
-    flat, width = here.reshape(-1), math.prod(tensor.shape[1:])
+        number, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
+        # As torch.chunk cuts it: all parts but the last ones have as many rows.
+        num_rows = -(-len(tensor) // size)
+        first_row = min(len(tensor), num_rows * number)
+        if not tensor.placements[0].is_shard(0):  # columns: each process writes as many rows of the tensor
+            count = min(len(tensor), first_row + num_rows) - first_row
+            return _Held(first_row * width, count * width, partial(_rows_of, tensor))
+        here = tensor.to_local()
+    flat = here.reshape(-1)
     if adapter is None:
-        return _Held(first_row * width, len(flat), lambda begin, end: flat[begin:end])
+        return _Held(first_row * width, len(flat), lambda: partial(_slice, flat))
 
     def merged(begin: int, end: int) -> Tensor:
         rows = slice(first_row + begin // width, first_row + end // width)
@@ -196,7 +205,16 @@ def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
         return torch.addmm(of_rows, left, right, alpha=adapter.scale).reshape(-1)
 
     # Whole rows, and as many of them as make whole words in any type.
-    return _Held(first_row * width, len(flat), merged, width * (8 // math.gcd(8, width)))
+    return _Held(first_row * width, len(flat), lambda: merged, width * (8 // math.gcd(8, width)))
+
+
+def _rows_of(tensor: DTensor) -> Callable[[int, int], Tensor]:
+    """Return what reads the rows of this process, of a tensor whose columns are divided: processes exchange them."""
+    return partial(_slice, tensor.redistribute(placements=[Shard(0)]).to_local().reshape(-1))
+
+
+def _slice(flat: Tensor, begin: int, end: int) -> Tensor:
+    return flat[begin:end]
 
 
 def _pieces(model: PolicyModel, name: str, tensor: Tensor) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -217,8 +235,9 @@ def _converted(held: _Held, begin: int, count: int, dtype: torch.dtype, device_t
     """Bytes of the elements [begin, begin + count) of what is held, converted a few at a time."""
     size = max(1, _PIECE[device_type] // held.unit) * held.unit
     buffer = torch.empty(min(size, count), dtype=dtype)
+    read = held.open()
     for offset in range(begin, begin + count, size):
-        values = held.read(offset, min(offset + size, begin + count))
+        values = read(offset, min(offset + size, begin + count))
         if values.dtype != dtype or values.device.type != "cpu":
             values = buffer[: len(values)].copy_(values)
         yield values.view(torch.uint8).numpy()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
@@ -17,6 +18,7 @@ from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.pipeline.transport.no_receiver import NoReceiver
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.remote import serve_weights
@@ -58,7 +60,11 @@ class LearnerEndpoint:
     On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
     again. After a signal the supervisor decides, where there is one.
 
+    Where a rank has several processes, those from number `num_ranks` on receive nothing: `restore` and `listen` do
+    nothing there, and `receiver` answers that nothing comes.
+
     Args:
+        rank: of this process; from `num_ranks` on it shares one with another process.
         barrier: returns once all ranks have called it. Called here, and in `newest_weights`.
         files: of the policy besides its weights, by name, which rank 0 puts on the boards: config.json, tokenizer.
         take_over, run_id: see `RunDirectory.create`; without effect under a supervisor, which has decided that.
@@ -79,7 +85,7 @@ class LearnerEndpoint:
         run_id: int | None = None,
     ) -> None:
         self._config = config
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks, self._leads = rank, num_ranks, rank < num_ranks
         self._barrier = barrier
         self._receiver: Receiver | None = None
         self._stack = ExitStack()
@@ -113,6 +119,8 @@ class LearnerEndpoint:
         Before the first version is published, and only where no earlier learner has left a board. One that has died
         after this, and before it published, has left the same trajectories: they are replaced.
         """
+        if not self._leads:
+            return
         self.run_dir.replay_path(self._rank).unlink(missing_ok=True)
         Journal(self.run_dir.journal_path(self._rank)).rewrite(past.rows)
         if num_lost := self._store().adopt(past.trajectories):
@@ -130,6 +138,8 @@ class LearnerEndpoint:
             vocab_size: token ids of trajectories must lie below.
             batch_size: trajectories of one update, of this rank.
         """
+        if not self._leads:
+            return
         config, pipeline, run_dir = self._config, self._config.pipeline, self.run_dir
         keys = self._keys()
         bind = None
@@ -160,6 +170,8 @@ class LearnerEndpoint:
     @property
     def receiver(self) -> Receiver:
         """For the time after `listen`."""
+        if not self._leads:
+            return cast(Receiver, NoReceiver())
         assert self._receiver is not None, "call listen first"
         return self._receiver
 

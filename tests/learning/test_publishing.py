@@ -122,7 +122,7 @@ class Meetings(Ranks):
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__("cpu")
-        self.rank = rank
+        self.rank = self.process = rank
         self.held = threading.Semaphore(0)
         self.totals: list[list[float]] = []
         """What the next sums come to, where it is not this rank's numbers."""

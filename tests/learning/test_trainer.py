@@ -143,7 +143,8 @@ class ThreadRanks(Ranks):
 
     def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
         super().__init__("cpu")
-        self.rank, self.world_size = rank, 2
+        self.rank = self.process = rank
+        self.world_size = self.num_processes = 2
         self._meeting, self._table = meeting, table
 
     def _exchange(self, mine: object) -> list:

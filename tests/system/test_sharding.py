@@ -68,6 +68,8 @@ def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["learner.sharding=replicated"]),
         (1, ["learner.sharding=fsdp2", "learner.cpu_offload=true"]),
         (3, ["learner.sharding=fsdp2"]),
+        (2, ["learner.tensor_parallel=2"]),
+        (4, ["learner.tensor_parallel=2"]),
     ],
 )
 def test_five_updates_give_the_parameters_of_one_rank(
@@ -75,8 +77,10 @@ def test_five_updates_give_the_parameters_of_one_rank(
 ) -> None:
     found = train(number, policy, tmp_path / "out", *STEPS, *words)
     assert_equal(found, load_file(alone / "parameters"))
+    if "learner.sharding=replicated" not in words:
+        waiting = number // 2 - 1 if "learner.tensor_parallel=2" in words else number - 1
+        assert_published(tmp_path / "out", number, found, waiting)
     if "learner.sharding=fsdp2" in words:
-        assert_published(tmp_path / "out", number, found)
         assert len({facts(tmp_path / "out", rank)["passes"] for rank in range(number)}) == 1
 
 
@@ -118,8 +122,11 @@ def test_five_updates_of_adapters_give_those_of_one_rank(policy: Path, tmp_path:
         torch.testing.assert_close(p.detach(), merged[name], atol=1e-4, rtol=0, msg=name)
 
 
-def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor]) -> None:
-    """The ranks' parts make whole tensors, on the board with the right checksums, and on the disk."""
+def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor], waiting: int) -> None:
+    """The processes' parts make whole tensors, on the board with the right checksums, and on the disk.
+
+    waiting: the one that asked for the version.
+    """
     policy = {name.removeprefix("lm."): p for name, p in expected.items() if name.startswith("lm.")}
     with WeightReader(output / "board").lease() as lease:
         assert lease.version == 1
@@ -127,7 +134,9 @@ def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor
         found = load_file(lease.path / "model.safetensors")
         assert found.keys() == policy.keys()
         assert all(torch.equal(found[name], p.to(torch.bfloat16)) for name, p in policy.items())
-    assert [facts(output, rank)["early"] for rank in range(number)] == [*([[]] * (number - 1)), [1]]
+    assert [facts(output, rank)["early"] for rank in range(number)] == [
+        [1] * (rank == waiting) for rank in range(number)
+    ]
     saved = PolicyModel.from_pretrained(output / "saved")
     for name, p in saved.named_parameters():
         assert torch.equal(p, expected[name]), name

@@ -78,7 +78,7 @@ def publish(ranks: Ranks, model: PolicyModel, output: Path) -> dict[str, object]
     boards = [WeightPublisher(output / name) for name in ("board", "kept")]
     publisher = VersionPublisher(ranks, model, *boards, interval=3, max_staleness=2, dtype=torch.bfloat16)
     publisher.begin(0)
-    waits = ranks.rank == ranks.world_size - 1
+    waits = ranks.leads and ranks.rank == ranks.world_size - 1
     receiver: Any = Receiver(waits)
     with WeightReader(output / "board").lease(0) if ranks.is_main else nullcontext():
         while waits and not receiver.early:
@@ -93,14 +93,16 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
     files = {
         key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu", "endl"))
     }
-    num_ranks = int(os.environ["WORLD_SIZE"])
+    width = next((int(word.split("=")[1]) for word in words if word.startswith("learner.tensor_parallel=")), 1)
+    num_ranks = int(os.environ["WORLD_SIZE"]) // width
     settings = [word for word in words if word.split("=")[0] not in files]
     config = load(
         ["model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.warmup_updates=0", *settings]
     )
     config.model.path = str(policy)
     config.learner.token_budget = 44  # below what settings admit: many micro-batches, unlike in number between ranks
-    ranks = Ranks("cpu", 60.0, config.learner.sharding, config.learner.cpu_offload)
+    how = config.learner.sharding, config.learner.cpu_offload, config.learner.tensor_parallel
+    ranks = Ranks("cpu", 60.0, *how)
     torch.manual_seed(0)
     model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
     add_adapters(model.lm, config.model.lora)
@@ -127,7 +129,7 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
     }
     if ranks.is_sharded:
         facts |= publish(ranks, model, output)
-    (output / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+    (output / f"facts-{ranks.process}.json").write_text(json.dumps(facts))
     parameters = {name: whole(p) for name, p in model.named_parameters()}
     moments = {name: whole(tensor) for name, tensor in state.items()}
     if ranks.is_main:
