@@ -52,7 +52,7 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memo
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
-from impala_llm.learning.shared_batch import share_batch, share_trajectories
+from impala_llm.learning.shared_batch import share_arrivals, share_batch
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
@@ -68,7 +68,6 @@ from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
 from impala_llm.trainer import Trainer
-from impala_llm.trajectory import Trajectory
 
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
@@ -183,7 +182,9 @@ class Learner:
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
         self.saving.begin_update()
-        self.trainer.update(batch, self.version, self.progress, self.arrivals)
+        self.trainer.update(
+            batch, self.version, self.progress, partial(share_arrivals, self.ranks, self.batches, self.version)
+        )
         with timer.stage("publish"):
             self.version += 1
             self.update += 1
@@ -315,10 +316,6 @@ class Learner:
 
     # --- while it trains
 
-    def arrivals(self) -> Sequence[Trajectory]:
-        """Take in and return what has arrived, in all processes of this rank."""
-        return share_trajectories(self.ranks, self.batches.arrivals(self.version))
-
     def while_waiting(self, what: str) -> None:
         """Publish what tickets wait for, and show what is missing. Called again and again while there is no batch.
 
@@ -420,9 +417,7 @@ def main(argv: Sequence[str]) -> int:
     if config.learner.activation_checkpointing:
         prepare_memory()
     disable_progress_bar()
-    learner = config.learner
-    how = learner.sharding, learner.cpu_offload, learner.tensor_parallel
-    ranks = Ranks(config.model.device, learner.stall_timeout_s, *how)
+    ranks = Ranks.of(config)
     try:
         return 0 if learn(config, ranks, start, stops) else NOT_SAVED
     except KeyboardInterrupt:

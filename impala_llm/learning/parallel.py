@@ -94,6 +94,13 @@ class Ranks:
             shape, names = (tensor_parallel, self.world_size), ("tensor", "data")
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
+    @classmethod
+    def of(cls, config: Config) -> "Ranks":
+        """This process among those of a run."""
+        learner = config.learner
+        how = learner.sharding, learner.cpu_offload, learner.tensor_parallel
+        return cls(config.model.device, learner.stall_timeout_s, *how)
+
     @property
     def is_main(self) -> bool:
         return self.process == 0

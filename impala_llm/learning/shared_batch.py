@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgpack
 
-from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.batch_source import Batch, BatchSource
 from impala_llm.learning.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
 from impala_llm.trajectory import Trajectory
@@ -29,3 +29,8 @@ def share_trajectories(ranks: Ranks, trajectories: Sequence[Trajectory]) -> Sequ
     packed = msgpack.packb([record_bytes(t) for t in trajectories]) if ranks.leads else None
     records = ranks.share(packed)
     return trajectories if ranks.leads else [decode_record(bytearray(each)) for each in msgpack.unpackb(records)]
+
+
+def share_arrivals(ranks: Ranks, batches: BatchSource, version: int) -> Sequence[Trajectory]:
+    """Take in what has arrived at a rank, and return it in all of its processes. version: the learner's."""
+    return share_trajectories(ranks, batches.arrivals(version))

@@ -25,15 +25,19 @@ STEPS = ("learner.epochs=2", "learner.batch_size=12")
 
 def train(number: int, policy: Path, output: Path, *words: str) -> dict[str, torch.Tensor]:
     """The parameters, whole, after five updates by so many ranks."""
+    result = start(number, policy, output, *words)
+    assert result.returncode == 0, result.stderr
+    return load_file(output / "parameters")
+
+
+def start(number: int, policy: Path, output: Path, *words: str) -> subprocess.CompletedProcess[str]:
     output.mkdir()
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)),
         *(str(ROOT / "tests/system/training_rank.py"), str(policy), str(output), *words),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr
-    return load_file(output / "parameters")
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def facts(output: Path, rank: int) -> dict[str, Any]:
@@ -82,6 +86,24 @@ def test_five_updates_give_the_parameters_of_one_rank(
         assert_published(tmp_path / "out", number, found, waiting)
     if "learner.sharding=fsdp2" in words:
         assert len({facts(tmp_path / "out", rank)["passes"] for rank in range(number)}) == 1
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("architecture", "width", "reason"),
+    [
+        ("mixtral", 2, "parts that its plan divides as "),
+        ("qwen3", 4, "num_key_value_heads=2, which it does not divide"),
+    ],
+)
+def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(
+    tmp_path: Path, architecture: str, width: int, reason: str
+) -> None:
+    policy = save_lm(tmp_path / "policy", architecture)
+    result = start(width, policy, tmp_path / "out", f"learner.tensor_parallel={width}")
+    assert result.returncode != 0
+    assert f"ModelRefused: learner.tensor_parallel={width} cannot be used" in result.stderr
+    assert reason in result.stderr and "learner.tensor_parallel=1" in result.stderr
 
 
 @pytest.mark.system
