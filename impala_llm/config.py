@@ -53,6 +53,9 @@ class _RawConfig(Config):
     algorithm: _RawAlgorithm = field(default_factory=_RawAlgorithm)
 
 
+ConfigStore.instance().store(name="schema", node=_RawConfig)
+
+
 _Section = TypeVar("_Section", EnvConfig, EngineConfig)
 
 
@@ -69,8 +72,6 @@ def load(overrides: Sequence[str] = ()) -> Config:
     """
     _refuse_unknown_keys(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
-    store = ConfigStore.instance()
-    store.store(name="schema", node=_RawConfig)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
