@@ -62,8 +62,10 @@ learner gone (status 1).
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
 
 Plays held-out tasks greedily and prints scores, intervals and some episodes to
-read. The policy is that of model.path; with the config.yaml of a run's folder,
-and no model.path beside it, the one that the run has learned.
+read, with the rules and scripts that the environment has for comparison, and
+with evaluation.start the difference to the policy it began as. The policy is
+that of model.path; with the config.yaml of a run's folder, and no model.path
+beside it, the one that the run has learned.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
     "doctor": """\

@@ -6,10 +6,11 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from impala_llm.config import ConfigError
 from impala_llm.engines import make_engine
 from impala_llm.envs import contract, make_suite
-from impala_llm.envs.base import Split, Suite
+from impala_llm.envs.base import Compared, Script, Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config
+from impala_llm.settings import Config, model_directory
 from impala_llm.trajectory import Trajectory
 
 NEGLIGIBLE = 0.01
@@ -40,7 +42,7 @@ class Result:
     """Outcome of a policy on a set of tasks."""
 
     label: str
-    """Which policy: before | after | its model.path."""
+    """Which policy: before | after | its model.path | name of a baseline."""
     tasks: str
     """Which tasks: environment, catalogue, goals, split."""
     num_tasks: int
@@ -51,8 +53,8 @@ class Result:
     success_interval: tuple[float, float]
     """Wilson's interval of a proportion."""
     turns: float
-    tokens: float
-    """Mean tokens of an episode, observations included."""
+    tokens: float | None
+    """Mean tokens of an episode, observations included; None for a script, which reads none."""
     scores: tuple[float, ...]
     """Score of each task, in order."""
 
@@ -107,22 +109,63 @@ def evaluate(
     with bar:
         chat = ChatFormat.of(policy, suite.system_prompt)
         episodes = asyncio.run(play_all())
-    scores = [episode.score for episode in episodes]
-    successes = sum(episode.success for episode in episodes)
-    result = Result(
-        label=label,
-        tasks=tasks_label,
-        num_tasks=len(tasks),
-        score=float(np.mean(scores)),
-        score_interval=mean_interval(scores),
-        success=successes / len(tasks),
-        success_interval=wilson_interval(successes, len(tasks)),
-        turns=float(np.mean([len(e.turns) for e in episodes])),
-        tokens=float(np.mean([e.num_tokens for e in episodes])),
-        scores=tuple(scores),
+    result = _result(
+        label,
+        tasks_label,
+        [episode.score for episode in episodes],
+        sum(episode.success for episode in episodes),
+        float(np.mean([len(e.turns) for e in episodes])),
+        float(np.mean([e.num_tokens for e in episodes])),
     )
     examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
     return result, examples
+
+
+def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[Result]:
+    """Play the tasks with the scripts that the suite offers for comparison: none where it is not `Compared`."""
+    if not config.evaluation.baselines or not isinstance(suite, Compared):
+        return []
+    split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
+    tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
+
+    async def play_all(make_script: Callable[[], Script]) -> list[tuple[float, bool, int]]:
+        return [await _play(make_script(), suite, task) for task in tasks]
+
+    results = []
+    for name, make_script in suite.baselines().items():
+        scores, successes, turns = zip(*asyncio.run(play_all(make_script)), strict=True)
+        results.append(_result(name, tasks_label, scores, sum(successes), float(np.mean(turns)), None))
+    return results
+
+
+async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, int]:
+    """Play a task with a script. Returns score, success and number of turns."""
+    session = suite.session(False)
+    started = session.reset(task)
+    observation, info = await started if inspect.isawaitable(started) else started
+    turns, ended = 0, False
+    while not ended:
+        action = script.act(observation, info)
+        observation, _, terminated, truncated, info = await contract.step(session, action, suite.name)
+        turns, ended = turns + 1, terminated or truncated
+    return float(info["score"]), bool(info["success"]), turns
+
+
+def _result(
+    label: str, tasks: str, scores: Sequence[float], successes: int, turns: float, tokens: float | None
+) -> Result:
+    return Result(
+        label=label,
+        tasks=tasks,
+        num_tasks=len(scores),
+        score=float(np.mean(scores)),
+        score_interval=mean_interval(scores),
+        success=successes / len(scores),
+        success_interval=wilson_interval(successes, len(scores)),
+        turns=turns,
+        tokens=tokens,
+        scores=tuple(scores),
+    )
 
 
 def _progress_bar() -> Progress:
@@ -142,7 +185,8 @@ def _progress_bar() -> Progress:
 def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[Result], list[Example]]:
     """Evaluate each policy on the configured split and, with `evaluation.unseen_seed`, on a catalogue of that seed.
 
-    The examples are the last policy's on the configured split.
+    The results of each of them begin with those of the baselines. The examples are the last policy's on the configured
+    split.
     """
     disable_progress_bar()
     set_verbosity_error()  # problems of a model are raised
@@ -160,6 +204,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
         said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
         errors = Console(stderr=True)
         errors.print(f"{label}: {said}", highlight=False, markup=False, soft_wrap=not errors.is_terminal)
+        results += evaluate_baselines(config, suite, label)
         for name, path in policies.items():
             wanted = config.evaluation.num_examples if number == 0 else 0
             result, read = evaluate(config, path, suite, name, label, wanted)
@@ -206,7 +251,7 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
                 f"{r.score:.3f}  [{r.score_interval[0]:.3f}, {r.score_interval[1]:.3f}]",
                 f"{r.success:.3f}  [{r.success_interval[0]:.3f}, {r.success_interval[1]:.3f}]",
                 f"{r.turns:.1f}",
-                f"{r.tokens:.0f}",
+                "" if r.tokens is None else f"{r.tokens:.0f}",
             )
         console.print(table)
 
@@ -228,6 +273,20 @@ def difference(before: Result, after: Result) -> str:
     )
 
 
+def paired(results: Sequence[Result], before: str, after: str) -> list[tuple[Result, Result]]:
+    """The results of two policies, by label, for each set of tasks that both have played."""
+    first, second = ({r.tasks: r for r in results if r.label == label} for label in (before, after))
+    return [(first[tasks], second[tasks]) for tasks in first]
+
+
+def show_differences(pairs: Sequence[tuple[Result, Result]], console: Console) -> list[str]:
+    """Print how the second policy of each pair differs from the first. Returns the sentences."""
+    texts = [difference(before, after) for before, after in pairs]
+    for text in texts:
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    return texts
+
+
 def results_json(results: Sequence[Result]) -> str:
     """The results as one JSON list, without the scores of single tasks."""
     rows = [dataclasses.asdict(r) for r in results]
@@ -243,10 +302,8 @@ def compare(config: Config) -> list[Result]:
     results, examples = evaluate_policies(config, policies)
     console = Console()
     show(results, examples, console)
-    pairs = list(zip(results[::2], results[1::2], strict=True))
-    texts = [difference(before, after) for before, after in pairs]
-    for text in texts:
-        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    pairs = paired(results, *policies)
+    texts = show_differences(pairs, console)
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
     if "tensorboard" in config.run.metric_writers:
         write_comparison(Path(config.run.dir) / "tensorboard", *pairs[0], "\n".join(texts))
@@ -269,10 +326,24 @@ def write_comparison(folder: Path, before: Result, after: Result, text: str) -> 
 
 
 def main(config: Config, as_json: bool = False) -> int:
-    """`impala-llm evaluate`: the policy of `model.path`. Raises EngineError or EnvironmentFault."""
-    policy = resolve_policy(config)
-    results, examples = evaluate_policies(config, {config.model.path: policy})
-    show(results, examples, Console(stderr=as_json))
+    """`impala-llm evaluate`: the policy of `model.path`, and the one that it began as where evaluation.start says so.
+
+    Raises ConfigError, EngineError or EnvironmentFault.
+    """
+    policies = {config.model.path: resolve_policy(config)}
+    if config.evaluation.start is not None:
+        start = model_directory(config.evaluation.start)
+        if start is None:
+            raise ConfigError(
+                f"evaluation.start={config.evaluation.start} is no policy: name a folder with a Hugging Face model, or "
+                "one of impala_llm/assets"
+            )
+        policies = {"before": start, "after": policies[config.model.path]}
+    results, examples = evaluate_policies(config, policies)
+    console = Console(stderr=as_json)
+    show(results, examples, console)
+    if len(policies) == 2:
+        show_differences(paired(results, *policies), console)
     if as_json:
         print(results_json(results))
     return 0

@@ -81,6 +81,9 @@ class WebShopConfig:
     """In training an episode ends after so many actions that do nothing; None: never."""
     results_per_page: int = bounded(10, least=1, most=50)
     """Products on a page of results; the original shows 10."""
+    row_numbers: bool = False
+    """Mode compact: each result shows its number on the page instead of its asin, in brackets once it was opened, and
+    is clicked by it, click[3]. Clicks on asins count all the same."""
     instruction_once: bool = False
     """Show the instruction on the first page only, since the conversation holds it."""
     delta_pages: bool = False
@@ -442,6 +445,11 @@ class EvaluationConfig:
     """Tasks of the split, the first ones in canonical order."""
     unseen_seed: int | None = bounded(None, least=0, most=2**31 - 1)
     """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
+    baselines: bool = True
+    """Show rules and scripts that the environment offers beside the policy, on the same tasks."""
+    start: str | None = None
+    """`impala-llm evaluate`: policy that the one of model.path began as, a Hugging Face directory or the name of one
+    in impala_llm/assets; it plays the same tasks, and the paired difference is printed."""
     num_examples: int = bounded(3, least=0)
     """Episodes printed to read."""
     every_updates: int | None = bounded(None, least=1)

@@ -12,7 +12,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from impala_llm import evaluate as evaluation
-from impala_llm.config import load
+from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
@@ -187,3 +187,63 @@ def test_a_table_of_80_columns_names_a_run_in_one_line() -> None:
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert len([line for line in printed.splitlines() if "a_run_of_mine" in line]) == 1
     assert json.loads(results_json([result]))[0]["label"] == label
+
+
+class SaysOneLetter:
+    """A script."""
+
+    def act(self, observation: str, info: dict[str, object]) -> str:
+        return "a"
+
+
+class SaysWhatItReads:
+    """A script."""
+
+    def act(self, observation: str, info: dict[str, object]) -> str:
+        return observation[-1]
+
+
+def parrots_with_baselines(config: Config) -> object:
+    suite = make_suite(config.env)
+    suite.baselines = lambda: {"one letter": SaysOneLetter, "reader": SaysWhatItReads}  # type: ignore[attr-defined]
+    return suite
+
+
+def test_baselines_of_the_environment_play_the_same_tasks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "make_suite", lambda env: parrots_with_baselines(config))
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    results, _ = evaluation.evaluate_policies(config, {"policy": resolve_policy(config)})
+    # 40 tasks ask for each of 4 words 10 times, and have one turn.
+    assert [(r.label, r.score, r.turns, r.num_tasks) for r in results] == [
+        ("one letter", 0.25, 1.0, 40),
+        ("reader", 1.0, 1.0, 40),
+        ("policy", 1.0, 1.0, 40),
+    ]
+    assert results[0].success_interval == pytest.approx(wilson_interval(10, 40)) and results[0].tokens is None
+    console = Console(file=io.StringIO(), width=120)
+    show(results, [], console)
+    assert "one letter" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert [row["tokens"] for row in json.loads(results_json(results))[:2]] == [None, None]
+    config.evaluation.baselines = False
+    results, _ = evaluation.evaluate_policies(config, {"policy": resolve_policy(config)})
+    assert [r.label for r in results] == ["policy"]
+
+
+def test_a_start_is_played_too_and_the_difference_is_said(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scratch = resolve_policy(config)
+    start = tmp_path / "start"
+    scratch.rename(start)
+    scripted = {start: ScriptedEngine(letter_id(config, "a"))}
+    monkeypatch.setattr(
+        evaluation, "make_engine", lambda config, policy, version: scripted.get(policy, ScriptedEngine(None))
+    )
+    monkeypatch.setattr(evaluation, "make_suite", lambda env: parrots_with_baselines(config))
+    config.evaluation.start = str(start)
+    assert evaluation.main(config) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "after - before: score 0.250 to 1.000" in said and "over 40 tasks: better" in said
+    config.evaluation.start = "no_such_policy"
+    with pytest.raises(ConfigError, match="evaluation.start=no_such_policy"):
+        evaluation.main(config)

@@ -4,7 +4,7 @@ A suite is the immutable part that all episodes of a process share (a catalogue,
 at a time and is small. Neither knows tokens or models. Identical states give identical text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Split = Literal["train", "validation", "test"]
@@ -86,4 +86,13 @@ class Scripted(Protocol):
             noise: from 0, as well as it can, to 1, sloppily.
             seed: of its slips.
         """
+        ...
+
+
+@runtime_checkable
+class Compared(Protocol):
+    """A suite that has baselines: evaluations show their scores beside a policy's."""
+
+    def baselines(self) -> dict[str, Callable[[], Script]]:
+        """Makers of scripts by name, each called for every episode. They know what a session shows, and no more."""
         ...

@@ -93,6 +93,11 @@ class WebShopEnv:
         return self._page
 
     @property
+    def results(self) -> tuple[str, ...]:
+        """The asins of the results that the page shows, as they are clicked; () on other pages."""
+        return tuple(self._links) if self._page == "results" else ()
+
+    @property
     def instruction_text(self) -> str:
         """The instruction as the page shows it."""
         text = self.goal.instruction_text

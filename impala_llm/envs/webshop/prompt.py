@@ -6,6 +6,7 @@ clicks of which a conversation has already told.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from impala_llm.envs.webshop.pages import ObservationMode
@@ -25,6 +26,7 @@ click[name] clicks on something that the page shows: a product's number, an opti
 Only what you have bought with "click[buy now]" counts."""
 
 _ACTION_START = re.compile(r"\b(?:search|click)\[")
+_ROW_CLICK = re.compile(r"click\[\s*(\d{1,3})\s*\]")
 _WHOLE_ACTION = re.compile(r"(?:search|click)\[.+\]")
 _CLICKED_NOTES = re.compile(r"\A(?:You have clicked .*\.\n)+")
 _LABEL = re.compile(r"(\s*)\[(clicked )?button\] (.*) \[(?:clicked )?button_\]")
@@ -50,6 +52,16 @@ def parse_action(answer: str) -> str:
             if depth == 0:
                 return answer[start : end + 1]
     return answer
+
+
+def clicked_row(action: str, results: Sequence[str]) -> str:
+    """The action with the asin in place of a result's number on the page: `click[3]` clicks the third result.
+
+    results: asins of the page, in its order. An action that names no number of a result is returned unchanged.
+    """
+    match = _ROW_CLICK.fullmatch(action)
+    row = int(match[1]) if match else 0
+    return f"click[{results[row - 1]}]" if 1 <= row <= len(results) else action
 
 
 def env_mode(mode: PromptMode) -> ObservationMode:
@@ -82,15 +94,18 @@ def delta(page_before: str, page: str, action: str, invalid: bool) -> str | None
     return f"You have clicked {action[len('click[') : action.rindex(']')].lower().strip()}."
 
 
-def compact(page: str) -> str:
+def compact(page: str, row_numbers: bool = False) -> str:
     """The shortest form of a page of the mode `text_rich`: one line a product or option group, no standing buttons.
 
     A result is `title price ASIN`: what can be clicked comes after what it is, so that a causal model knows it when
     it reads it; an option group is `name: value, value`, chosen values in brackets. The notes on
     what was clicked are dropped, as the brackets say the same. Buttons that every page of a kind has are left out;
     they can be clicked all the same.
+
+    row_numbers: a result ends in its number on the page instead, in brackets where it was opened before.
     """
     lines: list[str] = []
+    row = 0
     last = ""  # what the line before was: "link", "title", "option" or "text"
     for line in _CLICKED_NOTES.sub("", page).split("\n"):
         label = _LABEL.fullmatch(line)
@@ -104,7 +119,9 @@ def compact(page: str) -> str:
                     lines.append(value)
                 last = "option"
             elif name not in _STANDING_BUTTONS:
-                lines.append(name)
+                row += 1
+                number = f"[{row}]" if clicked else str(row)
+                lines.append(number if row_numbers else name)
                 last = "link"
         elif line.strip() and line != _RATING:
             if last in ("link", "title"):

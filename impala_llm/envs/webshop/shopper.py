@@ -187,13 +187,13 @@ class ScriptedShopper:
 
 
 def texts_of(links: list[str], observation: str) -> dict[str, str]:
-    """Text of a results page about each asin; asins that the page does not show are left out.
+    """Text of a results page about each asin, or row number; those that the page does not show are left out.
 
     That is the rest of its line where it has one, as on compact pages, else what follows it up to the next asin.
     """
-    lines = {line.rpartition(" ")[2]: line for line in observation.splitlines()}
+    lines = {last.strip("[]"): rest for rest, _, last in (line.rpartition(" ") for line in observation.splitlines())}
     if any(asin in lines for asin in links):
-        return {asin: lines[asin].removesuffix(asin) for asin in links if asin in lines}
+        return {asin: lines[asin] for asin in links if asin in lines}
     places = sorted((observation.find(asin), asin) for asin in links if asin in observation)
     ends = [place for place, _ in places[1:]] + [len(observation)]
     return {asin: observation[place + len(asin) : end] for (place, asin), end in zip(places, ends, strict=True)}

@@ -17,6 +17,7 @@ from impala_llm.envs.webshop.prompt import (
     PROMPT_MODES,
     SYSTEM_PROMPT,
     PromptMode,
+    clicked_row,
     compact,
     delta,
     env_mode,
@@ -47,14 +48,21 @@ class WebShopSuite:
             config: None: the defaults. Its fields that say which catalogue to load are not read.
 
         Raises:
-            ValueError: an unknown observation_mode, a limit below 1, or human goals where the catalogue has none.
+            ValueError: an unknown observation_mode, row_numbers in another one than compact, a limit below 1, or human
+                goals where the catalogue has none.
         """
         config = WebShopConfig() if config is None else config
         if config.observation_mode not in PROMPT_MODES:
             raise ValueError(f"observation_mode is {config.observation_mode!r}; use one of {', '.join(PROMPT_MODES)}")
+        if config.row_numbers and config.observation_mode != "compact":
+            raise ValueError(
+                f"env.webshop.row_numbers=true: pages of the mode {config.observation_mode} have no row numbers; use "
+                "env.webshop.observation_mode=compact"
+            )
         self.name = "webshop"
         self.observation_mode: PromptMode = config.observation_mode
         self.system_prompt = "" if self.observation_mode == "compact" else SYSTEM_PROMPT
+        self.row_numbers = config.row_numbers
         self.catalogue = catalogue
         self.config = config
         self._goal_set: GoalSet = config.goals  # type: ignore[assignment]  # checked by the catalogue
@@ -111,10 +119,12 @@ class WebShopSession:
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
         self._page, info = self._env.reset(task_id)
         self._steps = self._invalid_actions = self._options_clicked = 0
-        return self._shown(self._page), info
+        return self._shown(self._page), self._told(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         played = parse_action(action)
+        if self._suite.row_numbers:
+            played = clicked_row(played, self._env.results)
         page, reward, terminated, truncated, info = self._env.step(played)
         change = delta(self._page, page, played, info["invalid"])
         self._page = page
@@ -125,6 +135,7 @@ class WebShopSession:
             info["stats"] = self._stats(info)
             if self._suite.config.sparse_reward:
                 reward = SPARSE_REWARD if info["success"] else 0.0
+        info = self._told(info)
         if change is not None and self._suite.config.delta_pages:
             return change, reward, terminated, truncated, info
         observation = (
@@ -133,7 +144,17 @@ class WebShopSession:
         return self._shown(observation), reward, terminated, truncated, info
 
     def _shown(self, page: str) -> str:
-        return compact(page) if self._suite.observation_mode == "compact" else page
+        return compact(page, self._suite.row_numbers) if self._suite.observation_mode == "compact" else page
+
+    def _told(self, info: dict[str, Any]) -> dict[str, Any]:
+        """The info, with numbers for results where the page shows numbers."""
+        results = self._env.results
+        if self._suite.row_numbers and results:
+            numbers = {asin: str(row) for row, asin in enumerate(results, 1)}
+            available = info["available_actions"]
+            clickables = [numbers.get(name, name) for name in available["clickables"]]
+            info["available_actions"] = available | {"clickables": clickables}
+        return info
 
     def _stats(self, info: dict[str, Any]) -> dict[str, float]:
         parts = info.get("reward_parts")

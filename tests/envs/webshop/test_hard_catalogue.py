@@ -151,9 +151,17 @@ def test_human_goals_can_be_met():
     assert len(played) == 50 and played[:, 0].mean() >= 0.9
 
 
-@pytest.mark.parametrize("mode", ["text", "text_rich", "compact"])
-def test_the_shopper_reads_every_format(catalogues, mode):
-    suite = WebShopSuite(catalogues[0], WebShopConfig(observation_mode=mode))
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"observation_mode": "text"},
+        {"observation_mode": "text_rich"},
+        {"observation_mode": "compact", "row_numbers": True},
+        {"observation_mode": "compact", "instruction_once": True, "delta_pages": True, "row_numbers": True},
+    ],
+)
+def test_the_shopper_reads_every_format(catalogues, shown):
+    suite = WebShopSuite(catalogues[0], WebShopConfig(**shown))
     assert np.mean([play(suite, suite.script, task)[0] for task in suite.tasks("test")[:60]]) >= 0.95
 
 

@@ -5,7 +5,14 @@ import random
 import pytest
 
 from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
-from impala_llm.envs.webshop.prompt import NOTHING_HAPPENED, compact, delta, parse_action, without_instruction
+from impala_llm.envs.webshop.prompt import (
+    NOTHING_HAPPENED,
+    clicked_row,
+    compact,
+    delta,
+    parse_action,
+    without_instruction,
+)
 
 RICH_START = "WebShop\nInstruction: \nfind a red hat\n[button] Search [button_]\n"
 RICH_RESULTS = """Instruction:
@@ -124,3 +131,28 @@ def test_compact_pages_of_the_shop_show_all_that_can_be_clicked():
             choices = [name for name in clickables if name not in ("search", "buy now")]
             action = f"click[{rng.choice(choices)}]" if choices and rng.random() < 0.9 else f"search[{env.goal.query}]"
             observation, _, _, _, info = env.step(action)
+
+
+def test_rows_end_in_their_numbers_in_brackets_once_opened():
+    assert compact(RICH_RESULTS, row_numbers=True).splitlines()[-2:] == [
+        "Soft Hat $5.0 to $7.5 1",
+        "Warm Hat $9.0 [2]",
+    ]
+    assert compact(RICH_ITEM, row_numbers=True) == compact(RICH_ITEM)
+
+
+@pytest.mark.parametrize(
+    ("action", "played"),
+    [
+        ("click[2]", "click[b0b]"),
+        ("click[ 1 ]", "click[b0a]"),
+        ("click[0]", "click[0]"),
+        ("click[3]", "click[3]"),
+        ("click[b0b]", "click[b0b]"),
+        ("click[2 pack]", "click[2 pack]"),
+        ("search[2]", "search[2]"),
+    ],
+)
+def test_a_number_clicks_the_result_of_its_row(action, played):
+    assert clicked_row(action, ["b0a", "b0b"]) == played
+    assert clicked_row(action, []) == action  # on other pages a number may be an option, such as a shoe size

@@ -198,6 +198,48 @@ def test_solvable_only_drops_goals_and_keeps_the_bounds_of_the_splits():
         assert list(repaired.tasks(split)) == list(all_tasks.tasks(split))
 
 
+@pytest.mark.parametrize("results_per_page", [5, 10])
+def test_row_numbers_change_what_is_shown_and_not_what_is_played(catalogue, results_per_page):
+    config = WebShopConfig(observation_mode="compact", results_per_page=results_per_page)
+    by_asin, by_row = (WebShopSuite(catalogue, dataclasses.replace(config, row_numbers=on)) for on in (False, True))
+    clicks = []
+    for task in by_asin.tasks("test")[:40]:
+        sessions = by_asin.session(training=True), by_row.session(training=True)
+        asin_script, row_script = ScriptedShopper(), ScriptedShopper()
+        (asin_page, asin_info), (row_page, row_info) = (session.reset(task) for session in sessions)
+        ended = False
+        while not ended:
+            asin_action, row_action = asin_script.act(asin_page, asin_info), row_script.act(row_page, row_info)
+            clicks += [row_action] if row_action != asin_action else []
+            asin_page, reward, ended, _, asin_info = sessions[0].step(asin_action)
+            row_page, row_reward, row_ended, _, row_info = sessions[1].step(row_action)
+            assert (reward, ended, asin_info["invalid"]) == (row_reward, row_ended, row_info["invalid"])
+            assert asin_page == row_page or len(asin_page.splitlines()) == len(row_page.splitlines())
+    assert len(clicks) >= 40 and all(click[len("click[") : -1].isdecimal() for click in clicks)
+
+
+def test_with_row_numbers_asins_can_still_be_clicked_and_opened_results_are_marked(catalogue):
+    suite = WebShopSuite(catalogue, WebShopConfig(observation_mode="compact", row_numbers=True, results_per_page=5))
+    numbered, by_asin = suite.session(training=True), suite.session(training=True)
+    for session in (numbered, by_asin):
+        session.reset(0)
+    page, _, _, _, info = numbered.step("search[face cream]")
+    assert info["available_actions"]["clickables"][-5:] == ["1", "2", "3", "4", "5"]
+    assert [line.rpartition(" ")[2] for line in page.splitlines()[-5:]] == ["1", "2", "3", "4", "5"]
+    by_asin.step("search[face cream]")
+    third = catalogue.search("face cream")[2].lower()
+    item = numbered.step("I take the third: click[3]")
+    assert item == by_asin.step(f"click[{third}]") and not item[4]["invalid"]
+    page = numbered.step("click[< prev]")[0]
+    assert [line.rpartition(" ")[2] for line in page.splitlines()[-5:]] == ["1", "2", "[3]", "4", "5"]
+    assert numbered.step("click[6]")[4]["invalid"]
+
+
+def test_row_numbers_need_compact_pages(catalogue):
+    with pytest.raises(ValueError, match=r"row_numbers=true.*observation_mode=compact"):
+        WebShopSuite(catalogue, WebShopConfig(observation_mode="text", row_numbers=True))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
