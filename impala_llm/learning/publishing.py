@@ -83,10 +83,10 @@ def write_to_board(
         export: of the model.
         dtype: on the board; None: that of the weights.
     """
-    tensors = export.tensors(dtype)
+    tensors, num_threads = export.tensors(dtype), torch.get_num_threads()
     if is_main:
-        board.publish(tensors, version, timeout_s, export.beside(), export.sharing)
-    elif export.sharing is not None and not board.contribute(tensors, export.sharing):
+        board.publish(tensors, version, timeout_s, export.beside(), export.sharing, num_threads)
+    elif export.sharing is not None and not board.contribute(tensors, export.sharing, num_threads):
         raise SlotsInUse("rank 0 has found no slot")
     return {}
 

@@ -62,12 +62,14 @@ class _Held:
     Attributes:
         open: called before they are read; returns what returns the elements [begin, end) of those held, flat. With
             tensor parallelism all processes of a rank call it, for the same tensors in the same order.
+        flat: the elements, where they are held as they are written.
         unit: elements that are best read together, such as those of a row.
     """
 
     start: int
     count: int
     open: Callable[[], Callable[[int, int], Tensor]]
+    flat: Tensor | None = None
     unit: int = 1
 
 
@@ -117,8 +119,8 @@ class PolicyExport:
             for name, offset, shape in self._pieces[held_name]:
                 begin, end = max(offset, held.start), min(offset + math.prod(shape), held.start + held.count)
                 count = max(0, end - begin)
-                read = partial(_converted, held, begin - held.start, count, target, tensor.device.type)
-                part = TensorPart((begin - offset) * target.itemsize if count else 0, count * target.itemsize, read)
+                pieces = _numbers(held, begin - held.start, count, target, tensor.device.type)
+                part = TensorPart((begin - offset) * target.itemsize if count else 0, count * target.itemsize, pieces)
                 found[name] = (SAFETENSORS_NAMES[target], shape, part)
         return found
 
@@ -196,7 +198,7 @@ def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
         here = tensor.to_local()
     flat = here.reshape(-1)
     if adapter is None:
-        return _Held(first_row * width, len(flat), lambda: partial(_slice, flat))
+        return _Held(first_row * width, len(flat), lambda: partial(_slice, flat), flat)
 
     def merged(begin: int, end: int) -> Tensor:
         rows = slice(first_row + begin // width, first_row + end // width)
@@ -205,7 +207,7 @@ def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
         return torch.addmm(of_rows, left, right, alpha=adapter.scale).reshape(-1)
 
     # Whole rows, and as many of them as make whole words in any type.
-    return _Held(first_row * width, len(flat), lambda: merged, width * (8 // math.gcd(8, width)))
+    return _Held(first_row * width, len(flat), lambda: merged, unit=width * (8 // math.gcd(8, width)))
 
 
 def _rows_of(tensor: DTensor) -> Callable[[int, int], Tensor]:
@@ -231,13 +233,32 @@ def _pieces(model: PolicyModel, name: str, tensor: Tensor) -> list[tuple[str, in
     return found
 
 
-def _converted(held: _Held, begin: int, count: int, dtype: torch.dtype, device_type: str) -> Iterator[np.ndarray]:
-    """Bytes of the elements [begin, begin + count) of what is held, converted a few at a time."""
+def _numbers(
+    held: _Held, begin: int, count: int, dtype: torch.dtype, device_type: str
+) -> np.ndarray | Callable[[], Iterator[np.ndarray]]:
+    """The elements [begin, begin + count) of what is held, as `TensorPart.pieces`."""
+    if held.flat is not None and held.flat.device.type == "cpu" and _is_written_as(dtype, held.flat.dtype):
+        return _array(held.flat[begin : begin + count], dtype)
+    return partial(_pieces_of, held, begin, count, dtype, device_type)
+
+
+def _pieces_of(held: _Held, begin: int, count: int, dtype: torch.dtype, device_type: str) -> Iterator[np.ndarray]:
     size = max(1, _PIECE[device_type] // held.unit) * held.unit
-    buffer = torch.empty(min(size, count), dtype=dtype)
+    buffer: Tensor | None = None
     read = held.open()
     for offset in range(begin, begin + count, size):
         values = read(offset, min(offset + size, begin + count))
-        if values.dtype != dtype or values.device.type != "cpu":
+        if not _is_written_as(dtype, values.dtype) or values.device.type != "cpu":
+            buffer = torch.empty(min(size, count), dtype=dtype) if buffer is None else buffer
             values = buffer[: len(values)].copy_(values)
-        yield values.view(torch.uint8).numpy()
+        yield _array(values, dtype)
+
+
+def _is_written_as(dtype: torch.dtype, held: torch.dtype) -> bool:
+    """Whether a `TensorPart` of one type may have numbers of the other."""
+    return held == dtype or (held, dtype) == (torch.float32, torch.bfloat16)
+
+
+def _array(values: Tensor, dtype: torch.dtype) -> np.ndarray:
+    array: np.ndarray = (values.view(torch.uint8) if values.dtype == dtype else values).numpy()
+    return array

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
@@ -251,3 +252,23 @@ def test_each_version_comes_with_its_value_head(tmp_path: Path) -> None:
             assert sorted(path.name for path in lease.path.iterdir()) == ["model.safetensors"], "what engines read"
             head = lease.extra()
     assert not PolicyModel.from_pretrained(tmp_path / "policy", value_hidden_size=8).load_value_head(head)
+
+
+def test_engines_get_the_weights_in_their_type(tmp_path: Path) -> None:
+    """What a version on the board holds is the policy, converted; what is kept for the learner is not."""
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "policy"))
+    boards = [WeightPublisher(tmp_path / name, num_slots=2) for name in ("board", "kept")]
+    publisher = VersionPublisher(Ranks("cpu"), model, *boards, interval=1, max_staleness=2, dtype=torch.bfloat16)
+    publisher.begin(0)
+    with torch.no_grad():
+        for p in model.lm.parameters():
+            p.mul_(1.01)
+    publisher.publish(1, Receiver())
+    publisher.keep(2)
+    expected = {name: tensor.clone() for name, tensor in model.policy_weights()}
+    for name, dtype in (("board", torch.bfloat16), ("kept", torch.float32)):
+        with WeightReader(tmp_path / name).lease() as lease:
+            lease.tensors(verify=True)
+            found = load_file(lease.path / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor.to(dtype)) for key, tensor in expected.items())

@@ -133,15 +133,17 @@ class WeightPublisher:
         timeout_s: float = 60.0,
         extra: bytes = b"",
         sharing: SharedWriting | None = None,
+        num_threads: int = 1,
     ) -> float:
         """Write a version and make it the latest.
 
         Args:
-            tensors: name -> (dtype, shape, contiguous uint8[bytes] or a function that writes them).
+            tensors: name -> (dtype, shape, source), see `slots.TensorSource`; arrays are contiguous.
             version: not below the latest.
             timeout_s: seconds to wait while readers hold all other slots.
             extra: kept with the version, see `WeightLease.extra`.
             sharing: with processes that write their parts of the version by `contribute`.
+            num_threads: that write what lies in memory.
 
         Returns:
             Seconds taken.
@@ -177,7 +179,7 @@ class WeightPublisher:
                     target = slot.writable(layout.num_bytes)
                     if sharing is not None:
                         sharing.tell(slot.index)
-                    manifest = write_version(layout, target, tensors, version, sharing)
+                    manifest = write_version(layout, target, tensors, version, sharing, num_threads)
                     write_atomically(slot.manifest, manifest.to_json())
             except SlotsInUse:
                 if sharing is not None:
@@ -186,11 +188,12 @@ class WeightPublisher:
             write_latest(self.directory, slot.index, version)
         return time.monotonic() - begin
 
-    def contribute(self, tensors: Mapping[str, TensorSource], sharing: SharedWriting) -> bool:
+    def contribute(self, tensors: Mapping[str, TensorSource], sharing: SharedWriting, num_threads: int = 1) -> bool:
         """Write this process's parts of the version that the board's publisher publishes with the same `sharing`.
 
         Args:
             tensors: of the same names, dtypes and shapes as the publisher's.
+            num_threads: as for `publish`.
 
         Returns:
             Whether they are written: not where readers hold all slots.
@@ -199,7 +202,8 @@ class WeightPublisher:
         if index == _NO_SLOT:
             return False
         layout = self._plan(tensors)
-        sharing.gather(write_tensors(layout, self._slots[index].writable(layout.num_bytes), tensors))
+        target = self._slots[index].writable(layout.num_bytes)
+        sharing.gather(write_tensors(layout, target, tensors, num_threads))
         return True
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:

@@ -23,6 +23,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ import psutil
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
+from impala_llm.pipeline.weights.bfloat16 import convert_bytes
 from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorPlace
 
 WEIGHTS_FILE = "model.safetensors"
@@ -54,12 +56,13 @@ class TensorPart:
     Attributes:
         start: place of its first byte in the tensor.
         num_bytes: of the part.
-        pieces: makes its bytes, uint8 arrays in order; the size of each but the last is a multiple of 8.
+        pieces: what is written, an array or what makes arrays in order: bytes, uint8, or for a tensor of BF16 numbers
+            in float32. Each but the last writes a multiple of 8 bytes.
     """
 
     start: int
     num_bytes: int
-    pieces: Callable[[], Iterator[np.ndarray]]
+    pieces: np.ndarray | Callable[[], Iterator[np.ndarray]]
 
 
 TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None] | TensorPart]
@@ -307,15 +310,17 @@ def write_version(
     tensors: Mapping[str, TensorSource],
     version: int,
     sharing: SharedWriting | None = None,
+    num_threads: int = 1,
 ) -> Manifest:
     """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest.
 
     Args:
         sharing: where other processes write parts of it, by `write_tensors`.
+        num_threads: see `write_tensors`.
     """
     header = np.frombuffer(layout.header, np.uint8)
     header_checksum = copy_kernels.stream_bytes(target[: header.size], header)
-    parts = [write_tensors(layout, target, tensors)]
+    parts = [write_tensors(layout, target, tensors, num_threads)]
     if sharing is not None:
         parts = sharing.gather(parts[0])
     sums = []
@@ -326,39 +331,62 @@ def write_version(
     return Manifest(version, layout.num_bytes, header_checksum, tuple(sums))
 
 
-def write_tensors(layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource]) -> list[int]:
+def write_tensors(
+    layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
+) -> list[int]:
     """Write tensors, or this process's parts of them, into uint8[layout.num_bytes].
+
+    Args:
+        num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
 
     Returns:
         For each tensor, in the order of the file, what this process adds to its checksum; -1 where that must be
         computed when all parts are there, as a part does not begin and end between words.
     """
-    sums = []
-    for name, place in layout.places.items():
-        whole, source = target[place.start : place.end], tensors[name][2]
-        if isinstance(source, TensorPart):
-            sums.append(_write_part(whole, source))
-        elif callable(source):
-            source(whole)
-            sums.append(copy_kernels.bytes_checksum(whole))
-        else:
-            sums.append(copy_kernels.stream_bytes(whole, source))
-    return sums
+    sums: dict[str, int] = {}
+
+    def write(names: Iterator[str]) -> None:
+        for name in names:
+            place = layout.places[name]
+            sums[name] = _write_tensor(target[place.start : place.end], place.dtype, tensors[name][2])
+
+    in_memory = {name for name in layout.places if isinstance(_data(tensors[name][2]), np.ndarray)}
+    names = iter(sorted(in_memory, key=lambda name: layout.places[name].start - layout.places[name].end))
+    with ThreadPoolExecutor(max(1, num_threads - 1)) as pool:
+        others = [pool.submit(write, names) for _ in range(num_threads - 1)]
+        write(iter(name for name in layout.places if name not in in_memory))
+        write(names)
+        for other in others:
+            other.result()
+    return [sums[name] for name in layout.places]
 
 
-def _write_part(whole: np.ndarray, part: TensorPart) -> int:
+def _data(source: np.ndarray | Callable[..., Any] | TensorPart) -> np.ndarray | Callable[..., Any]:
+    return source.pieces if isinstance(source, TensorPart) else source
+
+
+def _write_tensor(whole: np.ndarray, dtype: str, source: np.ndarray | Callable[[np.ndarray], None] | TensorPart) -> int:
+    """Write a tensor, or a part of it. See `write_tensors`."""
+    if isinstance(source, TensorPart):
+        return _write_part(whole, dtype, source)
+    if callable(source):
+        source(whole)
+        return copy_kernels.bytes_checksum(whole)
+    return copy_kernels.stream_bytes(whole, source)
+
+
+def _write_part(whole: np.ndarray, dtype: str, part: TensorPart) -> int:
     if not part.num_bytes:
         return 0
     begin, end = part.start, part.start + part.num_bytes
     is_aligned = begin % 8 == 0 and (end % 8 == 0 or end == whole.size)
     total = 0
-    for piece in part.pieces():
-        target = whole[begin : begin + piece.size]
-        if is_aligned:
-            total += copy_kernels.stream_bytes(target, piece, begin // 8)
-        else:
-            target[:] = piece
-        begin += piece.size
+    for piece in [part.pieces] if isinstance(part.pieces, np.ndarray) else part.pieces():
+        converts = dtype == "BF16" and piece.dtype == np.float32
+        target = whole[begin : begin + (2 * piece.size if converts else piece.size)]
+        write = convert_bytes if converts else copy_kernels.stream_bytes
+        total += write(target, piece, begin // 8)
+        begin += target.size
     if begin != end:
         raise ValueError(f"a part of {part.num_bytes} bytes came in {begin - part.start}")
     return total % _UINT64 if is_aligned else _NO_SUM
