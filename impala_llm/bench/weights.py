@@ -21,6 +21,13 @@ Figures, for each size in MB (10^6 bytes): `ratio_<MB>`, the time of the fastest
 smallest of these: the main figure; `ratio_<peer>_<MB>`, of each; `bound_fraction_<MB>`, the bound's time over ours;
 `publish_ms_<MB>`, `read_ms_<MB>` and `mapped_read_ms_<MB>`. All are medians over the rounds; ratios are of times in the
 same round. Rows: milliseconds of each contender, median, least and most.
+
+With `--bfloat16 yes`: publishing of a model of the shape of SmolLM2-135M, whose weights are float32, in bfloat16, 269
+MB: by one rank with one thread; `_threads`, by one with a thread on each core; `_fsdp2`, by two ranks that share the
+policy, one thread each. Figures: `bound_fraction_bfloat16`, the time in which one thread copies as many bytes from
+memory into resident shared memory, over that of the publishing; `publish_ms_bfloat16`, which begins with the end of a
+step and ends when all ranks go on; `held_ms_bfloat16`, until another process has a verified copy. The bound reads half
+as many bytes as the publishing does. Rows: milliseconds; `copy_together_ms` is the bound by as many threads and ranks.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ from impala_llm.bench.frame import BenchError
 OPTIONS = {
     "megabytes": "sizes in 10^6 bytes, with commas; default 25,500",
     "rounds": "measured rounds; default 5, and 2 above 1000 MB",
+    "bfloat16": "yes: measure the publishing of a 135 M model in bfloat16 instead, 4 GB; default no",
 }
 PEERS = ("torch", "safetensors")
 
@@ -60,6 +68,12 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
         raise BenchError(f"--megabytes takes whole numbers with commas, --rounds one: {error}") from error
     if min(sizes) < 1 or (num_rounds is not None and num_rounds < 1):
         raise BenchError(f"--megabytes is {sizes} and --rounds {num_rounds}: all must be >= 1")
+    if options.get("bfloat16", "no") not in ("yes", "no"):
+        raise BenchError(f"--bfloat16 is {options['bfloat16']!r}: it takes yes or no")
+    if options.get("bfloat16") == "yes":
+        from impala_llm.bench._weight_export import measure_export
+
+        return measure_export(num_rounds or 9)
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     for megabytes in sizes:

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.bench import weights
+from impala_llm.bench._weight_export import measure_export
 from impala_llm.bench._weight_peers import tensor_shapes
 from impala_llm.bench.frame import BenchError
 
@@ -24,6 +25,11 @@ def test_the_tensors_have_the_size_asked_for(megabytes: int) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(BenchError, match="--megabytes"):
         weights.run(options)
+
+
+def test_an_answer_that_is_neither_yes_nor_no_is_refused() -> None:
+    with pytest.raises(BenchError, match="--bfloat16 is 'on': it takes yes or no"):
+        weights.run({"bfloat16": "on"})
 
 
 def test_figures_follow_from_the_times() -> None:
@@ -77,3 +83,15 @@ def test_a_small_run_leaves_nothing_behind() -> None:
         path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("impala_llm-bench-weights")
     }
     assert not left
+
+
+@pytest.mark.system
+def test_publishing_in_bfloat16_is_measured_by_one_rank_and_by_two() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    figures, rows = measure_export(2, "5m")
+    names = ("bound_fraction_bfloat16", "publish_ms_bfloat16", "held_ms_bfloat16")
+    assert set(figures) == {f"{name}{suffix}" for name in names for suffix in ("", "_threads", "_fsdp2")}
+    assert all(value > 0 for value in figures.values())
+    assert [row["ranks"] for row in rows] == [1, 1, 2]
+    left = set(Path("/dev/shm").iterdir()) - before
+    assert not [path for path in left if path.name.startswith("impala_llm-bench-weights")]

@@ -56,8 +56,8 @@ class TensorPart:
     Attributes:
         start: place of its first byte in the tensor.
         num_bytes: of the part.
-        pieces: what is written, an array or what makes arrays in order: bytes, uint8, or for a tensor of BF16 numbers
-            in float32. Each but the last writes a multiple of 8 bytes.
+        pieces: an array, or what makes arrays in order, each but the last of a multiple of 8 bytes of the tensor.
+            Either its bytes, as uint8, or, of a tensor in BF16, numbers in float32, which are rounded on the way.
     """
 
     start: int
