@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,12 @@ impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
     starts actors alone, for a learner started elsewhere
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
     plays held-out tasks with a policy
+impala-llm demonstrate [--config FILE] [key=value ...]
+    records episodes of a script, a policy or a person
+impala-llm demonstrations FOLDER [--read N] [--min-score X] [--out NEW]
+    shows recorded episodes, and filters them
+impala-llm sft [--config FILE] [key=value ...]
+    warm start: a policy learns from recorded episodes
 impala-llm doctor [--config FILE] [--json] [key=value ...]
     looks at this host: what is wrong, and what to do
 impala-llm bench NAME [--json] [--option value ...]
@@ -68,6 +75,23 @@ that of model.path; with the config.yaml of a run's folder, and no model.path
 beside it, the one that the run has learned.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
+    "demonstrate": """\
+impala-llm demonstrate [--config FILE] [key=value ...]
+
+Records episodes into demonstrations.dir, as trajectories and as text: of the
+environment's script, of model.path (demonstrations.player=policy), or of a
+person at this terminal (demonstrations.player=person; Ctrl-D ends). The same
+command again adds those that are missing. See docs/demonstrations.md.
+  --config FILE   settings from a YAML file; the same as experiment=FILE""",
+    "sft": """\
+impala-llm sft [--config FILE] [key=value ...]
+
+Warm start: model.path learns from the demonstrations in sft.data, or from those
+that `impala-llm demonstrate` records with these settings. The result,
+sft.dir/policy, is a Hugging Face directory with tokenizer and value head:
+`impala-llm train model.path=DIRECTORY` goes on from it. Ctrl-C saves, and the
+same command again goes on. See docs/demonstrations.md.
+  --config FILE   settings from a YAML file; the same as experiment=FILE""",
     "doctor": """\
 impala-llm doctor [--config FILE] [--json] [key=value ...]
 
@@ -117,8 +141,12 @@ def run_command(words: Sequence[str]) -> int:
         from impala_llm.pipeline.network.keys import main as keys
 
         return keys(rest)
+    if command == "demonstrations":
+        from impala_llm.demonstrations import main as demonstrations
+
+        return demonstrations(rest)
     if command not in HELP:
-        close = difflib.get_close_matches(command, (*HELP, "bench", "keys"), n=1)
+        close = difflib.get_close_matches(command, (*HELP, "bench", "keys", "demonstrations"), n=1)
         close = close or (["train"] if "=" in command else [])
         hint = f"did you mean `impala-llm {close[0]}`? " if close else ""
         unknown = f"impala-llm: unknown command {command!r}: {hint}`impala-llm --help` lists them"
@@ -132,6 +160,8 @@ def run_command(words: Sequence[str]) -> int:
         "train": train,
         "actors": actors,
         "evaluate": evaluate,
+        "demonstrate": demonstrate,
+        "sft": sft,
     }
     try:
         flagged, overrides = options(command, rest)
@@ -245,6 +275,38 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
         print(f"impala-llm: {reason}", file=sys.stderr)
 
     return evaluate_policy(config, as_json=as_json)
+
+
+def demonstrate(config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Record demonstrations."""
+    from impala_llm.demonstrations import describe, read
+
+    folder = recorded(config)
+    if found := list(read(folder)):
+        print(f"{folder}: {describe(found)}")
+        print(f"read some: {program('impala-llm')} demonstrations {shlex.quote(str(folder))} --read 3")
+    return 0
+
+
+def sft(config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Warm start."""
+    from impala_llm.preflight import check_warm_start
+    from impala_llm.sft import main as warm_start
+
+    check_warm_start(config)
+    folders = [Path(folder).expanduser() for folder in config.sft.data]
+    return warm_start(config, folders or [recorded(config)])
+
+
+def recorded(config: Config) -> Path:
+    """Record what is missing of the configured demonstrations. Returns their folder."""
+    from impala_llm.demonstrate import record
+    from impala_llm.observability.terminal import working
+    from impala_llm.preflight import check_recording
+
+    check_recording(config)
+    with nullcontext() if config.demonstrations.player == "person" else working("recording demonstrations"):
+        return record(config)
 
 
 def learned_policy(overrides: Sequence[str]) -> Path | None:

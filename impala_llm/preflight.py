@@ -59,6 +59,17 @@ def check_evaluation(config: Config) -> None:
     _raise_for(config, {"run folder": (_folder,) if writes else (), "model": (_model,), **_engine_checks()})
 
 
+def check_recording(config: Config) -> None:
+    """Before `impala-llm demonstrate`. Raises ConfigError with all that was found."""
+    by_policy = config.demonstrations.player == "policy"
+    _raise_for(config, {"model": (_model,), **(_engine_checks() if by_policy else {})})
+
+
+def check_warm_start(config: Config) -> None:
+    """Before `impala-llm sft`. Raises ConfigError with all that was found."""
+    _raise_for(config, {"model": (_model,), "device": (_device,)})
+
+
 def unfit_policy(config: Config) -> str | None:
     """A sentence where the policy to be evaluated is known to have been made for other tasks; None otherwise."""
     env, path = config.env.name, config.model.path

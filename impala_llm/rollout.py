@@ -89,6 +89,11 @@ class ChatFormat:
             closing = closing[1:]  # the policy generated it
         return [*closing, *self._observation_ids(observation), *self._after_observation]
 
+    def answer(self, text: str) -> list[int]:
+        """Ids of an answer that is not sampled, with the token that ends it."""
+        end = self._between[0] if self._between else self._tokenizer.eos_token_id
+        return [*self._encode_text(text), end]
+
     def text(self, answer: np.ndarray) -> str:
         """Text of an answer without its stop token. For the environment only; it is never encoded again."""
         text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)

@@ -476,6 +476,64 @@ class EvaluationConfig:
 
 
 @dataclass
+class DemonstrationsConfig:
+    """Episodes that `impala-llm demonstrate` records, see docs/demonstrations.md."""
+
+    dir: str = "outputs/${run.name}-demonstrations"
+    """Folder of the demonstrations; made if it is missing. What it holds already is not recorded again."""
+    player: str = one_of("script", "policy", "person")
+    """Who plays: script (the environment's own, such as the shop's scripted shopper) | policy (model.path, through the
+    engine, at engine.temperature) | person (at the terminal)."""
+    num_episodes: int = bounded(1000, least=1)
+    """Episodes of the folder."""
+    split: str = one_of("train", "validation", "test")
+    """Tasks to play, in a random order that run.seed draws."""
+    noise: float = bounded(0.5, least=0, most=1)
+    """script: how sloppily it plays, from 0 (as well as it can) to 1."""
+    num_catalogues: int = bounded(1, least=1)
+    """WebShop: so many synthetic catalogues, of the seeds from env.webshop.catalogue_seed on, with equally many
+    episodes of each. A policy that has seen one learns it by heart."""
+
+
+@dataclass
+class SftConfig:
+    """Warm start of model.path on demonstrations by `impala-llm sft`. What is not here, such as precision, the budget
+    of micro-batches, the clip and checkpoints, is as in `learner`. See docs/demonstrations.md."""
+
+    data: list[str] = field(default_factory=list)
+    """Folders of demonstrations. Empty: demonstrations.dir, recorded first where there are too few."""
+    dir: str = "outputs/${run.name}-sft"
+    """Folder of the result, `policy` in it, and of metrics and checkpoints; made if it is missing."""
+    min_score: float = bounded(0.0, least=0, most=1)
+    """Demonstrations with a lower score are left out."""
+    held_out_tasks: int = bounded(32, least=0)
+    """Tasks, a tenth of all at most, whose demonstrations are not learned from but measured on."""
+    held_out_every: int = bounded(50, least=1)
+    """Updates between two such measurements; there is also one at the start and one at the end."""
+    epochs: int = bounded(1, least=1, most=1000)
+    """Passes over the demonstrations, each in an order of its own."""
+    batch_size: int = bounded(8, least=1)
+    """Demonstrations of an update."""
+    max_updates: int | None = bounded(None, least=1)
+    """End after so many updates; None: after `epochs`."""
+    max_minutes: float | None = bounded(None, least=0.001)
+    """End after this much wall-clock time, restarts included. The learning rate decays towards whichever end comes
+    first, as learner.decay says."""
+    learning_rate: float = bounded(3e-4, least=0, most=1)
+    """Learning rate of the policy: the largest, after the warm-up."""
+    value_learning_rate: float = bounded(1e-3, least=0, most=1)
+    """Learning rate of the value head, see learner.value_learning_rate."""
+    warmup_updates: int = bounded(5, least=0)
+    """Updates in which the learning rates rise from 0."""
+    observation_weight: float = bounded(0.0, least=0, most=100)
+    """Weight of the tokens that the policy reads in the loss, where those that it says have 1. 0: it learns from its
+    answers alone."""
+    value_coef: float = bounded(0.5, least=0, most=100)
+    """Weight of the value head's squared error against the returns of the demonstrations, where algorithm.credit uses
+    a value head; else, and with 0, it is not fitted."""
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -487,6 +545,8 @@ class Config:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
 
 
 def other_models(config: Config) -> dict[str, str]:

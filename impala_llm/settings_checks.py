@@ -30,6 +30,8 @@ from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 """It is part of the path of a socket, which must be short."""
+_SCRIPTS = {"models/smollm2": "tools/get_smollm2.sh"}
+"""Models of presets that are too large to ship: path -> what brings them there."""
 BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
 """Approximate size of a trajectory (record.py) with few turns and short texts."""
 
@@ -55,6 +57,7 @@ def problems(config: Config) -> list[str]:
         *_sharding_problems(config),
         *_run_problems(config),
         *_evaluation_problems(config),
+        *_demonstration_problems(config),
     ]
 
 
@@ -323,6 +326,13 @@ def _evaluation_problems(config: Config) -> list[str]:
     return found
 
 
+def _demonstration_problems(config: Config) -> list[str]:
+    env, number = config.env, config.demonstrations.num_catalogues
+    if number == 1 or (env.name == "webshop" and env.webshop.items is None):
+        return []
+    return [f"demonstrations.num_catalogues={number}: only WebShop without data files makes catalogues: leave it out"]
+
+
 def _model_problems(config: Config) -> list[str]:
     """Models that are not there, and models of kinds that cannot be trained here."""
     found = []
@@ -341,6 +351,8 @@ def _no_model(key: str, path: str) -> str:
     """Why a value of a model's path means no model."""
     if Path(path).expanduser().is_dir():
         return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
+    if path in _SCRIPTS:
+        return f"{key}={path} is not there yet: {_SCRIPTS[path]} brings it"
     shipped = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
         return (

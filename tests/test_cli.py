@@ -26,12 +26,12 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_goes_to_stdout(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word]) == 0
     printed = capsys.readouterr()
-    for command in ("train", "actors", "evaluate", "doctor", "bench", "keys"):
+    for command in ("train", "actors", "evaluate", "demonstrate", "demonstrations", "sft", "doctor", "bench", "keys"):
         assert f"impala-llm {command}" in printed.out
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("command", ["train", "actors", "evaluate"])
+@pytest.mark.parametrize("command", ["train", "actors", "evaluate", "demonstrate", "sft"])
 def test_help_of_a_command_shows_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     printed = capsys.readouterr().out
@@ -67,7 +67,8 @@ def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate", "doctor"))]
+    "words",
+    [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate", "demonstrate", "sft", "doctor"))],
 )
 def test_help_fits_a_terminal_of_80_columns(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

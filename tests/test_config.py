@@ -19,9 +19,15 @@ def test_every_group_and_experiment_composes():
     for folder in config_folder().iterdir():
         if folder.is_dir():
             for path in folder.glob("*.yaml"):
-                # model=pretrained has no model of its own
-                own = ["model.path=tiny_shopper"] if path.stem == "pretrained" else []
+                # model=pretrained has no model of its own, and the other one is to be fetched
+                own = ["model.path=tiny_shopper"] if path.stem in ("pretrained", "smollm2") else []
                 assert isinstance(load([f"{folder.name}={path.stem}", *own]), Config), path
+
+
+def test_a_model_that_a_script_brings_is_asked_for_by_the_script(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.path=models/smollm2 .*tools/get_smollm2.sh"):
+        load(["experiment=smollm2"])
 
 
 def test_each_model_preset_carries_its_own_learning_rate():
@@ -49,8 +55,9 @@ def test_a_model_keeps_its_learning_rate_in_every_experiment():
 def test_every_algorithm_goes_with_every_experiment():
     names = {group: [path.stem for path in (config_folder() / group).glob("*.yaml")] for group in GROUPS}
     for experiment in names["experiment"]:
+        own = ["model.path=tiny_shopper"] if experiment == "smollm2" else []
         for algorithm in names["algorithm"]:
-            assert load([f"experiment={experiment}", f"algorithm={algorithm}"])
+            assert load([f"experiment={experiment}", *own, f"algorithm={algorithm}"])
 
 
 def test_overrides_and_groups_take_effect():
@@ -74,9 +81,10 @@ def saved(tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml")))
 def test_a_preset_beside_a_file_is_that_of_the_command_line(experiment: str, saved: Callable[..., str]) -> None:
     """The file of an experiment with a preset becomes what the experiment itself becomes."""
-    file = saved(f"experiment={experiment}", "algorithm=dpo")
+    own = ["model.path=tiny_shopper"] if experiment == "smollm2" else []  # its own is to be fetched
+    file = saved(f"experiment={experiment}", "algorithm=dpo", *own)
     for choice in ("algorithm=vtrace", "algorithm=group_relative", "replay=prioritised"):
-        words = [f"experiment={experiment}", *(["algorithm=dpo"] if choice.startswith("replay") else []), choice]
+        words = [f"experiment={experiment}", *own, *(["algorithm=dpo"] if choice.startswith("replay") else []), choice]
         assert load([file, choice]) == load(words), choice
 
 

@@ -43,6 +43,9 @@ class ParrotSuite:
     def signature(self, task_id: int) -> str:
         return self.answer(task_id)
 
+    def script(self, noise: float, seed: int) -> "ToyScript":
+        return ToyScript(self.words, noise, seed)
+
     def answer(self, task_id: int) -> str:
         """The letter that the task asks for; ValueError if there is no such task."""
         _check_task(task_id, self._splits)
@@ -111,6 +114,9 @@ class CorridorSuite:
         """The signs of the doors, such as `+-+`."""
         return "".join(sign for sign, _ in self.doors(task_id))
 
+    def script(self, noise: float, seed: int) -> "ToyScript":
+        return ToyScript(self.words, noise, seed)
+
     def doors(self, task_id: int) -> list[tuple[str, str]]:
         """(sign, letter) of each turn; ValueError if there is no such task."""
         _check_task(task_id, self._splits)
@@ -155,6 +161,21 @@ class CorridorSession:
             "stats": {"right_turns": float(self._right)},
         }
         return "", score, True, False, info
+
+
+class ToyScript:
+    """Right answers for both suites; with noise, so large a share of them is one of the words instead."""
+
+    def __init__(self, words: str, noise: float, seed: int) -> None:
+        self._words, self._noise = words, noise
+        self._rng = random.Random(seed)
+        self._shown = ""
+
+    def act(self, observation: str, info: dict[str, Any]) -> str:
+        last, self._shown = self._shown, observation[-1]
+        if self._rng.random() < self._noise:
+            return self._rng.choice(self._words)
+        return last if observation.startswith("-") else self._shown
 
 
 def spoken(action: str) -> str:

@@ -131,6 +131,13 @@ _DECLARED = (
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
     ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),
+    # The warm start on demonstrations, `impala-llm sft`, which also writes optimizer/* and progress/seconds.
+    ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated answers in nats, per action token"),
+    ("sft/value_loss", _MEAN, "squared error of the values against the demonstrations' returns, per turn"),
+    ("sft/held_out_loss", _LAST, "sft/loss of the demonstrations of the tasks that are held out"),
+    ("sft/held_out_value_loss", _LAST, "sft/value_loss of these"),
+    ("sft/epoch", _LAST, "passes over the demonstrations so far"),
+    ("sft/tokens_per_s", _LAST, "tokens of the demonstrations learned from since the last line, per second"),
     # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).
     ("ratio/mean", _MEAN, "importance ratio pi/mu of the configured granularity, per action token or turn"),
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),

@@ -1,0 +1,280 @@
+"""Records demonstrations: episodes that a script, a policy or a person plays, see demonstrations.py.
+
+A script and a person answer in text. Here they are engines, so that the same rollout lays their episodes out as it does
+a policy's: what the environment is given is what the ids of the answer say. Their answers have log-probability 0.
+
+Invariant: what was recorded stays. Recording that was interrupted goes on; what the folder has is not played again.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from impala_llm.config import ConfigError
+from impala_llm.demonstrations import (
+    HEADER,
+    Demonstration,
+    Header,
+    add_part,
+    fingerprint,
+    read_header,
+    read_ids,
+    write_header,
+)
+from impala_llm.engines import make_engine
+from impala_llm.engines.base import FinishReason, Generation, SamplingParams, TokenGenerator
+from impala_llm.envs import contract, make_suite
+from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
+from impala_llm.settings import Config
+
+PART_EPISODES = 500
+"""Episodes after which what was recorded is written."""
+_SEEDS = 1 << 31
+
+
+class _Ended(Exception):
+    """The person wants to play no further episode."""
+
+
+def record(config: Config) -> Path:
+    """Record what `demonstrations.num_episodes` asks for and the folder has not yet. Returns the folder.
+
+    Raises:
+        ConfigError: the folder's are of other settings, or the environment has no script.
+        EngineError, EnvironmentFault: the episodes cannot be played.
+    """
+    settings, folder = config.demonstrations, Path(config.demonstrations.dir)
+    policy = resolve_policy(config)
+    _begin(config, policy, folder)
+    there = read_ids(folder)
+    missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
+    too_long = 0
+    try:
+        for catalogue in range(settings.num_catalogues):
+            numbers = [n for n in missing if n % settings.num_catalogues == catalogue]
+            if numbers:
+                too_long += asyncio.run(_record(config, policy, folder, numbers, catalogue))
+    except _Ended:
+        pass
+    if too_long:
+        print(
+            f"{too_long} episodes did not fit into engine.max_length={config.engine.max_length} tokens with answers of "
+            f"engine.max_new_tokens={config.engine.max_new_tokens}, and are left out",
+            file=sys.stderr,
+        )
+    return folder
+
+
+async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[int], catalogue: int) -> int:
+    """Play episodes of one suite and add them to the folder. Returns how many did not fit."""
+    settings = config.demonstrations
+    suite, source = _suite(config, catalogue)
+    chat = ChatFormat.of(policy, suite.system_prompt)
+    if settings.player == "person" and suite.system_prompt:
+        print(suite.system_prompt + "\n")
+    split: Split = settings.split  # type: ignore[assignment]  # checked by config.py
+    tasks = list(contract.tasks(suite, split))
+    random.Random(f"{config.run.seed}, {catalogue}").shuffle(tasks)
+    limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
+    streams = asyncio.Semaphore(config.actor.max_episodes if settings.player == "policy" else 1)
+    too_long = 0
+
+    async with _players(config, policy, suite, chat) as player:
+
+        async def play(number: int) -> Demonstration | None:
+            task = tasks[number // settings.num_catalogues % len(tasks)]
+            seed = random.Random(f"{config.run.seed}, {number}").randrange(_SEEDS)
+            spec = EpisodeSpec(
+                _episode_id(config, number), task, number, number, seed, suite.name, settings.player,
+                suite.signature(task),
+            )  # fmt: skip
+            text: list[Turn] = []
+            async with streams:
+                session, engine = player(suite.session(training=True), seed)
+                try:
+                    row = await play_episode(spec, session, engine, chat, limits, text)
+                except EpisodeAborted:
+                    return None
+                except contract.EnvironmentFault:
+                    raise
+                except ValueError as error:  # there is no room for even the first answer
+                    raise ConfigError(str(error)) from None
+            if settings.player == "person":
+                print(f"The end: score {row.score:.2f}.\n")
+            return Demonstration(row, source, tuple(text))
+
+        # One after another they begin only when their turn comes: a person is to be asked no more after the last one.
+        tasks_under_way: list[asyncio.Task[Demonstration | None]] = []
+        episodes: Iterable[Awaitable[Demonstration | None]] = map(play, numbers)
+        if settings.player == "policy":
+            tasks_under_way = [asyncio.create_task(play(number)) for number in numbers]
+            episodes = asyncio.as_completed(tasks_under_way)
+        found: list[Demonstration] = []
+        try:
+            for episode in episodes:
+                await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
+                demonstration = await episode
+                too_long += demonstration is None
+                found += [] if demonstration is None else [demonstration]
+                if len(found) >= PART_EPISODES:
+                    add_part(folder, found)
+                    found = []
+        finally:  # Ctrl-C and faults included
+            add_part(folder, found)
+            for task in tasks_under_way:
+                task.cancel()
+    return too_long
+
+
+Player = Callable[[Session | AsyncSession, int], tuple[Session | AsyncSession, TokenGenerator]]
+"""From the session and the seed of an episode: the session and the engine that play it."""
+
+
+@asynccontextmanager
+async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat) -> AsyncIterator[Player]:
+    """What plays the episodes of a suite."""
+    if config.demonstrations.player == "policy":
+        engine = make_engine(config, policy, version=0)
+        try:
+            await engine.start()
+            yield lambda session, _seed: (session, engine)
+        finally:
+            await engine.close()
+        return
+
+    def spoken(session: Session | AsyncSession, seed: int) -> tuple[AsyncSession, TokenGenerator]:
+        act: Callable[[str, dict[str, Any]], str] = _asked
+        if config.demonstrations.player == "script":
+            assert isinstance(suite, Scripted)  # `_suite` has looked
+            act = suite.script(config.demonstrations.noise, seed).act
+        watched = _Watched(session)
+        return watched, _Spoken(chat, watched, act)
+
+    yield spoken
+
+
+class _Watched:
+    """A session that keeps what it returned last, for a player that answers in text."""
+
+    def __init__(self, session: Session | AsyncSession) -> None:
+        self._session = session
+        self.last: Any = None
+
+    async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        return await self._keep(self._session.reset(task_id))
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return await self._keep(self._session.step(action))
+
+    async def _keep(self, result: Any) -> Any:
+        self.last = await result if inspect.isawaitable(result) else result
+        return self.last
+
+
+class _Spoken:
+    """A player that answers in text, as an engine of one episode."""
+
+    def __init__(self, chat: ChatFormat, watched: _Watched, act: Callable[[str, dict[str, Any]], str]) -> None:
+        self._chat, self._watched, self._act = chat, watched, act
+
+    async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
+        tokens = self._chat.answer(self._act(self._watched.last[0], self._watched.last[-1]))
+        reason: FinishReason = "stop"
+        if len(tokens) == params.max_new_tokens + 1:  # as a policy's that is cut after its last word
+            tokens, reason = tokens[:-1], "length"
+        elif len(tokens) > params.max_new_tokens:
+            reason = "abort"
+        zeros = np.zeros(len(tokens), np.int32)
+        return Generation(np.array(tokens, np.int32), zeros.astype(np.float32), zeros, reason)
+
+    def release(self, session_id: str) -> None:
+        pass
+
+
+def _asked(observation: str, _info: dict[str, Any]) -> str:
+    """The action that a person types. Raises _Ended where they end the recording."""
+    print(observation.strip(), flush=True)
+    # asyncio's own handler would wait for the next await, and that for a line.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while not (action := input("> ").strip()):
+            pass
+        return action
+    except (EOFError, KeyboardInterrupt):
+        raise _Ended from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _suite(config: Config, catalogue: int) -> tuple[Suite, str]:
+    """A suite of the configured environment, and its name. catalogue: which of several, counted from 0."""
+    env, source = config.env, config.env.name
+    if env.name == "webshop" and env.webshop.items is None:
+        seed = env.webshop.catalogue_seed + catalogue
+        env = dataclasses.replace(env, webshop=dataclasses.replace(env.webshop, catalogue_seed=seed))
+        source = f"{env.name}, catalogue {seed}"
+    suite = make_suite(env)
+    if config.demonstrations.player == "script" and not isinstance(suite, Scripted):
+        raise ConfigError(
+            f"demonstrations.player=script: env={env.name} has no script: set demonstrations.player=policy or person, "
+            "or give its suite a method `script` (docs/demonstrations.md)"
+        )
+    return suite, source
+
+
+def _episode_id(config: Config, number: int) -> str:
+    return f"{config.demonstrations.player}-{config.run.seed}-{number}"
+
+
+def _begin(config: Config, policy: Path, folder: Path) -> None:
+    """Write the header of a new folder; refuse one of other settings."""
+    env: dict[str, Any] = {"name": config.env.name}
+    if config.env.name == "webshop":
+        env["webshop"] = dataclasses.asdict(config.env.webshop)
+    elif dataclasses.is_dataclass(config.env.options) and not isinstance(config.env.options, type):
+        env["options"] = dataclasses.asdict(config.env.options)
+    of_recording = dataclasses.asdict(config.demonstrations)
+    of_recording = {key: of_recording[key] for key in ("player", "split", "noise", "num_catalogues")}
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    header = Header(
+        config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
+        {"env": env, "demonstrations": of_recording},
+    )  # fmt: skip
+    try:
+        if not (folder / HEADER).exists():
+            write_header(folder, header)
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder"
+        ) from None
+    before = read_header(folder)
+    where = f"demonstrations.dir={folder} holds demonstrations"
+    fix = "name another folder, or put it back"
+    if before.tokenizer != header.tokenizer:
+        raise ConfigError(f"{where} with the tokenizer of model.path={before.model}, and not of {header.model}: {fix}")
+    theirs = dict(_leaves(before.settings))
+    for key, value in _leaves(header.settings):
+        if key in theirs and theirs[key] != value:
+            as_it_is = f"; to learn from it as it is, set sft.data=[{folder}]"
+            raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}{as_it_is}")
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

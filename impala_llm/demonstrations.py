@@ -1,0 +1,262 @@
+"""Demonstrations: recorded episodes in a folder, as trajectories for learning and as text for reading.
+
+    DIR/demonstrations.json         what they were recorded with: see `Header`
+    DIR/part-00000.safetensors      the arrays of its episodes, each of the fields of a trajectory end to end
+    DIR/part-00000.jsonl            a line for each of them: metadata, numbers of tokens and turns, and the text
+
+docs/demonstrations.md has every field. Nothing is pickled.
+
+Invariant: the lines of a part are renamed into place after its arrays, so a part that has lines is whole. Parts are
+never changed: who records further episodes adds one.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from impala_llm.config import ConfigError
+from impala_llm.rollout import Turn
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError
+
+FORMAT = 1
+HEADER = "demonstrations.json"
+
+
+class DemonstrationError(ConfigError):
+    """Demonstrations that cannot be used. The message names the folder or file, and the fix."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the demonstrations of a folder were recorded with."""
+
+    env: str
+    """Name of the environment."""
+    player: str
+    """script | policy | person."""
+    model: str
+    """model.path: whose tokenizer made the ids, and with player=policy who played."""
+    tokenizer: str
+    """See `fingerprint`."""
+    vocab_size: int
+    """Ids lie below."""
+    settings: dict[str, Any]
+    """Of the environment and the recording, as nested mappings."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A recorded episode."""
+
+    trajectory: Trajectory
+    source: str
+    """Which tasks its task id counts, such as `webshop, catalogue 1003`."""
+    text: tuple[Turn, ...]
+    """The episode as people read it."""
+
+    @property
+    def task(self) -> tuple[str, int]:
+        return self.source, self.trajectory.task_id
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of vocabulary and chat template: the same for tokenizers that make the same ids of a conversation."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Begin a folder. Made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"format": FORMAT, **dataclasses.asdict(header)}, indent=1)
+    _put(folder / HEADER, lambda aside: aside.write_text(content + "\n"))
+
+
+def read_header(folder: Path) -> Header:
+    """Raises DemonstrationError where there is none of this format."""
+    path = folder / HEADER
+    try:
+        values = json.loads(path.read_bytes())
+        if values.pop("format") != FORMAT:
+            raise DemonstrationError(f"{path} has another format than {FORMAT}: record the demonstrations again")
+        return Header(**values)
+    except FileNotFoundError:
+        raise DemonstrationError(
+            f"{folder} holds no demonstrations ({HEADER} is missing): record some with `impala-llm demonstrate "
+            f"demonstrations.dir={folder}`, or correct the path"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DemonstrationError):
+            raise
+        raise DemonstrationError(f"{path} cannot be read ({error}): record the demonstrations again") from None
+
+
+def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
+    """Add episodes to a folder that has a header. None: nothing is done."""
+    if not demonstrations:
+        return
+    number = 1 + max((int(path.stem.partition("-")[2]) for path in _parts(folder)), default=-1)
+    rows = [d.trajectory for d in demonstrations]
+    arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in ARRAY_FIELDS}
+    lines = "".join(json.dumps(_line(d), ensure_ascii=False) + "\n" for d in demonstrations)
+    path = folder / f"part-{number:05d}.jsonl"
+    _put(path.with_suffix(".safetensors"), lambda aside: save_file(arrays, aside))
+    _put(path, lambda aside: aside.write_text(lines, "utf-8"))
+
+
+def read(folder: Path) -> Iterator[Demonstration]:
+    """The episodes of a folder in the order in which they were recorded.
+
+    Raises:
+        DemonstrationError: a part is missing or damaged.
+    """
+    read_header(folder)
+    for path in _parts(folder):
+        arrays_path = path.with_suffix(".safetensors")
+        try:
+            arrays = load_file(arrays_path)
+        except (OSError, SafetensorError) as error:
+            raise DemonstrationError(
+                f"{arrays_path} is missing or damaged ({error}): copy it again, or remove {path.name} beside it"
+            ) from None
+        token, turn = 0, 0
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            try:
+                values = json.loads(line)
+                ends = token + values["num_tokens"], turn + values["num_turns"]
+                fields: dict[str, Any] = {
+                    name: arrays[name][turn : ends[1]] if name == "turns" else arrays[name][token : ends[0]]
+                    for name in ARRAY_FIELDS
+                }
+                fields |= {name: values[name] for name in METADATA_FIELDS}
+                text = tuple(Turn(*each) for each in values["text"])
+                yield Demonstration(Trajectory(**fields), values["source"], text)
+            except (ValueError, KeyError, TypeError) as error:  # TrajectoryError is a ValueError
+                kind = "" if isinstance(error, TrajectoryError) else f"{type(error).__name__}: "
+                raise DemonstrationError(
+                    f"{path}, line {number}, is no demonstration ({kind}{error}): copy the folder again, or remove "
+                    "this part"
+                ) from None
+            token, turn = ends
+
+
+def read_ids(folder: Path) -> set[str]:
+    """Episode ids of a folder, which may hold no demonstrations yet."""
+    lines = [line for path in _parts(folder) for line in path.read_text("utf-8").splitlines()]
+    return {json.loads(line)["episode_id"] for line in lines}
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("part-*.jsonl"))
+
+
+def _line(demonstration: Demonstration) -> dict[str, Any]:
+    row = demonstration.trajectory
+    return {
+        **{name: getattr(row, name) for name in METADATA_FIELDS},
+        "num_tokens": row.num_tokens,
+        "num_turns": len(row.turns),
+        "source": demonstration.source,
+        "text": [dataclasses.astuple(turn) for turn in demonstration.text],
+    }
+
+
+def _put(path: Path, write: Any) -> None:
+    """Write a file aside and rename it, so that nobody sees half of one."""
+    aside = path.with_name(f"{path.name}.new-{os.getpid()}")
+    try:
+        write(aside)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+# --- looking at them
+
+
+def describe(demonstrations: Sequence[Demonstration]) -> str:
+    """A few lines on episodes: how many, of what, how good, how long."""
+    rows = [d.trajectory for d in demonstrations]
+    scores = np.array([row.score for row in rows])
+    tokens = np.array([row.num_tokens for row in rows])
+    sources = Counter(d.source for d in demonstrations)
+    names = list(sources) if len(sources) <= 3 else [min(sources), "...", max(sources)]
+    tenths = Counter(min(9, int(10 * score)) for score in scores)
+    histogram = "  ".join(f"{tenth / 10:.1f}: {tenths[tenth]}" for tenth in sorted(tenths))
+    return (
+        f"{len(rows)} demonstrations of {len({d.task for d in demonstrations})} tasks "
+        f"({'; '.join(names)})\n"
+        f"score {scores.mean():.3f}, success {np.mean([row.success for row in rows]):.3f}; from each score on: "
+        f"{histogram}\n"
+        f"{tokens.sum():,} tokens, {tokens.mean():.0f} an episode ({tokens.min()} to {tokens.max()}), of them "
+        f"{np.mean([row.num_action_tokens for row in rows]):.0f} in {np.mean([len(row.turns) for row in rows]):.1f} "
+        "answers"
+    )
+
+
+def readable(demonstration: Demonstration) -> str:
+    """An episode to read."""
+    row = demonstration.trajectory
+    lines = [f"== {row.episode_id} · {demonstration.source}, task {row.task_id} · score {row.score:.2f}"]
+    for turn in demonstration.text:
+        lines += [turn.observation.strip(), f"> {turn.action}"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command `impala-llm demonstrations`. Returns the exit code; 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="impala-llm demonstrations",
+        description="Look at recorded demonstrations, and filter them.",
+        epilog="`impala-llm demonstrate` records them, `impala-llm sft` learns from them.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--read", type=int, default=0, metavar="N", help="print the first N episodes")
+    parser.add_argument("--min-score", type=float, default=0.0, metavar="X", help="only those of at least this score")
+    parser.add_argument("--max-score", type=float, default=1.0, metavar="X", help="only those of at most this score")
+    parser.add_argument("--out", type=Path, metavar="NEW", help="write them into a new folder")
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as stop:
+        return 2 if stop.code else 0
+    try:
+        header = read_header(options.folder)
+        chosen = [d for d in read(options.folder) if options.min_score <= d.trajectory.score <= options.max_score]
+        if not chosen:
+            raise DemonstrationError(
+                f"{options.folder} has no demonstration with a score from {options.min_score:g} to "
+                f"{options.max_score:g}: widen --min-score and --max-score"
+            )
+        for demonstration in chosen[: options.read]:
+            print(readable(demonstration) + "\n")
+        print(f"{options.folder}: env={header.env}, played by {header.player}, tokens of {header.model}")
+        print(describe(chosen))
+        if options.out is not None:
+            if options.out.exists():
+                raise DemonstrationError(f"--out {options.out} exists: name a new folder")
+            aside = options.out.with_name(f"{options.out.name}.new-{os.getpid()}")
+            try:
+                write_header(aside, header)
+                add_part(aside, chosen)
+                aside.rename(options.out)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+            print(f"written to {options.out}")
+    except (DemonstrationError, OSError) as error:
+        print(f"impala-llm demonstrations: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,470 @@
+"""Warm start: a policy, and its value head, learn from demonstrations before any episode is played.
+
+    demonstrations → rows → micro-batches → forward → log-likelihood of what was said, returns → step → repeat
+
+Forward, precision, activation checkpointing, budget of micro-batches, clip, optimizer, schedule and checkpoints are the
+learner's. There is no pipeline: no actors, no tickets, no versions. One process learns, on one device.
+
+Invariant: the rows of an update follow from run.seed and its number, so a warm start that was interrupted, and goes on
+from its last checkpoint, is the same as one that was not.
+"""
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from impala_llm.config import ConfigError, num_cores, to_yaml
+from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
+from impala_llm.learning.budget import OutOfMemory, TokenBudget
+from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
+from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
+from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.lora import add_adapters, is_adapted
+from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.packing import PackedBatch
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
+from impala_llm.learning.shares import PolicyExport
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.observability.writers import MetricWriter
+from impala_llm.settings import Config
+from impala_llm.stop_signals import StopSignals
+from impala_llm.supervised import say
+from impala_llm.trajectory import Trajectory
+
+STATE = "state"
+"""Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there goes on from them."""
+_SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Data:
+    """Demonstrations to learn from, and to measure on."""
+
+    learned: list[Trajectory]
+    held_out: list[Trajectory]
+    checksum: str
+    """Of both: another one, and a checkpoint is of other data."""
+
+
+def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
+    """Read demonstrations, and hold those of some tasks out.
+
+    Raises:
+        DemonstrationError: there are none, they are damaged, or the policy cannot learn from them.
+    """
+    tokenizer = fingerprint(AutoTokenizer.from_pretrained(policy))
+    found: list[Demonstration] = []
+    for folder in folders:
+        header = read_header(folder)
+        if header.tokenizer != tokenizer:
+            raise DemonstrationError(
+                f"{folder} has tokens of model.path={header.model}, whose tokenizer or chat template is another than "
+                f"that of model.path={config.model.path}: record the demonstrations again with this one"
+            )
+        found += read(folder)
+    there = len(found)
+    found = [d for d in found if d.trajectory.score >= config.sft.min_score]
+    where = f"sft.data={','.join(map(str, folders))}"
+    if not found:
+        raise DemonstrationError(
+            f"{where}: none of {there} demonstrations has sft.min_score={config.sft.min_score:g}: lower it, or record "
+            "others"
+        )
+    longest = max(d.trajectory.num_tokens for d in found)
+    if longest > config.engine.max_length:
+        number = sum(d.trajectory.num_tokens > config.engine.max_length for d in found)
+        raise DemonstrationError(
+            f"{where}: {number} demonstrations have more than engine.max_length={config.engine.max_length} tokens, the "
+            f"longest {longest}: raise it to that, or record them again with this one"
+        )
+    tasks = sorted({d.task for d in found})
+    places = np.random.default_rng(config.run.seed).permutation(len(tasks))
+    held_out = {tasks[i] for i in places[: min(config.sft.held_out_tasks, len(tasks) // 10)]}
+    digest = hashlib.sha256()
+    for d in found:
+        digest.update(d.trajectory.tokens.tobytes() + d.trajectory.turns.tobytes() + d.trajectory.rewards.tobytes())
+    return Data(
+        [d.trajectory for d in found if d.task not in held_out],
+        [d.trajectory for d in found if d.task in held_out],
+        digest.hexdigest(),
+    )
+
+
+def returns_to_go(t: Trajectory, discount: float) -> np.ndarray:
+    """float32[turns]: the sum of the rewards from each turn on, those k turns later times γ^k; NaN where the episode
+    was cut, and nobody knows what would have come.
+
+    Args:
+        discount: γ, a turn.
+    """
+    found = np.zeros(len(t.turns), np.float32)
+    total = float("nan") if t.bootstrap else 0.0
+    for k in range(len(t.turns) - 1, -1, -1):
+        start, end = t.turns[k]
+        total = float(t.rewards[start:end].sum()) + discount * total
+        found[k] = total
+    return found
+
+
+class Imitation:
+    """A policy that learns to say what was said, and a value head that learns what came of it.
+
+    Args:
+        model: placed on its device.
+    """
+
+    def __init__(self, config: Config, model: PolicyModel, ranks: Ranks, log: MetricLog) -> None:
+        self.config, self.model, self.ranks, self.log = config, model, ranks, log
+        learner, sft = config.learner, config.sft
+        model.compute_in(learner.precision, learner.activation_checkpointing)
+        of_steps = replace(
+            learner,
+            learning_rate=sft.learning_rate,
+            value_learning_rate=sft.value_learning_rate,
+            warmup_updates=sft.warmup_updates,
+            value_warmup_updates=0,
+        )
+        self.optimizer = Optimizer(model, of_steps)
+        self.budget = TokenBudget(learner.token_budget, ranks)
+        self.value_coef = sft.value_coef if config.algorithm.credit.uses_values else 0.0
+
+    def accumulate(self, rows: Sequence[Trajectory]) -> None:
+        """Compute the gradient of an update."""
+        if not self.budget.is_chosen:
+            self.budget.choose(rows, self._trial, self.model, self.ranks)
+        weight = sum(self._weight(row) for row in rows)
+        turns = max(1, sum(len(row.turns) for row in rows if not row.bootstrap))
+
+        def learned(cpu_micro: PackedBatch) -> tuple[float, ...]:
+            of_tokens, of_answers, of_values = self._sums(cpu_micro, rows)
+            (of_tokens / weight + self.value_coef * of_values / turns).backward()
+            return of_answers.item(), of_values.item()
+
+        found = self.budget.run(rows, learned, self.model.zero_grad)
+        tokens = sum(row.num_action_tokens for row in rows)
+        self.log.add("sft/loss", sum(each[0] for each in found) / tokens, tokens)
+        if self.value_coef:
+            self.log.add("sft/value_loss", sum(each[1] for each in found) / turns, turns)
+
+    def step(self, number: int, progress: float) -> None:
+        """Change the weights by the gradient.
+
+        Args:
+            number: of the update, from 0.
+            progress: share of the warm start that is over.
+        """
+        result = self.optimizer.step(number, progress)
+        self.log.add("optimizer/gradient_norm", result.gradient_norm)
+        self.log.add("optimizer/clipped_share", float(result.clipped))
+        self.log.add("optimizer/skipped", float(result.skipped))
+        self.log.add("optimizer/learning_rate", result.learning_rate)
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Trajectory]) -> None:
+        """Log the losses of demonstrations that are not learned from."""
+
+        def sums(cpu_micro: PackedBatch) -> tuple[float, float]:
+            _, of_answers, of_values = self._sums(cpu_micro, rows)
+            return of_answers.item(), of_values.item()
+
+        found = self.budget.run(rows, sums)
+        self.log.add("sft/held_out_loss", sum(e[0] for e in found) / sum(row.num_action_tokens for row in rows))
+        turns = sum(len(row.turns) for row in rows if not row.bootstrap)
+        if self.value_coef and turns:
+            self.log.add("sft/held_out_value_loss", sum(e[1] for e in found) / turns)
+
+    def _weight(self, row: Trajectory) -> float:
+        """Sum of the weights of a row's tokens but the first, which nothing predicts."""
+        others = row.num_tokens - 1 - row.num_action_tokens
+        return row.num_action_tokens + self.config.sft.observation_weight * others
+
+    def _sums(
+        self, cpu_micro: PackedBatch, rows: Sequence[Trajectory]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a micro-batch: the weighted negative log-likelihood of its tokens, that of its answers without gradient,
+        and the squared errors of its values; scalars, in nats and squared rewards."""
+        micro, sft = cpu_micro.to(self.ranks.device), self.config.sft
+        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+        places = self._places(micro)
+        is_answer = torch.zeros_like(micro.tokens, dtype=torch.bool)
+        is_answer[micro.action_positions] = True
+        is_answer = is_answer[places]
+        # At temperature 1: that of later sampling is no property of the demonstrations.
+        losses = -self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0]
+        of_tokens = torch.where(is_answer, losses, sft.observation_weight * losses).sum()
+        of_answers = losses.detach()[is_answer].sum()
+        if not self.value_coef:
+            return of_tokens, of_answers, of_answers.new_zeros(())
+        discount = self.config.algorithm.credit.discount
+        targets = torch.from_numpy(np.concatenate([returns_to_go(rows[i], discount) for i in micro.members]))
+        errors = self.model.values(hidden[micro.turn_value_positions]) - targets.to(hidden.device)
+        return of_tokens, of_answers, errors[errors.detach().isfinite()].square().sum()
+
+    def _places(self, micro: PackedBatch) -> torch.Tensor:
+        """int64[N]: the tokens with a weight; never the first of a row, which nothing predicts."""
+        return micro.position_ids.nonzero().squeeze(1) if self.config.sft.observation_weight else micro.action_positions
+
+    def _trial(self, cpu_micro: PackedBatch) -> None:
+        """Compute a micro-batch forward and backward, for its time and memory alone."""
+        micro = cpu_micro.to(self.ranks.device)
+        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+        places = self._places(micro)
+        try:
+            self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0].sum().backward()
+        finally:  # memory may run out amid it
+            self.model.zero_grad(set_to_none=True)
+
+
+class WarmStart:
+    """A warm start with its folder: updates, measurements, checkpoints, result.
+
+    Args:
+        data: to learn from.
+        policy: directory that it starts from.
+        stack: what is to be undone at the end.
+    """
+
+    def __init__(self, config: Config, data: Data, policy: Path, stack: ExitStack) -> None:
+        self.config, self.data = config, data
+        sft = config.sft
+        self.folder = Path(sft.dir)
+        self.files = policy_files(policy)
+        self.log = MetricLog()
+        self.ranks = Ranks(config.model.device)
+        torch.manual_seed(config.run.seed)
+        model = PolicyModel.from_pretrained(policy, config.model.value_hidden_size, config.model.value_trunk_gradient)
+        add_adapters(model.lm, config.model.lora)
+        self.ranks.place(model)
+        model.check(config.engine.max_length)
+        self.imitation = Imitation(config, model, self.ranks, self.log)
+        self.per_epoch = -(-len(data.learned) // sft.batch_size)
+        self.total = sft.epochs * self.per_epoch
+        if sft.max_updates is not None:
+            self.total = min(self.total, sft.max_updates)
+        self.update, self.used_s = 0, 0.0
+        self.is_changing = False
+        """Amid a change of the weights."""
+        self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
+        self.checkpointer.begin()
+        self.go_on()
+        self.export = PolicyExport(model, self.ranks)
+        self.writer = stack.enter_context(
+            MetricWriter(self.folder / "tensorboard", config.run.metric_writers, self.update)
+        )
+        self.writer.write_text("settings", to_yaml(config))
+        self.began_at = self.said_at = self.saved_at = time.monotonic()
+        self.tokens_since = 0
+        size = sum(p.numel() for p in model.lm.parameters())
+        say(
+            f"sft: {config.model.path}, {size:,} parameters on {self.ranks.device}, learns from {len(data.learned)} "
+            f"demonstrations in {self.total} updates; {len(data.held_out)} are held out"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Time for which the policy has learned, restarts included."""
+        return self.used_s + time.monotonic() - self.began_at
+
+    @property
+    def progress(self) -> float:
+        """Share that is over, by updates or by time, whichever is further."""
+        share, minutes = self.update / self.total, self.config.sft.max_minutes
+        return min(1.0, share if minutes is None else max(share, self.seconds / 60 / minutes))
+
+    def run(self) -> None:
+        """Learn to the end, and save the result."""
+        if self.update == 0:
+            self.measure()
+        while self.progress < 1.0:
+            self.step()
+        self.save()
+        say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
+
+    def step(self) -> None:
+        """One update, and what is due after it."""
+        rows = self.batch(self.update)
+        progress = self.progress
+        self.imitation.accumulate(rows)
+        self.checkpointer.wait_until_copied()
+        self.is_changing = True
+        self.imitation.step(self.update, progress)
+        self.update += 1
+        self.is_changing = False
+        self.tokens_since += sum(row.num_tokens for row in rows)
+        is_last = self.progress >= 1.0
+        if self.update % self.config.sft.held_out_every == 0 or is_last:
+            self.measure()
+        minutes, every = self.config.learner.checkpoint_minutes, self.config.learner.checkpoint_every
+        is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        if not is_last and (is_late or (every and self.update % every == 0)):
+            self.checkpoint()
+        now = time.monotonic()
+        if now - self.said_at >= _SAY_EVERY_S or is_last:
+            self.tell(now)
+
+    def batch(self, update: int) -> list[Trajectory]:
+        """The demonstrations of an update."""
+        epoch, place = divmod(update, self.per_epoch)
+        order = np.random.default_rng((self.config.run.seed, epoch)).permutation(len(self.data.learned))
+        size = self.config.sft.batch_size
+        return [self.data.learned[i] for i in order[place * size : (place + 1) * size]]
+
+    def measure(self) -> None:
+        """Losses of what is held out, to the log."""
+        if self.data.held_out:
+            self.imitation.measure(self.data.held_out)
+            if self.update == 0:
+                self.tell(time.monotonic())
+
+    def tell(self, now: float) -> None:
+        """Write and say what has been logged since the last time."""
+        if self.update:
+            self.log.add("sft/epoch", self.update / self.per_epoch)
+            self.log.add("sft/tokens_per_s", self.tokens_since / max(1e-9, now - self.said_at))
+        self.log.add("progress/seconds", self.seconds)
+        found = self.log.flush()
+        self.writer.write(self.update, found)
+        names = {"loss": "loss", "held_out_loss": "held out", "value_loss": "value loss"}
+        parts = [f"{said} {found[f'sft/{name}']:.4f}" for name, said in names.items() if f"sft/{name}" in found]
+        if self.update:
+            parts.append(f"{found['sft/tokens_per_s']:,.0f} tokens/s")
+        say(f"sft: update {self.update} of {self.total}, {self.progress:.0%}: {', '.join(parts)}")
+        self.said_at, self.tokens_since = now, 0
+
+    # --- checkpoints and result
+
+    def facts(self) -> dict[str, Any]:
+        """Settings without which a saved state means nothing."""
+        sft, model = self.config.sft, self.config.model
+        return {
+            "model.path": model.path,
+            "model.lora.rank": model.lora.rank,
+            "model.value_hidden_size": model.value_hidden_size,
+            "run.seed": self.config.run.seed,
+            "sft.batch_size": sft.batch_size,
+            "sft.held_out_tasks": sft.held_out_tasks,
+            "sft.min_score": sft.min_score,
+            "sft.data": self.data.checksum,
+        }
+
+    def go_on(self) -> None:
+        """Take over the newest checkpoint of the folder, if there is one."""
+        manifest, passed_over = newest_whole(self.folder / STATE)
+        for reason in passed_over:
+            say(f"sft: checkpoint {reason}: it is passed over")
+        if manifest is None:
+            return
+        checkpoint = CheckpointReader(manifest)
+        plain = checkpoint.plain(0)
+        for key, value in self.facts().items():
+            before = plain["facts"].get(key)
+            if before != value:
+                differs = "other demonstrations" if key == "sft.data" else f"{key}={before}, and not {value}"
+                raise ConfigError(
+                    f"sft.dir={self.folder} holds a warm start with {differs}: name another folder, or put that back"
+                )
+        checkpoint.load_model(self.imitation.model)
+        checkpoint.load_optimizer(self.imitation.optimizer)
+        self.imitation.budget.load_state_dict(plain["budget"])
+        self.update, self.used_s = manifest.update, 60 * manifest.minutes_used
+        say(f"sft: going on from update {self.update}, checkpoint {manifest.path}")
+
+    def checkpoint(self) -> None:
+        """Begin to write a checkpoint of the last update that is over."""
+        model = self.imitation.model
+        exports = not is_adapted(model.lm)
+        state = State(
+            update=self.update,
+            version=self.update,
+            run_id=0,
+            minutes_used=self.seconds / 60,
+            plain={"facts": self.facts(), "budget": self.imitation.budget.state_dict()},
+            records={},
+            tensors=tensors_of(model, self.imitation.optimizer, is_main=True),
+            policy=dict(model.policy_weights()) if exports else {},
+            files=model.config_files(self.files) if exports else {},
+        )
+        if self.checkpointer.save(state):
+            self.saved_at = time.monotonic()
+
+    def save(self) -> None:
+        """Write the last checkpoint and the policy. Raises OSError or SafetensorError where the disk refuses."""
+        target = self.folder / "policy"
+        aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+        try:
+            self.export.save(aside, self.files)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.checkpointer.wait()
+        self.checkpoint()
+        self.checkpointer.wait()
+
+
+def warm_start(config: Config, folders: Sequence[Path]) -> Path:
+    """Run a warm start, or go on with it. Returns the directory of the policy.
+
+    Raises:
+        ConfigError, DemonstrationError: it cannot begin. KeyboardInterrupt, SystemExit: it was told to stop, and what
+            was learned is saved.
+    """
+    policy = resolve_policy(config)
+    data = load_data(config, policy, folders)
+    folder = Path(config.sft.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
+    stops = StopSignals()
+    with ExitStack() as stack:
+        warm = WarmStart(config, data, policy, stack)
+        stops.holds_back = lambda: warm.is_changing
+        try:
+            warm.run()
+        except (KeyboardInterrupt, SystemExit):
+            if not warm.is_changing:
+                warm.imitation.model.zero_grad(set_to_none=True)
+                warm.save()
+                say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
+            raise
+    return folder / "policy"
+
+
+def main(config: Config, folders: Sequence[Path]) -> int:
+    """`impala-llm sft`. Returns the exit code: 2 for what will fail again, 4 where the disk refused the policy, 130
+    after Ctrl-C."""
+    prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
+    prepare_cuda(config.model.cuda_products)
+    if config.learner.activation_checkpointing:
+        prepare_memory()
+    disable_progress_bar()
+    try:
+        warm_start(config, folders)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (CheckpointError, OutOfMemory) as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 2
+    except (OSError, SafetensorError) as error:
+        print(f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}", file=sys.stderr)
+        return 4
+    return 0

@@ -1,0 +1,221 @@
+"""Demonstrations: recorded, read, shown, filtered, refused."""
+
+import builtins
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from impala_llm.cli import main
+from impala_llm.config import ConfigError, load
+from impala_llm.demonstrate import record
+from impala_llm.demonstrations import read
+from impala_llm.envs.toy import CorridorSuite
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
+
+SHOP = (
+    "env=webshop",
+    "env.webshop.num_products=40",
+    "env.webshop.observation_mode=compact",
+    "env.webshop.results_per_page=2",
+    "env.webshop.instruction_once=true",
+    "env.webshop.delta_pages=true",
+    "engine.max_length=2048",
+)
+"""Pages that a tokenizer of characters fits into 2,048 tokens."""
+
+
+def words(folder: Path, model: Path, *more: str) -> list[str]:
+    return [
+        "experiment=corridor",
+        f"run.dir={folder / 'run'}",
+        f"model.path={model}",
+        f"demonstrations.dir={folder / 'demonstrations'}",
+        "demonstrations.noise=0",
+        "demonstrations.num_episodes=6",
+        "engine.max_new_tokens=2",
+        "engine.max_length=128",
+        *more,
+    ]
+
+
+def test_a_script_without_noise_is_recorded_as_a_policy_s_episode_would_be(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    suite = CorridorSuite()
+    found = list(read(folder))
+    assert len({d.trajectory.task_id for d in found}) == 6
+    for d in found:
+        row = d.trajectory
+        assert row.score == 1.0 and row.success and row.rewards.sum() == 1.0 and not row.bootstrap
+        assert row.task_id in suite.tasks("train")
+        said = [tokenizer.decode(row.tokens[start:end], skip_special_tokens=True) for start, end in row.turns]
+        assert said == suite.answers(row.task_id) == [turn.action for turn in d.text]
+        assert [turn.observation for turn in d.text] == ["".join(door) for door in suite.doors(row.task_id)]
+        conversation = [
+            message
+            for turn in d.text
+            for message in (
+                {"role": "user", "content": turn.observation},
+                {"role": "assistant", "content": turn.action},
+            )
+        ]
+        rendered = tokenizer.apply_chat_template(conversation, return_dict=False)
+        assert row.tokens.tolist() == rendered[: row.num_tokens] and row.tokens[-1] == tokenizer.eos_token_id
+        assert not row.behaviour_logprobs.any()
+
+
+def test_noise_makes_mistakes_and_the_seed_makes_them_again(tmp_path: Path, tiny_model: Path) -> None:
+    scores = []
+    for name in ("one", "two"):
+        config = load(words(tmp_path / name, tiny_model, "demonstrations.noise=1", "demonstrations.num_episodes=40"))
+        scores.append([d.trajectory.score for d in read(record(config))])
+    assert scores[0] == scores[1]
+    assert 0.1 < np.mean(scores[0]) < 0.5  # of four words one is right
+
+
+def test_the_same_command_adds_what_is_missing_and_nothing_else(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    record(load(words(tmp_path, tiny_model)))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    record(load(words(tmp_path, tiny_model, "demonstrations.num_episodes=9")))
+    numbers = [d.trajectory.ticket_id for d in read(folder)]
+    assert sorted(numbers) == list(range(9))
+    assert before.items() <= {path.name: path.read_bytes() for path in folder.iterdir()}.items()
+
+
+def test_catalogues_share_the_episodes_evenly(tmp_path: Path, tiny_model: Path) -> None:
+    more = ["env.webshop.catalogue_seed=3", "demonstrations.num_catalogues=2", "engine.max_new_tokens=200"]
+    found = list(read(record(load(words(tmp_path, tiny_model, *SHOP, *more)))))
+    assert sorted(d.source for d in found) == ["webshop, catalogue 3"] * 3 + ["webshop, catalogue 4"] * 3
+    assert np.mean([d.trajectory.score for d in found]) > 0.8
+
+
+def test_what_does_not_fit_is_left_out_and_counted(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record(load(words(tmp_path, tiny_model, *SHOP)))
+    assert list(read(folder)) == []
+    assert "6 episodes did not fit" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="raise engine.max_length"):
+        record(load(words(tmp_path, tiny_model, *SHOP, "engine.max_length=64")))
+
+
+def test_a_policy_is_recorded_with_its_log_probabilities(tmp_path: Path, tiny_model: Path) -> None:
+    found = list(read(record(load(words(tmp_path, tiny_model, "demonstrations.player=policy")))))
+    assert len(found) == 6
+    for d in found:
+        row = d.trajectory
+        assert (row.behaviour_logprobs[row.action_mask] < 0).all()
+        assert row.actor_id == "policy"
+
+
+def test_a_person_plays_until_their_input_ends(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["", "a", "b", "c", "d"])  # one whole episode of three turns, and the first turn of another
+
+    def type_line(_prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", type_line)
+    assert main(["demonstrate", *words(tmp_path, tiny_model, "demonstrations.player=person")]) == 0
+    found = list(read(tmp_path / "demonstrations"))
+    assert [[turn.action for turn in d.text] for d in found] == [["a", "b", "c"]]
+    printed = capsys.readouterr().out
+    assert all(turn.observation in printed for turn in found[0].text)
+
+
+def test_an_environment_without_a_script_is_refused(
+    user_folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (user_folder / "unscripted.py").write_text(
+        "from impala_llm.envs.toy import ParrotSuite\n"
+        "class Suite:\n"
+        "    def __init__(self):\n"
+        "        self.other = ParrotSuite()\n"
+        "        self.name, self.system_prompt = 'unscripted', ''\n"
+        "        self.tasks, self.session = self.other.tasks, self.other.session\n"
+        "        self.signature = self.other.signature\n"
+    )
+    given = words(user_folder, tiny_model, "env.name=unscripted:Suite")
+    assert main(["demonstrate", *given]) == 2
+    assert "demonstrations.player=script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("demonstrations.noise=0.5", "demonstrations.noise=0.0, and not 0.5"),
+        ("env=parrot", "env.name=corridor, and not parrot"),
+        ("model.path=scratch", "the tokenizer of model.path="),
+    ],
+)
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path, tiny_model: Path, change: str, named: str) -> None:
+    record(load(words(tmp_path, tiny_model)))
+    with pytest.raises(ConfigError, match=named):
+        record(load([*words(tmp_path, tiny_model), change]))
+
+
+def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    arrays = load_file(folder / "part-00000.safetensors")
+    lines = [json.loads(line) for line in (folder / "part-00000.jsonl").read_text().splitlines()]
+    assert {name: array.dtype for name, array in arrays.items()} == ARRAY_FIELDS
+    assert len(arrays["tokens"]) == sum(line["num_tokens"] for line in lines)
+    assert len(arrays["turns"]) == sum(line["num_turns"] for line in lines)
+    assert all(set(line) == {*METADATA_FIELDS, "num_tokens", "num_turns", "source", "text"} for line in lines)
+    second = slice(lines[0]["num_tokens"], lines[0]["num_tokens"] + lines[1]["num_tokens"])
+    assert arrays["tokens"][second].tolist() == list(read(folder))[1].trajectory.tokens.tolist()
+    page = (Path(__file__).parents[1] / "docs" / "demonstrations.md").read_text()
+    header = json.loads((folder / "demonstrations.json").read_text())
+    assert all(f"`{key}`" in page for key in (*arrays, *lines[0], *header))
+
+
+@pytest.fixture
+def noisy(tmp_path: Path, tiny_model: Path) -> Iterator[Path]:
+    yield record(load(words(tmp_path, tiny_model, "demonstrations.noise=0.5", "demonstrations.num_episodes=30")))
+
+
+def test_they_are_shown_and_filtered_by_score(noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [d for d in read(noisy) if d.trajectory.score == 1.0]
+    assert 0 < len(good) < 30
+    assert main(["demonstrations", str(noisy), "--min-score", "1", "--read", "1", "--out", str(tmp_path / "good")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{len(good)} demonstrations" in printed and "score 1.000, success 1.000" in printed
+    assert good[0].text[0].observation in printed and f"> {good[0].text[0].action}" in printed
+    kept = list(read(tmp_path / "good"))
+    assert [d.trajectory.episode_id for d in kept] == [d.trajectory.episode_id for d in good]
+    assert all((a.trajectory.block == b.trajectory.block).all() for a, b in zip(kept, good, strict=True))
+
+
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*arguments: object) -> str:
+        assert main(["demonstrations", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    assert "holds no demonstrations" in refusal(tmp_path / "nowhere")
+    assert "widen --min-score" in refusal(noisy, "--min-score", "1", "--max-score", "0")
+    (tmp_path / "there").mkdir()
+    assert "exists: name a new folder" in refusal(noisy, "--out", tmp_path / "there")
+    lines = noisy / "part-00000.jsonl"
+    whole = lines.read_text()
+    lines.write_text(whole.replace('"score": ', '"score": 7', 1))
+    assert "part-00000.jsonl, line 1, is no demonstration (score is 7" in refusal(noisy)
+    lines.write_text(whole)
+    (noisy / "part-00000.safetensors").write_bytes(b"damaged")
+    assert "part-00000.safetensors is missing or damaged" in refusal(noisy)
+    (noisy / "demonstrations.json").write_text("{")
+    assert "demonstrations.json cannot be read" in refusal(noisy)

