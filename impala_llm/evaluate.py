@@ -30,7 +30,7 @@ from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, model_directory
+from impala_llm.settings import Config, EnvConfig, model_directory
 from impala_llm.trajectory import Trajectory
 
 NEGLIGIBLE = 0.01
@@ -191,7 +191,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     disable_progress_bar()
     set_verbosity_error()  # problems of a model are raised
     with working("making the tasks"):
-        suites = [(make_suite(config.env), "")]
+        suites = [(make_suite(config.env), _hard_catalogue(config.env))]
         if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
             shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
             suites.append(
@@ -211,6 +211,13 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             results.append(result)
             examples = read or examples
     return results, examples
+
+
+def _hard_catalogue(env: EnvConfig) -> str:
+    """The words that name a hard catalogue; none where it is another."""
+    shop = env.webshop
+    is_hard = env.name == "webshop" and shop.items is None and shop.catalogue == "hard"
+    return f", hard catalogue {shop.catalogue_seed}" if is_hard else ""
 
 
 def short_label(label: str) -> str:

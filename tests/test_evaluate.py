@@ -247,3 +247,10 @@ def test_a_start_is_played_too_and_the_difference_is_said(
     config.evaluation.start = "no_such_policy"
     with pytest.raises(ConfigError, match="evaluation.start=no_such_policy"):
         evaluation.main(config)
+
+
+def test_a_hard_catalogue_is_named(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["env.webshop.catalogue=hard", "env.webshop.catalogue_seed=5", "evaluation.num_tasks=3"]
+    results, _ = evaluation.evaluate_policies(load([*words, f"run.dir={config.run.dir}"]), {})
+    assert {r.tasks for r in results} == {"webshop, hard catalogue 5, split test"} and len(results) == 3
+    assert "webshop, hard catalogue 5, split test: 3 of" in capsys.readouterr().err
