@@ -27,14 +27,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
-from impala_llm.engines.sglang.weight_push import WeightSender
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Suite
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
@@ -42,14 +40,13 @@ from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
-from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
 from impala_llm.learning.parallel import Ranks, check_ranks
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
-from impala_llm.learning.publishing import VersionPublisher, send_to_servers
+from impala_llm.learning.publishing import VersionPublisher, server_transport
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.learning.shared_batch import share_arrivals, share_batch
@@ -63,7 +60,6 @@ from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
-from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
@@ -135,7 +131,8 @@ class Learner:
         batch_size = config.learner.batch_size // ranks.world_size
         self.endpoint.listen(self.version, contract.tasks(suite, "train"), self.model.vocab_size, batch_size)
         self.receiver = self.endpoint.receiver
-        self.reach_servers(stack)
+        if (transport := server_transport(config, ranks, self.model, self.endpoint, stack)) is not None:
+            self.publisher.transports.append(transport)
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank)
         self.writer, self.view = self.make_writer(stack), self.make_view(stack)
@@ -253,21 +250,6 @@ class Learner:
         interval, staleness = self.config.learner.sync_interval, self.config.algorithm.max_staleness
         boards = self.endpoint.board, self.endpoint.kept
         return VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
-
-    def reach_servers(self, stack: ExitStack) -> None:
-        """Let versions go to SGLang servers by process group as well, where the settings say so."""
-        config, ranks = self.config, self.ranks
-        if not ranks.is_main or config.engine.transfer != "distributed":
-            return
-        key = self.endpoint.run_dir.server_key if config.engine.urls is None else None
-        in_flight: Any = config.engine.in_flight  # one that config.py has checked
-        sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
-        # What no rank has as it is sent, the board has.
-        is_made = ranks.is_sharded or board_dtype(config) is not None or is_adapted(self.model.lm)
-        board = WeightReader(self.endpoint.board.directory) if is_made else None
-        self.publisher.transports.append(
-            partial(send_to_servers, sender, self.receiver.engines, board=board, device=ranks.device)
-        )
 
     def make_writer(self, stack: ExitStack) -> MetricWriter | None:
         """Writer of the metrics, on rank 0."""

@@ -31,19 +31,24 @@ all that are left demand a later version, the learner's version is published at 
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from impala_llm.engines.sglang.weight_push import WeightSender
+from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from impala_llm.learning.origin import board_dtype
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import SlotsInUse, WeightLease, WeightPublisher, WeightReader
+from impala_llm.settings import Config
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
@@ -111,6 +116,26 @@ def send_to_servers(
         return sender.send(find_servers(), dict(model.policy_weights()), version, device).metrics()
     with board.lease(version) as lease:
         return sender.send(find_servers(), lease_tensors(lease), version, device).metrics()
+
+
+def server_transport(
+    config: Config, ranks: Ranks, model: PolicyModel, endpoint: LearnerEndpoint, stack: ExitStack
+) -> WeightTransport | None:
+    """Make the way of versions to SGLang servers by process group, on rank 0, where the settings want it; else None.
+
+    Args:
+        endpoint: which listens.
+        stack: closes it.
+    """
+    if not ranks.is_main or config.engine.transfer != "distributed":
+        return None
+    key = endpoint.run_dir.server_key if config.engine.urls is None else None
+    in_flight: Any = config.engine.in_flight  # one that config.py has checked
+    sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
+    # What no rank has as it is sent, the board has.
+    is_made = ranks.is_sharded or board_dtype(config) is not None or is_adapted(model.lm)
+    board = WeightReader(endpoint.board.directory) if is_made else None
+    return partial(send_to_servers, sender, endpoint.receiver.engines, board=board, device=ranks.device)
 
 
 def lease_tensors(lease: WeightLease) -> dict[str, Tensor]:
