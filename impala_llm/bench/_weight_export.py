@@ -141,8 +141,7 @@ def _run_rank(
     model = PolicyModel.from_pretrained(folder / "model")
     ranks = Ranks("cpu", _TIMEOUT_S, "fsdp2" if num_ranks > 1 else "replicated")
     ranks.place(model)
-    export = PolicyExport(model, ranks)
-    board = WeightPublisher(folder / "board", _SLOTS)
+    export, board = PolicyExport(model, ranks), WeightPublisher(folder / "board", _SLOTS)
     publish = partial(write_to_board, board, 60.0, export, torch.bfloat16, ranks.is_main, model)
     if ranks.is_main:
         board.reserve(export.tensors(torch.bfloat16))
@@ -167,21 +166,19 @@ def _run_rank(
             list(pool.map(copy, range(rank * num_threads, (rank + 1) * num_threads)))
             ranks.barrier()
             copied_together = time.monotonic()
-            for p in model.parameters():
-                p.mul_(1.0 + 2.0**-9)
+            torch._foreach_mul_(list(model.parameters()), 1.0 + 2.0**-9)
             ranks.barrier()
             stepped = time.monotonic()
             publish(version)
             ranks.barrier()
             published = time.monotonic()
             if link is not None:
-                held = link.recv()
                 rounds.append(
                     {
                         "copy": copied - begin,
                         "copy_together": copied_together - together,
                         "publish": published - stepped,
-                        "held": held - stepped,
+                        "held": link.recv() - stepped,
                     }
                 )
     wrong = _differing(model, folder / "board", num_versions - 1)

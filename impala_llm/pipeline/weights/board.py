@@ -156,8 +156,7 @@ class WeightPublisher:
         begin = time.monotonic()
         layout = self._plan(tensors)
         for name, place in layout.places.items():
-            array = tensors[name][2]
-            size = place.end - place.start
+            array, size = tensors[name][2], place.end - place.start
             if not isinstance(array, np.ndarray):
                 continue
             if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:

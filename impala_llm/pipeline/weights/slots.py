@@ -10,6 +10,8 @@ says, give a WeightsError that names the file.
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
     its holder
     publisher.lock flock: exclusive while a publisher writes
+
+A long file, since these formats are written and read nowhere else.
 """
 
 from __future__ import annotations
