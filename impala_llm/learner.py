@@ -2,9 +2,9 @@
 
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
-Actors play on all the while: the receiver takes their trajectories and deals tickets during every step. Each
-rank has its own receiver, tickets and replay shard; ranks meet only to add up counts, gradients and metrics. Policy
-version v is the policy after v optimizer steps; version 0 is published before the first ticket is dealt.
+Actors play on all the while, also validation tasks now and then (in_run_evaluation.py): the receiver takes their
+trajectories and deals tickets during every step. Each rank has its own receiver, tickets and replay shard; ranks meet
+only to add up counts, gradients and metrics. Version 0 is published before the first ticket is dealt.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
 every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one
@@ -15,8 +15,6 @@ before the trajectories that wait for it fill the trajectory store.
 Where shared memory is gone as well, after a lost host or at the end of a run, all of it comes from the newest whole
 checkpoint (learning/checkpoint.py): the updates from there on are made again, under versions that were never published.
 So versions may be ahead of updates; metrics and schedules count updates.
-
-Actors also play validation tasks now and then, while training goes on (in_run_evaluation.py).
 """
 
 import os
@@ -40,6 +38,7 @@ from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
+from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
 from impala_llm.learning.parallel import Ranks, check_ranks
@@ -109,6 +108,7 @@ class Learner:
     def __init__(self, config: Config, ranks: Ranks, stack: ExitStack, start: Start, stops: StopSignals) -> None:
         self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
+        self.owner = stack.enter_context(FolderOwner(self.run_folder, ranks.is_main))
         self.files = policy_files(resolve_policy(config))
         self.endpoint = stack.enter_context(
             LearnerEndpoint(
@@ -160,6 +160,7 @@ class Learner:
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
         timer = self.trainer.timer
+        self.owner.check()
         with timer.stage("receive"):
             batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
         with timer.stage("idle"):

@@ -65,6 +65,20 @@ def test_it_learns_from_unrolls_of_episodes_that_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+def test_a_run_whose_folder_another_learner_has_taken_ends_and_says_so(tmp_path: Path) -> None:
+    """As after a node that was cut off, and whose run has gone on elsewhere."""
+    with Run(tmp_path, "experiment=toy", "actor.num_actors=1", ENDLESS) as run:
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        mine = json.loads((tmp_path / "owner.json").read_text())
+        (tmp_path / "owner.json").write_text(json.dumps({**mine, "id": "other", "host": "node-7"}))
+        assert supervisor.wait(STOP_S) == 2
+        assert "on node-7 has gone on with the run" in run.printed() and "Traceback" not in run.printed()
+        assert not (tmp_path / "policy").exists()
+        run.assert_gone()
+
+
+@pytest.mark.system
 def test_two_ranks_train_and_ctrl_c_ends_them_and_their_actors(tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS) as run:
         supervisor = run.train()

@@ -1,0 +1,171 @@
+"""One learner at a time writes to a run's folder, also where several hosts share it. No torch here.
+
+A learner notes in the folder who it is, and changes a number there every few seconds. Another one that is about to
+begin looks at the number: while it changes, the first one lives, and the second is refused. Where it stands still, as
+after a lost host, the second takes the folder; should the first come back after all, it finds another's name there, and
+ends. On one host the system says at once whether a process lives.
+"""
+
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from impala_llm.config import ConfigError
+from impala_llm.learning.checkpoint_files import CheckpointError
+
+FILE = "owner.json"
+BEAT_S = 3.0
+"""Seconds between two changes of the number."""
+SILENCE_S = 15.0
+"""Seconds without a change after which a learner of another host counts as lost."""
+_BYTES = 512
+
+
+class FolderTaken(CheckpointError):
+    """Another learner has taken the run's folder."""
+
+
+class FolderOwner:
+    """Keeps a run's folder for this process, in a thread, until the `with` block ends.
+
+    Args:
+        folder: of the run; exists.
+        is_main: whether this is rank 0, which keeps it for all ranks; on others nothing happens.
+        beat_s: seconds between two changes of the number.
+    """
+
+    def __init__(self, folder: Path, is_main: bool = True, beat_s: float = BEAT_S) -> None:
+        self._path, self._is_main, self._beat_s = folder / FILE, is_main, beat_s
+        self._me = {"id": uuid.uuid4().hex, **_this_process()}
+        self._beats = 0
+        self._is_over = threading.Event()
+        self._other: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._keep, name="folder owner", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._is_main:
+            self._write()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_main:
+            self._is_over.set()
+            self._thread.join()
+            if self._other is None:
+                self._path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises FolderTaken where another learner has taken the folder."""
+        if self._other is not None:
+            raise FolderTaken(
+                f"{_described(self._other)} has gone on with the run in {self._path.parent}, after this learner was "
+                "silent or unseen for some time: two would write to one folder, so this one ends; its work since the "
+                "checkpoint that the other began with is not kept"
+            )
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(self._beat_s):
+            found = _read(self._path)
+            if found is not None and found.get("id") != self._me["id"]:
+                self._other = found
+                return
+            self._beats += 1
+            self._write()
+
+    def _write(self) -> None:
+        content = json.dumps({**self._me, "beats": self._beats}).encode().ljust(_BYTES)
+        with suppress(OSError):  # on a full disk training goes on, and the file keeps its length
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.write(file, content)
+            finally:
+                os.close(file)
+
+
+def wait_for_owner(
+    folder: Path, say: Callable[[str], object], silence_s: float = SILENCE_S, poll_s: float = 0.5
+) -> None:
+    """Return once no living learner has the folder.
+
+    Args:
+        folder: of a run.
+        say: takes a sentence, where this takes longer.
+        silence_s: seconds without a sign of life after which a learner of another host counts as lost.
+        poll_s: seconds between two looks.
+
+    Raises:
+        ConfigError: one is alive.
+    """
+    first = _read(folder / FILE)
+    if first is None or _is_dead(first):
+        return
+    if not _is_here(first):
+        say(f"{_described(first)} had {folder} last: waiting {silence_s:.0f} s for a sign of life of it")
+        deadline = time.monotonic() + silence_s
+        while (found := _read(folder / FILE)) == first and time.monotonic() < deadline:
+            time.sleep(poll_s)
+        if found is None or found == first:
+            return
+    raise ConfigError(
+        f"run.dir={folder} is in use: {_described(first)} is training there; end it first, or set another run.name, "
+        "and run.dir where it is given"
+    )
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "space": _process_space(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
+
+
+def _process_space() -> str:
+    """Names what process numbers are counted in: this boot of this host, or a container of it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return platform.node()
+
+
+def _started(pid: int) -> float | None:
+    """When a process began; None where there is none, or only what its parent has not collected yet."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    return None
+
+
+def _is_here(owner: dict[str, Any]) -> bool:
+    return owner["space"] == _process_space()
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether it is known to be: a process of this host that is gone."""
+    return _is_here(owner) and _started(owner["pid"]) != owner["started"]
+
+
+def _described(owner: dict[str, Any]) -> str:
+    return f"the learner with process {owner['pid']} on {owner['host']}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Content of the file; None where there is none, or none that is whole."""
+    try:
+        found = json.loads(path.read_bytes())
+        whole = isinstance(found["pid"], int) and all(isinstance(found[key], str) for key in ("id", "host", "space"))
+        return found if whole and "started" in found else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,102 @@
+"""One learner at a time in a run's folder: who is refused, who waits, and who has to go."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import ConfigError
+from impala_llm.learning.folder_owner import FILE, FolderOwner, FolderTaken, wait_for_owner
+
+BEAT_S = 0.02
+SILENCE_S = 0.3
+DEADLINE_S = 20.0
+
+
+def wait(folder: Path) -> list[str]:
+    """What is said while another learner is waited for."""
+    said: list[str] = []
+    wait_for_owner(folder, said.append, SILENCE_S, BEAT_S)
+    return said
+
+
+def of_another_host(folder: Path, beats: int) -> None:
+    """Let the folder be a learner's of another host."""
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": beats}
+    (folder / FILE).write_text(json.dumps(other))
+
+
+@contextmanager
+def beating(folder: Path) -> Iterator[None]:
+    """A learner of another host that lives."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        beats = 0
+        while not is_over.wait(BEAT_S):
+            beats += 1
+            of_another_host(folder, beats)
+
+    of_another_host(folder, 0)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_folder_without_an_owner_or_with_half_a_file_is_free(tmp_path: Path) -> None:
+    assert wait(tmp_path / "none") == []
+    (tmp_path / FILE).write_text('{"id": "a", "pid": ')
+    assert wait(tmp_path) == []
+
+
+def test_a_living_learner_of_this_host_is_named_at_once(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path) as owner:
+        with pytest.raises(ConfigError, match="is in use: the learner with process .* end it first, or set another"):
+            wait(tmp_path)
+        owner.check()
+    assert wait(tmp_path) == [] and not (tmp_path / FILE).exists()
+
+
+def test_other_ranks_leave_the_folder_to_rank_0(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, is_main=False) as owner:
+        assert not (tmp_path / FILE).exists()
+        owner.check()
+
+
+def test_a_dead_learner_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
+    begin = f"FolderOwner(pathlib.Path({str(tmp_path)!r})).__enter__()"
+    code = f"import os, pathlib; from impala_llm.learning.folder_owner import FolderOwner; {begin}; os._exit(1)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+    assert (tmp_path / FILE).exists() and wait(tmp_path) == []
+
+
+def test_a_living_learner_of_another_host_is_refused(tmp_path: Path) -> None:
+    with beating(tmp_path), pytest.raises(ConfigError, match="process 12 on node-7 is training there"):
+        wait(tmp_path)
+
+
+def test_a_lost_host_is_waited_for_and_said_so(tmp_path: Path) -> None:
+    of_another_host(tmp_path, 5)
+    (said,) = wait(tmp_path)
+    assert "process 12 on node-7" in said and "sign of life" in said
+
+
+def test_a_learner_whose_folder_was_taken_is_told_and_leaves_it_alone(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, beat_s=BEAT_S) as owner:
+        of_another_host(tmp_path, 0)
+        deadline = time.monotonic() + DEADLINE_S
+        with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"):
+            while time.monotonic() < deadline:
+                owner.check()
+                threading.Event().wait(BEAT_S)
+    assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
