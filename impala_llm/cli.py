@@ -210,7 +210,9 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
         else:
             overrides.append(word)
     if len(sources := [word for word in overrides if word.startswith("experiment=")]) > 1:
-        raise ConfigError(f"{' and '.join(sources)} are two sources of settings (--config is one): leave one out")
+        raise ConfigError(
+            f"{' and '.join(sources)} are two sources of settings (--config FILE means experiment=FILE): leave one out"
+        )
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if twice := [word for key, word in dict(zip(keys, overrides, strict=True)).items() if keys.count(key) > 1]:
         print(f"impala-llm: given more than once, the last one counts: {' '.join(twice)}", file=sys.stderr)

@@ -230,8 +230,8 @@ class InRunEvaluation:
             self._keep(found.metrics)
         if self.is_over and self.schedule.best is not None:
             say(
-                "learner: the run ends early, as many evaluations in a row were no better than that of version "
-                f"{self.schedule.best[0]} as evaluation.patience={self._config.patience} allows"
+                f"learner: the run ends early: the last {self._config.patience} evaluations (evaluation.patience) were "
+                f"no better than that of version {self.schedule.best[0]}"
             )
         return found.metrics
 

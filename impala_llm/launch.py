@@ -11,6 +11,7 @@ on from its content. A learner that dies again and again without publishing a ve
 import contextlib
 import itertools
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -101,10 +102,9 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
     """Plan of `train` as text: the resolved configuration and the command line of every process."""
     lines = [to_yaml(config), f"# threads a process: {threads_per_process(config)}"]
-    lines += [
-        f"# {child.name}{f', {child.num_ranks} ranks' if (child.num_ranks or 1) > 1 else ''}: {' '.join(child.command)}"
-        for child in plan(config, overrides)
-    ]
+    for child in plan(config, overrides):
+        ranks = f", {child.num_ranks} ranks" if (child.num_ranks or 1) > 1 else ""
+        lines.append(f"# {child.name}{ranks}: {shlex.join(child.command)}")
     return "\n".join(lines)
 
 

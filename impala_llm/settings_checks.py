@@ -25,7 +25,7 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
-from impala_llm.settings import ASSETS, Config, EngineConfig, LearnerConfig, model_directory, other_models
+from impala_llm.settings import ASSETS, Config, EngineConfig, LearnerConfig, LoraConfig, model_directory, other_models
 from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -144,6 +144,13 @@ def _sharding_problems(config: Config) -> list[str]:
             "learner.token_budget=auto cannot go with learner.sharding=fsdp2: a rank whose trial runs out of memory "
             f"would leave the others waiting amid a pass; set a number, such as {LearnerConfig().token_budget}"
         )
+    given = LoraConfig()
+    for name in ("alpha", "targets"):
+        if not rank and (value := getattr(config.model.lora, name)) != getattr(given, name):
+            found.append(
+                f"model.lora.{name}={value} has no effect with model.lora.rank=0, which trains all weights: set "
+                "model.lora.rank, to 16 for instance, or leave it out"
+            )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(
             f"model.lora.rank={rank} needs peft, which is not installed: pip install peft, or set model.lora.rank=0"

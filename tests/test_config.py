@@ -234,6 +234,12 @@ def test_none_is_null_on_the_command_line() -> None:
         (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
         (["learner.attention=flash"], ["learner.attention=flash", "learner.precision=float32", "=bfloat16"]),
         (["learner.attention=flex", "model.device=cpu"], ["learner.attention=flex", "model.device=cpu", "GPUs alone"]),
+        (["model.lora.alpha=4"], ["model.lora.alpha=4", "model.lora.rank=0", "leave it out"]),
+        (["model.lora.targets=[q_proj]"], ["model.lora.targets=['q_proj']", "model.lora.rank"]),
+        (
+            ["algorithm=group_relative", "learner.num_ranks=3", "learner.batch_size=64"],
+            ["does not divide", "such as 48"],
+        ),
         (["learner.cpu_offload=true"], ["learner.cpu_offload=true", "learner.sharding=fsdp2"]),
         (
             ["learner.sharding=fsdp2", "learner.token_budget=auto"],
