@@ -16,8 +16,8 @@ from impala_llm.cli import main
 from impala_llm.config import load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import read
+from impala_llm.imitation import returns_to_go
 from impala_llm.learning.model import PolicyModel
-from impala_llm.sft import returns_to_go
 from impala_llm.trajectory import Trajectory
 
 
