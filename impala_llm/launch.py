@@ -24,7 +24,7 @@ from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_ali
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.learning.checkpoint_files import checkpoints
+from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
 from impala_llm.learning.folder_owner import wait_for_owner
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
@@ -142,8 +142,9 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     for note in start.notes:
         say(note)
     if start.run_id is not None and not start.take_over:
-        newest = checkpoints(Path(config.run.dir))[0]
-        say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.name}")
+        newest, _ = newest_whole(Path(config.run.dir), verifies=False)
+        assert newest is not None
+        say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")

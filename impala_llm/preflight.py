@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 
 from impala_llm.config import ConfigError
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
+from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
-from impala_llm.learning.checkpoint_files import FOLDER as CHECKPOINTS
+from impala_llm.learning.checkpoint_files import checkpoints
 from impala_llm.learning.resume import how_to_start
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
@@ -90,6 +91,7 @@ def training_checks() -> Checks:
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
         "model": (_starting_policy, _model, _other_models),
+        "environment": (_catalogue,),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "ports": (_ports,),
@@ -117,6 +119,17 @@ def _raise_for(config: Config, checks: Checks) -> None:
     found = [problem for part in checks.values() for check in part for problem in check(config)]
     if found:
         raise ConfigError.of(found)
+
+
+def _catalogue(config: Config) -> list[str]:
+    shop = config.env.webshop
+    if config.env.name != "webshop" or shop.items is not None or shop.catalogue != "hard":
+        return []
+    try:
+        check_limits(shop.num_products, shop.catalogue_seed)
+    except ValueError as error:
+        return [f"env.webshop.{error}"]
+    return []
 
 
 def _own_learner(config: Config) -> list[str]:
@@ -364,7 +377,8 @@ def _disk(config: Config) -> list[str]:
     num_parts = 1 if config.model.lora.rank else 3
     weights = float32_bytes(config.model.path)
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
-    needed -= _bytes_kept(folder)
+    # What takes their place is written before they go.
+    needed = max(needed - _bytes_replaced(folder), DISK_SPARE + num_parts * weights)
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
@@ -375,13 +389,13 @@ def _disk(config: Config) -> list[str]:
     ]
 
 
-def _bytes_kept(folder: Path) -> int:
-    """Bytes of the checkpoints and policies that a run has already: what it writes takes their place."""
+def _bytes_replaced(folder: Path) -> int:
+    """Bytes of the checkpoints and policies of a run that give way to later ones: not those of learner.save_every."""
+    policies = [folder / name for name in ("policy", "policy-best", "policy-candidate")]
     total = 0
-    for part in (folder / CHECKPOINTS, *folder.glob("policy*")):
-        for path in part.rglob("*"):
-            with contextlib.suppress(OSError):  # a learner may be at work
-                total += path.stat().st_size if path.is_file() else 0
+    for path in (path for part in (*checkpoints(folder), *policies) for path in part.rglob("*")):
+        with contextlib.suppress(OSError):  # a learner may be at work
+            total += path.stat().st_size if path.is_file() else 0
     return total
 
 

@@ -191,6 +191,19 @@ def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monke
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(bytes(4 << 20))
     assert needed_mb() == without - 8
+    (tmp_path / "policy-50").mkdir()
+    (tmp_path / "policy-50" / "model.safetensors").write_bytes(bytes(4 << 20))
+    assert needed_mb() == without - 8, "what learner.save_every writes stays"
+    (tmp_path / "policy" / "large.safetensors").write_bytes(bytes(64 << 20))
+    assert 32 < needed_mb() < without - 8, "a checkpoint is written before another goes"
+
+
+@pytest.mark.parametrize(
+    ("setting", "limit"), [("num_products=2000", "1250"), ("catalogue_seed=200000", "below 100000")]
+)
+def test_a_hard_catalogue_that_cannot_be_is_refused(refused: Callable[..., str], setting: str, limit: str) -> None:
+    said = refused("env.webshop.catalogue=hard", f"env.webshop.{setting}")
+    assert f"env.webshop.{setting}: " in said and limit in said
 
 
 def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(

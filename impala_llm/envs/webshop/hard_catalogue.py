@@ -53,19 +53,24 @@ _NUM_ASINS = len(_SYLLABLES) ** 4
 _ASIN_STEP = 61_803_399  # has no divisor in common with their number, so that multiples of it are all different
 
 
+def check_limits(num_products: int, seed: int) -> None:
+    """Raises ValueError where there is no hard catalogue of this size and seed."""
+    if not 1 <= num_products <= MAX_PRODUCTS:
+        raise ValueError(f"num_products={num_products}: set 1 to {MAX_PRODUCTS}, a hard catalogue has no more")
+    if seed >= (seeds := _NUM_ASINS // num_products):
+        raise ValueError(
+            f"catalogue_seed={seed}: set one below {seeds}, up to which hard catalogues of {num_products} products "
+            "have asins of their own"
+        )
+
+
 def make_hard_records(num_products: int = 1000, seed: int = 0) -> Records:
     """Makes the four records of a shop; see `synthetic.make_records`.
 
     Raises:
         ValueError: num_products is not in 1..MAX_PRODUCTS, or the seed is so high that asins would come twice.
     """
-    if not 1 <= num_products <= MAX_PRODUCTS:
-        raise ValueError(f"num_products is {num_products}; the hard catalogue has 1 to {MAX_PRODUCTS} products")
-    if seed >= _NUM_ASINS // num_products:
-        raise ValueError(
-            f"catalogue_seed is {seed}; hard catalogues of {num_products} products have asins of their own for seeds "
-            f"below {_NUM_ASINS // num_products}"
-        )
+    check_limits(num_products, seed)
     rng = random.Random(seed)
     num_types = max(1, num_products // PRODUCTS_PER_TYPE)
     shelves = rng.sample(SHELVES, num_types)
@@ -148,7 +153,8 @@ def _fill(shelf: Shelf, size: int, rng: random.Random, synonyms: Iterator[bool],
     pool = ATTRIBUTES[shelf.category]
     cheap_attributes = _different_sets(pool, num_cheap, rng)
     values = _option_values(shelf, num_groups, rng)
-    lowest = max(12, round(shelf.price * rng.uniform(0.7, 1.3)))
+    # All cheap prices lie within one ten, so that the price limit says nothing about which of them is wanted.
+    lowest = 10 * max(2, round(shelf.price * rng.uniform(0.7, 1.3) / 10))
     drafts = []
     for number in range(size):
         cheap = number < num_cheap

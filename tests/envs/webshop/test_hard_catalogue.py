@@ -59,6 +59,12 @@ def hits_of_rules(catalogue, goal):
         hit for hit in affordable if all(value in hit.options.get(g, ()) for g, value in goal.goal_options.items())
     ]
     words = set(analyze(goal.instruction_text))
+
+    def likelihood(hit):
+        """Of the price limit, the larger of two of the four tens above the price."""
+        place = goal.price_upper // 10 - catalogue.prices[hit.asin] // 10
+        return place - 1 if place <= 4 else 0
+
     return {
         "cheapest": min(hits, key=lambda hit: catalogue.prices[hit.asin]),
         "last": hits[-1],
@@ -67,6 +73,7 @@ def hits_of_rules(catalogue, goal):
         "last below the price limit": affordable[-1],
         "dearest below the price limit": max(affordable, key=lambda hit: catalogue.prices[hit.asin]),
         "first below the price limit that has the options": (offering or affordable)[0],
+        "whose price makes the limit likeliest, and that has the options": max(offering or affordable, key=likelihood),
     }
 
 
