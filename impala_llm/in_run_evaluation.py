@@ -230,8 +230,8 @@ class InRunEvaluation:
             self._keep(found.metrics)
         if self.is_over and self.schedule.best is not None:
             say(
-                f"learner: the run ends early: the last {self._config.patience} evaluations (evaluation.patience) were "
-                f"no better than that of version {self.schedule.best[0]}"
+                f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
+                f"that of version {self.schedule.best[0]} was better"
             )
         return found.metrics
 
