@@ -7,7 +7,8 @@
 docs/demonstrations.md has every field. Nothing is pickled.
 
 Invariant: the lines of a part are renamed into place after its arrays, so a part that has lines is whole. Parts are
-never changed: who records further episodes adds one.
+never changed: who records further episodes adds one. The arrays carry a checksum of the lines, since only their order
+says whose tokens are whose.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -24,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from impala_llm.config import ConfigError
@@ -34,6 +36,11 @@ from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, Tra
 
 FORMAT = 1
 HEADER = "demonstrations.json"
+CHECKSUM = "lines_sha256"
+"""Key of the lines' checksum in the metadata of the arrays. Parts of older versions have none."""
+_PART = re.compile(r"part-([0-9]+)\.jsonl")
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that damaged JSON leads to, a TrajectoryError among them."""
 
 
 class DemonstrationError(ConfigError):
@@ -93,75 +100,146 @@ def read_header(folder: Path) -> Header:
         values = json.loads(path.read_bytes())
         if values.pop("format") != FORMAT:
             raise DemonstrationError(f"{path} has another format than {FORMAT}: record the demonstrations again")
+        for key, kind in (("model", str), ("tokenizer", str), ("vocab_size", int), ("settings", dict)):
+            _require(isinstance(values[key], kind), f"{key} is {values[key]!r}: {kind.__name__} is expected")
         return Header(**values)
     except FileNotFoundError:
         raise DemonstrationError(
             f"{folder} holds no demonstrations ({HEADER} is missing): record some with `impala-llm demonstrate "
             f"demonstrations.dir={folder}`, or correct the path"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGES as error:
         if isinstance(error, DemonstrationError):
             raise
-        raise DemonstrationError(f"{path} cannot be read ({error}): record the demonstrations again") from None
+        raise DemonstrationError(f"{path} cannot be read ({_reason(error)}): record the demonstrations again") from None
 
 
 def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
     """Add episodes to a folder that has a header. None: nothing is done."""
     if not demonstrations:
         return
-    number = 1 + max((int(path.stem.partition("-")[2]) for path in _parts(folder)), default=-1)
+    number = 1 + max(map(_number, _parts(folder)), default=-1)
     rows = [d.trajectory for d in demonstrations]
     arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in ARRAY_FIELDS}
-    lines = "".join(json.dumps(_line(d), ensure_ascii=False) + "\n" for d in demonstrations)
+    # In ASCII: some of Unicode's characters end a line for whoever reads one, and half a surrogate pair has no UTF-8.
+    lines = "".join(json.dumps(_line(d)) + "\n" for d in demonstrations).encode("ascii")
+    metadata = {CHECKSUM: hashlib.sha256(lines).hexdigest()}
     path = folder / f"part-{number:05d}.jsonl"
-    _put(path.with_suffix(".safetensors"), lambda aside: save_file(arrays, aside))
-    _put(path, lambda aside: aside.write_text(lines, "utf-8"))
+    _put(path.with_suffix(".safetensors"), lambda aside: save_file(arrays, aside, metadata))
+    _put(path, lambda aside: aside.write_bytes(lines))
 
 
 def read(folder: Path) -> Iterator[Demonstration]:
     """The episodes of a folder in the order in which they were recorded.
 
     Raises:
-        DemonstrationError: a part is missing or damaged.
+        DemonstrationError: a part is missing or damaged, or its lines are not those of its arrays.
     """
     read_header(folder)
     for path in _parts(folder):
-        arrays_path = path.with_suffix(".safetensors")
-        try:
-            arrays = load_file(arrays_path)
-        except (OSError, SafetensorError) as error:
-            raise DemonstrationError(
-                f"{arrays_path} is missing or damaged ({error}): copy it again, or remove {path.name} beside it"
-            ) from None
-        token, turn = 0, 0
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            try:
-                values = json.loads(line)
-                ends = token + values["num_tokens"], turn + values["num_turns"]
-                fields: dict[str, Any] = {
-                    name: arrays[name][turn : ends[1]] if name == "turns" else arrays[name][token : ends[0]]
-                    for name in ARRAY_FIELDS
-                }
-                fields |= {name: values[name] for name in METADATA_FIELDS}
-                text = tuple(Turn(*each) for each in values["text"])
-                yield Demonstration(Trajectory(**fields), values["source"], text)
-            except (ValueError, KeyError, TypeError) as error:  # TrajectoryError is a ValueError
-                kind = "" if isinstance(error, TrajectoryError) else f"{type(error).__name__}: "
-                raise DemonstrationError(
-                    f"{path}, line {number}, is no demonstration ({kind}{error}): copy the folder again, or remove "
-                    "this part"
-                ) from None
-            token, turn = ends
+        yield from _read_part(path)
 
 
 def read_ids(folder: Path) -> set[str]:
-    """Episode ids of a folder, which may hold no demonstrations yet."""
-    lines = [line for path in _parts(folder) for line in path.read_text("utf-8").splitlines()]
-    return {json.loads(line)["episode_id"] for line in lines}
+    """Episode ids of a folder, which may hold no demonstrations yet. Raises DemonstrationError on damaged lines."""
+    return {values["episode_id"] for path in _parts(folder) for values in _read_lines(path)[0]}
+
+
+def _read_part(path: Path) -> list[Demonstration]:
+    lines, checksum = _read_lines(path)
+    arrays_path = path.with_suffix(".safetensors")
+    try:
+        with safe_open(arrays_path, "np") as file:
+            arrays = {name: file.get_tensor(name) for name in ARRAY_FIELDS}
+            expected = (file.metadata() or {}).get(CHECKSUM, checksum)
+    except (*_DAMAGES, SafetensorError) as error:
+        raise DemonstrationError(
+            f"{arrays_path} is missing or damaged ({_reason(error)}): copy it again, or remove {path.name} beside it"
+        ) from None
+    for name, array in arrays.items():
+        key = "num_turns" if name == "turns" else "num_tokens"
+        if array.shape[:1] != (total := sum(values[key] for values in lines),):
+            raise DemonstrationError(
+                f"{path}: {key} of its {len(lines)} lines is {total} in all, and {name} in {arrays_path.name} has the "
+                f"shape {list(array.shape)}: lines are missing or were added; copy both again, or remove this part "
+                "(`impala-llm demonstrations --out` filters)"
+            )
+    found: list[Demonstration] = []
+    token = turn = 0
+    for number, values in enumerate(lines, 1):
+        ends = token + values["num_tokens"], turn + values["num_turns"]
+        fields = {
+            name: arrays[name][turn : ends[1]] if name == "turns" else arrays[name][token : ends[0]]
+            for name in ARRAY_FIELDS
+        }
+        try:
+            row = Trajectory(**fields, **{name: values[name] for name in METADATA_FIELDS})
+            found.append(Demonstration(row, values["source"], tuple(_turn(each) for each in values["text"])))
+        except _DAMAGES as error:
+            raise _no_demonstration(path, number, error) from None
+        token, turn = ends
+    if checksum != expected:
+        raise DemonstrationError(
+            f"{path} has other lines than {arrays_path.name} was written with (their SHA-256 differs): copy both "
+            "again, or remove this part (`impala-llm demonstrations --out` filters)"
+        )
+    return found
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The lines of a part, with what all who read them need, and their SHA-256."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DemonstrationError(f"{path} cannot be read ({error.strerror}): copy it again, or remove it") from None
+    found = []
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else [], 1):
+        try:
+            values = json.loads(line.decode("utf-8"))
+            _require(isinstance(values, dict), "it is no JSON object")
+            for key in ("episode_id", "source"):
+                _require(isinstance(values[key], str), f"{key} is {values[key]!r}: text is expected")
+            for key in ("num_tokens", "num_turns"):
+                _require(type(values[key]) is int and values[key] > 0, f"{key} is {values[key]!r}: a count is expected")
+            found.append(values)
+        except _DAMAGES as error:
+            raise _no_demonstration(path, number, error) from None
+    return found, hashlib.sha256(content).hexdigest()
+
+
+def _turn(values: Any) -> Turn:
+    turn = Turn(*values)
+    are_texts = isinstance(turn.observation, str) and isinstance(turn.action, str)
+    _require(are_texts and isinstance(turn.reward, int | float), f"text has {values!r}: text, text, number is expected")
+    return turn
+
+
+def _no_demonstration(path: Path, number: int, error: Exception) -> DemonstrationError:
+    return DemonstrationError(
+        f"{path}, line {number}, is no demonstration ({_reason(error)}): copy the folder again, or remove this part"
+    )
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise TrajectoryError(otherwise)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, TrajectoryError) else f"{type(error).__name__}: {error}"
 
 
 def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("part-*.jsonl"))
+    """The lines of the parts, in the order in which they were recorded."""
+    return sorted(folder.glob("part-*.jsonl"), key=_number)
+
+
+def _number(path: Path) -> int:
+    """Number of a part. Raises DemonstrationError where the name has none."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        raise DemonstrationError(f"{path} has no number as part-00000.jsonl has: rename it, or move it away")
+    return int(found[1])
 
 
 def _line(demonstration: Demonstration) -> dict[str, Any]:
@@ -214,7 +292,8 @@ def readable(demonstration: Demonstration) -> str:
     lines = [f"== {row.episode_id} · {demonstration.source}, task {row.task_id} · score {row.score:.2f}"]
     for turn in demonstration.text:
         lines += [turn.observation.strip(), f"> {turn.action}"]
-    return "\n".join(lines)
+    # A terminal takes no half of a surrogate pair.
+    return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def main(argv: Sequence[str]) -> int:

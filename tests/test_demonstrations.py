@@ -1,20 +1,24 @@
 """Demonstrations: recorded, read, shown, filtered, refused."""
 
 import builtins
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file as save_torch
 from transformers import AutoTokenizer
 
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load
 from impala_llm.demonstrate import record
-from impala_llm.demonstrations import read
+from impala_llm.demonstrations import Demonstration, DemonstrationError, add_part, read, readable
 from impala_llm.envs.toy import CorridorSuite
+from impala_llm.rollout import Turn
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 
 SHOP = (
@@ -219,3 +223,97 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
     assert "part-00000.safetensors is missing or damaged" in refusal(noisy)
     (noisy / "demonstrations.json").write_text("{")
     assert "demonstrations.json cannot be read" in refusal(noisy)
+
+
+def copied(folder: Path, target: Path, *found: Demonstration) -> Path:
+    """A folder with the header of another one, and these as its only part."""
+    target.mkdir()
+    (target / "demonstrations.json").write_bytes((folder / "demonstrations.json").read_bytes())
+    add_part(target, found)
+    return target
+
+
+def test_whatever_an_environment_says_is_read_back(noisy: Path, tmp_path: Path) -> None:
+    first = next(iter(read(noisy)))
+    odd = "line\u2028paragraph\u2029next\u0085half \ud83d of a pair, é, \r\n, \x1c"
+    text = (Turn(odd, odd, 1.0),)
+    changed = dataclasses.replace(first, source=odd, text=text)
+    folder = copied(noisy, tmp_path / "odd", changed, first)
+    back = list(read(folder))
+    assert [d.text for d in back] == [text, first.text] and back[0].source == odd
+    readable(back[0]).encode()  # a terminal can show it
+
+
+def test_lines_that_were_written_as_utf_8_are_read_as_well(noisy: Path) -> None:
+    path = noisy / "part-00000.jsonl"
+    arrays = noisy / "part-00000.safetensors"
+    lines = [json.loads(line) | {"source": "é\u2028\u0085"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    save_torch({name: torch.from_numpy(array) for name, array in load_file(arrays).items()}, arrays)  # no checksum
+    assert {d.source for d in read(noisy)} == {"é\u2028\u0085"}
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(DemonstrationError) as refusal:
+        list(read(folder))
+    return str(refusal.value)
+
+
+def test_lines_are_never_paired_with_the_arrays_of_others(noisy: Path) -> None:
+    path = noisy / "part-00000.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    for kept in (whole[1:], [*whole, whole[-1]]):
+        path.write_text("".join(kept))
+        assert f"{path}: num_tokens of its {len(kept)} lines is " in refused(noisy)
+    first = json.loads(whole[0])
+    same = next(n for n in range(1, 30) if json.loads(whole[n])["num_tokens"] == first["num_tokens"])
+    whole[0], whole[same] = whole[same], whole[0]
+    path.write_text("".join(whole))
+    assert "part-00000.jsonl has other lines than part-00000.safetensors was written with" in refused(noisy)
+
+
+def with_line(change: dict[str, object]) -> Callable[[bytes], bytes]:
+    def changed(line: bytes) -> bytes:
+        return json.dumps(json.loads(line) | change).encode()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda line: line.replace(b'"task_id"', b'"task\xff"'), "line 1, is no demonstration (UnicodeDecodeError"),
+        (lambda line: b"[1]", "line 1, is no demonstration (it is no JSON object)"),
+        (lambda line: b"[" * 100_000, "line 1, is no demonstration (RecursionError"),
+        (with_line({"source": {}}), "line 1, is no demonstration (source is {}: text is expected)"),
+        (with_line({"episode_id": 7}), "line 1, is no demonstration (episode_id is 7: text is expected)"),
+        (with_line({"num_turns": -1}), "line 1, is no demonstration (num_turns is -1: a count is expected)"),
+        (with_line({"text": [[1, 2, 3]]}), "line 1, is no demonstration (text has [1, 2, 3]: text, text, number"),
+        (with_line({"text": 5}), "line 1, is no demonstration (TypeError"),
+    ],
+)
+def test_a_damaged_line_is_named(noisy: Path, change: Callable[[bytes], bytes], named: str) -> None:
+    path = noisy / "part-00000.jsonl"
+    first, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(change(first) + b"\n" + rest)
+    assert f"{path}, {named}" in refused(noisy)
+
+
+def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) -> None:
+    arrays = load_file(noisy / "part-00000.safetensors")
+    whole = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        save_torch(whole | {"rewards": whole["rewards"].to(dtype)}, noisy / "part-00000.safetensors")
+        assert "part-00000" in refused(noisy)
+    save_torch({"tokens": whole["tokens"]}, noisy / "part-00000.safetensors")
+    assert "part-00000.safetensors is missing or damaged" in refused(noisy)
+    (noisy / "part-00001.jsonl").mkdir()
+    save_torch(whole, noisy / "part-00000.safetensors")
+    assert "part-00001.jsonl cannot be read" in refused(noisy)
+    with pytest.raises(DemonstrationError, match=r"part-00001.jsonl cannot be read"):
+        record(load(words(tmp_path, tiny_model, "demonstrations.noise=0.5", "demonstrations.num_episodes=31")))
+    (noisy / "part-x.jsonl").touch()
+    assert "part-x.jsonl has no number as part-00000.jsonl has" in refused(noisy)
+    for content in ("[" * 100_000, "[]", '{"format": 1, "env": 2}', "\udcff"):
+        (noisy / "demonstrations.json").write_text(content, errors="surrogateescape")
+        assert "demonstrations.json cannot be read" in refused(noisy)
