@@ -100,16 +100,16 @@ class Trainer:
                 update.whitening = self.whitening(update)
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
-            self.accumulate(update, part, rules)
+            bad = self.accumulate(update, part, rules)
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
                 self.compare_arrivals(version, arrivals)
-            self.step(update, part, rules, progress)
+            self.step(update, part, bad, rules, progress)
         self.num_updates += 1
         with self.timer.stage("log"):
             self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
             if update.culprits:
-                self.name(update.culprits, version)
+                self.name([batch.trajectories[i] for i in sorted(update.culprits)], version)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
             self.steer(update.weight_sums)
@@ -144,7 +144,7 @@ class Trainer:
         counts = self.count(trajectories, returns)
         prepared = self.credit.prepare(self.episodes(trajectories, returns))
         finite = torch.tensor(returns).isfinite().tolist()
-        culprits = [t for t, is_finite in zip(trajectories, finite, strict=True) if not is_finite]
+        endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
         teaching = list(range(len(trajectories)))
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
@@ -157,7 +157,7 @@ class Trainer:
         self.log.add_all(() if prepared is None else prepared.metrics)
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
-        return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), culprits)
+        return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), endless)
 
     def steps(self, update: Update) -> list[list[int]]:
         """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own,
@@ -240,12 +240,16 @@ class Trainer:
             torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
         )
 
-    def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> None:
+    def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
         """Add up the gradient of an optimizer step on this rank.
 
         Args:
             part: places of its trajectories in the batch.
+
+        Returns:
+            Places of those with a return, advantage or loss that is not finite.
         """
+        bad = set(part) & update.endless
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
 
@@ -257,8 +261,7 @@ class Trainer:
             with self.timer.stage("backward"):
                 outcome.loss.backward()
             finite = zip(places, outcome.is_finite.tolist(), strict=True)
-            bad = [update.batch.trajectories[i] for i, is_finite in finite if not is_finite]
-            update.culprits = update.culprits or bad
+            bad.update(place for place, is_finite in finite if not is_finite)
             return places, rows, replace(outcome, loss=outcome.loss.detach())
 
         def joined(micro: PackedBatch) -> None:
@@ -277,6 +280,7 @@ class Trainer:
                 if not update.at_start:
                     self.monitor.record(outcome.comparison)
                     self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
+        return bad
 
     def take_part(self, cpu_micro: PackedBatch) -> None:
         """Run the passes of a micro-batch that other ranks have; its gradient is 0."""
@@ -295,15 +299,16 @@ class Trainer:
                 self.monitor.look(arrived, version)
         self.log.add_all(self.monitor.end())
 
-    def step(self, update: Update, part: Sequence[int], rules: Rules, progress: float) -> None:
+    def step(self, update: Update, part: Sequence[int], bad: set[int], rules: Rules, progress: float) -> None:
         """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite.
 
         Args:
             part: places of the step's trajectories in the batch.
+            bad: of those that are known to have such a number.
         """
         with self.timer.stage("backward"):
             self.ranks.sum_gradients(self.model)
-            num_culprits = self.ranks.sum([len(update.culprits)])[0]
+            num_culprits = self.ranks.sum([len(bad)])[0]
         with self.timer.stage("optimize"):
             self.before_change()
             self.is_stepping = True
@@ -311,7 +316,9 @@ class Trainer:
             self.is_stepping = False
         if result.skipped and num_culprits == 0:
             with self.timer.stage("backward"):
-                update.culprits = self.find_culprits(update, part, rules)
+                bad = self.find_culprits(update, part, rules)
+        if not update.endless:  # which spoil what is computed from the same returns
+            update.culprits |= bad
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))
         self.log.add("optimizer/skipped", float(result.skipped))
@@ -386,21 +393,21 @@ class Trainer:
         self.budget.run(trajectories, totals_of)
         return policy, reference
 
-    def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> list[Trajectory]:
-        """Trajectories of a step that was left out because its gradient is not finite: those whose own gradient,
+    def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
+        """Places of the trajectories of a step that was left out because its gradient is not finite: those whose own gradient,
         computed again, is not; all of the step's where none is, on any rank, or where ranks share the policy. All ranks
         call it."""
         members = sorted(set(part) & set(update.teaching))
         trajectories = [update.batch.trajectories[i] for i in members]
-        found = []
+        found = set()
         for alone in () if self.ranks.is_sharded else pack(trajectories, 1):  # a micro-batch for each row
             place = members[alone.members[0]]
             objective(self.config, self.model, *self.rows(update, alone, [place]), rules).loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
             self.model.zero_grad(set_to_none=True)
             if not norm.isfinite():
-                found.append(update.batch.trajectories[place])
-        return found if self.ranks.sum([len(found)])[0] else [update.batch.trajectories[i] for i in part]
+                found.add(place)
+        return found if self.ranks.sum([len(found)])[0] else set(part)
 
     def name(self, culprits: Sequence[Trajectory], version: int) -> None:
         """Say why a step is left out."""

@@ -9,7 +9,6 @@ import torch
 
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import Denominators, Outcome
-from impala_llm.trajectory import Trajectory
 
 
 @dataclass
@@ -30,8 +29,8 @@ class Update:
     """float32[M]: of the draw."""
     teaching: tuple[int, ...]
     """Places of the trajectories that have a gradient, in ascending order."""
-    culprits: list[Trajectory]
-    """Those with a number that is not finite."""
+    endless: frozenset[int]
+    """Places of the trajectories whose return is not finite."""
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
     """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
     moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
@@ -40,10 +39,13 @@ class Update:
     """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)
     """Buffer item -> largest mean |A| of its trajectories."""
+    culprits: set[int] = field(init=False)
+    """Places of the trajectories for which steps were left out."""
     entropy: float = 0.0
     weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
+        self.culprits = set(self.endless)
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:

@@ -208,6 +208,24 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
     assert "episode-3" in text and "episode-4" not in text
 
 
+def test_only_the_steps_that_have_a_bad_row_are_left_out_of_an_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two epochs of three minibatches each one has the row, and two have not."""
+    steps = ("learner.epochs=2", "learner.minibatches=3", "learner.warmup_updates=0")
+    trainer = trainer_with(tmp_path, "algorithm=ppo", *steps)
+    good = make_batch()
+    bad = (*good[:3], endless(good[3]), *good[4:])
+    with caplog.at_level(logging.WARNING):
+        trainer.update(Batch(bad, (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
+    state = trainer.optimizer.state_dict()
+    assert {tensor.item() for name, tensor in state.items() if name.endswith(".step")} == {4.0}
+    assert trainer.log.flush()["optimizer/not_finite"] == 1.0
+    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
+    assert "episode-3" in text and "more of the batch" not in text
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+
+
 class SteepAt(PolicyModel):
     """Has an infinite gradient in micro-batches with a token."""
 
