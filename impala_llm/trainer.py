@@ -394,9 +394,9 @@ class Trainer:
         return policy, reference
 
     def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
-        """Places of the trajectories of a step that was left out because its gradient is not finite: those whose own gradient,
-        computed again, is not; all of the step's where none is, on any rank, or where ranks share the policy. All ranks
-        call it."""
+        """Places of the trajectories of a step that was left out because its gradient is not finite: those whose own
+        gradient, computed again, is not; all of the step's where none is, on any rank, or where ranks share the policy.
+        All ranks call it."""
         members = sorted(set(part) & set(update.teaching))
         trajectories = [update.batch.trajectories[i] for i in members]
         found = set()
