@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.model import PolicyModel
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import LoraConfig
-from tests.learning.builders import save_lm
+from tests.learning.builders import SHAPE, save_lm
 from tests.system.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,41 @@ def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(
     assert result.returncode != 0
     assert f"ModelRefused: learner.tensor_parallel={width} cannot be used" in result.stderr
     assert reason in result.stderr and "learner.tensor_parallel=1" in result.stderr
+
+
+def save_kind(directory: Path, kind: str, **settings: object) -> Path:
+    """Write a random causal LM of a kind in transformers, whose settings are its shape and these."""
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **settings), dtype=torch.float32)
+    lm.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("apertus", {}, r"has model\.layers\.0\.mlp\.act_fn\.alpha_p, whose gradient is another once it is divided"),
+        ("phi", {"qk_layernorm": True}, r"has model\.layers\.0\.self_attn\.q_layernorm\.weight, whose gradient is "),
+        ("cohere", {"use_qk_norm": True}, r"cannot be computed once it is divided \(RuntimeError: "),
+    ],
+)
+def test_a_model_that_computes_or_learns_otherwise_once_it_is_divided_is_refused(
+    tmp_path: Path, kind: str, settings: dict[str, object], reason: str
+) -> None:
+    """What lies between a divided matrix and the next is whole, and a process has only a part of its gradient."""
+    policy = save_kind(tmp_path / "policy", kind, **settings)
+    result = start(2, policy, tmp_path / "out", "learner.tensor_parallel=2")
+    assert result.returncode != 0
+    assert re.search(r"ModelRefused: learner\.tensor_parallel=2 cannot be used: .*" + reason, result.stderr)
+    assert "learner.tensor_parallel=1" in result.stderr
+
+
+@pytest.mark.system
+def test_a_model_with_biases_in_divided_matrices_learns_as_one_rank(tmp_path: Path) -> None:
+    policy = save_kind(tmp_path / "policy", "qwen2")
+    expected = train(1, policy, tmp_path / "alone")
+    assert_equal(train(2, policy, tmp_path / "out", "learner.tensor_parallel=2"), expected)
 
 
 @pytest.mark.system

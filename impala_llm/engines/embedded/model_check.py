@@ -112,11 +112,12 @@ def check_agreement(
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(what: str, fix: str = "take a model of the table in docs/engines.md") -> Iterator[None]:
     """Turn errors of a model's own code, on a path that it was not written for, into ModelRefused.
 
     Args:
         what: "the model ... cannot be ...", for the message.
+        fix: end of the message.
     """
     try:
         yield
@@ -128,7 +129,7 @@ def refusing(what: str) -> Iterator[None]:
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split()).partition('. ')[0]}"
         if "ignore_mismatched_sizes" in reason:  # transformers prints which, and raises this
             reason = "weights have other shapes than config.json says"
-        raise ModelRefused(f"{what} ({reason}): take a model of the table in docs/engines.md") from error
+        raise ModelRefused(f"{what} ({reason}): {fix}") from error
 
 
 def describe(lm: PreTrainedModel) -> str:
