@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, num_cores, to_yaml
@@ -45,7 +45,7 @@ from impala_llm.observability.writers import MetricWriter
 from impala_llm.settings import Config
 from impala_llm.stop_signals import StopSignals
 from impala_llm.supervised import say
-from impala_llm.trajectory import Trajectory
+from impala_llm.trajectory import Trajectory, TrajectoryError
 
 STATE = "state"
 """Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there goes on from them."""
@@ -69,6 +69,7 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
         DemonstrationError: there are none, they are damaged, or the policy cannot learn from them.
     """
     tokenizer = fingerprint(AutoTokenizer.from_pretrained(policy))
+    vocab_size = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
     found: list[Demonstration] = []
     for folder in folders:
         header = read_header(folder)
@@ -77,7 +78,16 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
                 f"{folder} has tokens of model.path={header.model}, whose tokenizer or chat template is another than "
                 f"that of model.path={config.model.path}: record the demonstrations again with this one"
             )
-        found += read(folder)
+        for d in read(folder):
+            try:
+                d.trajectory.validate_vocabulary(vocab_size)
+            except TrajectoryError as error:
+                raise DemonstrationError(
+                    f"{folder}, episode {d.trajectory.episode_id}, cannot be learned by model.path="
+                    f"{config.model.path}: {error}: copy the folder again, or record the demonstrations again with "
+                    "this model"
+                ) from None
+            found.append(d)
     there = len(found)
     found = [d for d in found if d.trajectory.score >= config.sft.min_score]
     where = f"sft.data={','.join(map(str, folders))}"
@@ -113,10 +123,11 @@ class WarmStart:
         data: to learn from.
         policy: directory that it starts from.
         stack: what is to be undone at the end.
+        stops: signals of this process; they wait for the end of a change of the weights, however long it takes.
     """
 
-    def __init__(self, config: Config, data: Data, policy: Path, stack: ExitStack) -> None:
-        self.config, self.data = config, data
+    def __init__(self, config: Config, data: Data, policy: Path, stack: ExitStack, stops: StopSignals) -> None:
+        self.config, self.data, self.stops = config, data, stops
         sft = config.sft
         self.folder = Path(sft.dir)
         self.files = policy_files(policy)
@@ -135,6 +146,7 @@ class WarmStart:
         self.update, self.used_s = 0, 0.0
         self.is_changing = False
         """Amid a change of the weights."""
+        stops.holds_back = stops.waits_on = lambda: self.is_changing
         self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
         self.checkpointer.begin()
         self.go_on()
@@ -182,6 +194,7 @@ class WarmStart:
         self.update += 1
         self.is_changing = False
         self.tokens_since += sum(row.num_tokens for row in rows)
+        self.stops.check()
         is_last = self.progress >= 1.0
         if self.update % self.config.sft.held_out_every == 0 or is_last:
             self.measure()
@@ -310,15 +323,13 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
         raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
     stops = StopSignals()
     with ExitStack() as stack:
-        warm = WarmStart(config, data, policy, stack)
-        stops.holds_back = lambda: warm.is_changing
+        warm = WarmStart(config, data, policy, stack, stops)
         try:
             warm.run()
         except (KeyboardInterrupt, SystemExit):
-            if not warm.is_changing:
-                warm.imitation.model.zero_grad(set_to_none=True)
-                warm.save()
-                say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
+            warm.imitation.model.zero_grad(set_to_none=True)
+            warm.save()
+            say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
             raise
     return folder / "policy"
 

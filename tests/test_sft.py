@@ -1,5 +1,6 @@
 """The warm start: its loss, its schedule, what it saves, what it refuses, and how it goes on."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from impala_llm.cli import main
 from impala_llm.config import load
 from impala_llm.demonstrate import record
-from impala_llm.demonstrations import read
-from impala_llm.imitation import returns_to_go
+from impala_llm.demonstrations import add_part, read
+from impala_llm.imitation import Imitation, returns_to_go
 from impala_llm.learning.model import PolicyModel
 from impala_llm.trajectory import Trajectory
 
@@ -179,6 +180,33 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    step = Imitation.step
+
+    def interrupted(self: Imitation, number: int, progress: float) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if is_slow:
+                os.kill(os.getpid(), signal.SIGALRM)  # as the timer does after STOP_PATIENCE_S
+        step(self, number, progress)
+
+    monkeypatch.setattr(Imitation, "step", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(["sft", *words(tmp_path, tiny_model, "sft.max_updates=20")])
+    assert stop.value.code == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a new process
+    two = warm_start(tmp_path / "two", tiny_model, "sft.max_updates=2")
+    expected = load_file(two / "policy" / "model.safetensors")
+    found = load_file(tmp_path / "sft" / "policy" / "model.safetensors")
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    warm_start(tmp_path, tiny_model, "sft.max_updates=3")
+    assert [line["step"] for line in metrics(tmp_path / "sft")][-1] == 3
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -213,6 +241,20 @@ def test_another_model_s_tokens_are_refused(
     folder = record(load(words(tmp_path, tiny_model)))
     assert main(["sft", *words(tmp_path, Path("scratch"), f"sft.data=[{folder}]")]) == 2
     assert "tokenizer or chat template is another than that of model.path=scratch" in capsys.readouterr().err
+
+
+def test_ids_that_the_model_does_not_know_are_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    first = next(iter(read(folder)))
+    tokens = first.trajectory.tokens.copy()
+    tokens[0] = AutoConfig.from_pretrained(tiny_model).vocab_size
+    row = dataclasses.replace(first.trajectory, tokens=tokens, episode_id="strange")
+    add_part(folder, [dataclasses.replace(first, trajectory=row)])
+    assert main(["sft", *words(tmp_path, tiny_model, f"sft.data=[{folder}]")]) == 2
+    error = capsys.readouterr().err
+    assert f"{folder}, episode strange, cannot be learned by" in error and f"tokens holds id {tokens[0]}" in error
 
 
 @pytest.mark.smollm2
