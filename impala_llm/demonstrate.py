@@ -3,17 +3,20 @@
 A script and a person answer in text. Here they are engines, so that the same rollout lays their episodes out as it does
 a policy's: what the environment is given is what the ids of the answer say. Their answers have log-probability 0.
 
-Invariant: what was recorded stays. Recording that was interrupted goes on; what the folder has is not played again.
+Invariant: what was recorded stays. Recording that was interrupted goes on; what the folder has is not played again. One
+process at a time records into a folder.
 """
 
 import asyncio
 import dataclasses
+import fcntl
 import inspect
+import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ from impala_llm.settings import Config
 PART_EPISODES = 500
 """Episodes after which what was recorded is written."""
 _SEEDS = 1 << 31
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the recording, beside the SIGINT that asyncio knows."""
 
 
 class _Ended(Exception):
@@ -52,22 +57,28 @@ def record(config: Config) -> Path:
     """Record what `demonstrations.num_episodes` asks for and the folder has not yet. Returns the folder.
 
     Raises:
-        ConfigError: the folder's are of other settings, or the environment has no script.
+        ConfigError: the folder's are of other settings, or another process records into it, or the environment has no
+            script.
         EngineError, EnvironmentFault: the episodes cannot be played.
+        SystemExit: SIGINT, SIGTERM or SIGHUP has come; what was recorded is written.
     """
     settings, folder = config.demonstrations, Path(config.demonstrations.dir)
     policy = resolve_policy(config)
-    _begin(config, policy, folder)
-    there = read_ids(folder)
-    missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
     too_long = 0
-    try:
-        for catalogue in range(settings.num_catalogues):
-            numbers = [n for n in missing if n % settings.num_catalogues == catalogue]
-            if numbers:
-                too_long += asyncio.run(_record(config, policy, folder, numbers, catalogue))
-    except _Ended:
-        pass
+    with _owned(folder):
+        _begin(config, policy, folder)
+        there = read_ids(folder)
+        missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
+        try:
+            for catalogue in range(settings.num_catalogues):
+                numbers = [n for n in missing if n % settings.num_catalogues == catalogue]
+                if numbers:
+                    too_long += asyncio.run(_until_told(_record(config, policy, folder, numbers, catalogue)))
+        except _Ended:
+            pass
+        except (KeyboardInterrupt, SystemExit) as stop:
+            print(f"{folder} has what was recorded so far: the same command records the rest", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     if too_long:
         print(
             f"{too_long} episodes did not fit into engine.max_length={config.engine.max_length} tokens with answers of "
@@ -75,6 +86,57 @@ def record(config: Config) -> Path:
             file=sys.stderr,
         )
     return folder
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process, and make it if it is missing: two would give their parts the same numbers."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"demonstrations.dir={folder} is in use: another process records into it; wait for its end, or name "
+                "another folder"
+            ) from None
+        except OSError:  # network file systems may have no locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+async def _until_told(recording: Coroutine[Any, Any, int]) -> int:
+    """The result of the recording. One of `_ENDINGS` cancels it, as asyncio has it for SIGINT, and raises SystemExit
+    then: so it writes what it has."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    told: list[int] = []
+
+    def end(number: int) -> None:
+        if not told:  # a second one does not cut the end short
+            told.append(number)
+            task.cancel()
+
+    heard = [number for number in _ENDINGS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has SIGHUP
+    before = [signal.getsignal(number) for number in heard]
+    for number in heard:
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await recording
+    except asyncio.CancelledError:
+        if told:
+            raise SystemExit(128 + told[0]) from None
+        raise
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[int], catalogue: int) -> int:
@@ -124,13 +186,13 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
         found: list[Demonstration] = []
         try:
             for episode in episodes:
-                await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
                 demonstration = await episode
                 too_long += demonstration is None
                 found += [] if demonstration is None else [demonstration]
                 if len(found) >= PART_EPISODES:
                     add_part(folder, found)
                     found = []
+                await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
         finally:  # Ctrl-C and faults included
             add_part(folder, found)
             for task in tasks_under_way:
@@ -206,8 +268,11 @@ class _Spoken:
 def _asked(observation: str, _info: dict[str, Any]) -> str:
     """The action that a person types. Raises _Ended where they end the recording."""
     print(observation.strip(), flush=True)
-    # asyncio's own handler would wait for the next await, and that for a line.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The handlers of the event loop would wait for the next await, and that for a line.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDINGS)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _end_at_once)
     try:
         while not (action := input("> ").strip()):
             pass
@@ -215,7 +280,12 @@ def _asked(observation: str, _info: dict[str, Any]) -> str:
     except (EOFError, KeyboardInterrupt):
         raise _Ended from None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _suite(config: Config, catalogue: int) -> tuple[Suite, str]:
@@ -252,14 +322,12 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
         {"env": env, "demonstrations": of_recording},
     )  # fmt: skip
-    try:
-        if not (folder / HEADER).exists():
+    if not (folder / HEADER).exists():
+        try:
             write_header(folder, header)
-            return
-    except OSError as error:
-        raise ConfigError(
-            f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder"
-        ) from None
+        except OSError as error:
+            raise _not_writable(folder, error) from None
+        return
     before = read_header(folder)
     where = f"demonstrations.dir={folder} holds demonstrations"
     fix = "name another folder, or put it back"
@@ -270,6 +338,10 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         if key in theirs and theirs[key] != value:
             as_it_is = f"; to learn from it as it is, set sft.data=[{folder}]"
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}{as_it_is}")
+
+
+def _not_writable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder")
 
 
 def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,8 @@
 import builtins
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from impala_llm.cli import main
 from impala_llm.config import ConfigError, load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import Demonstration, DemonstrationError, add_part, read, readable
-from impala_llm.envs.toy import CorridorSuite
+from impala_llm.envs.toy import CorridorSuite, ToyScript
 from impala_llm.rollout import Turn
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 
@@ -93,6 +95,68 @@ def test_the_same_command_adds_what_is_missing_and_nothing_else(tmp_path: Path, 
     numbers = [d.trajectory.ticket_id for d in read(folder)]
     assert sorted(numbers) == list(range(9))
     assert before.items() <= {path.name: path.read_bytes() for path in folder.iterdir()}.items()
+
+
+def before_each_episode(monkeypatch: pytest.MonkeyPatch, do: Callable[[int], object]) -> None:
+    """Have a corridor's script begin each episode with do(its number, from 1)."""
+    numbers, script = iter(range(1, 1000)), CorridorSuite.script
+
+    def begun(self: CorridorSuite, noise: float, seed: int) -> ToyScript:
+        do(next(numbers))
+        return script(self, noise, seed)
+
+    monkeypatch.setattr(CorridorSuite, "script", begun)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_recording_and_nothing_is_lost(
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    config = load(words(tmp_path, tiny_model, "demonstrations.num_episodes=40"))
+    with monkeypatch.context() as patch:
+        before_each_episode(patch, lambda n: n == 7 and os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as stop:
+            record(config)
+    assert stop.value.code == 128 + number
+    assert "the same command records the rest" in capsys.readouterr().err
+    num_before = len(list(read(tmp_path / "demonstrations")))
+    assert 6 <= num_before < 40
+    found = [d.trajectory.ticket_id for d in read(record(config))]
+    assert sorted(found) == list(range(40)) and sorted(found[:num_before]) == sorted(found)[:num_before]
+
+
+def test_sigterm_at_the_prompt_keeps_what_a_person_has_played(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter("abcd")
+
+    def type_line(_prompt: str) -> str:
+        if (word := next(typed)) == "d":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return word
+
+    monkeypatch.setattr(builtins, "input", type_line)
+    with pytest.raises(SystemExit) as stop:
+        record(load(words(tmp_path, tiny_model, "demonstrations.player=person")))
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert [[turn.action for turn in d.text] for d in read(tmp_path / "demonstrations")] == [["a", "b", "c"]]
+
+
+def test_one_process_at_a_time_records_into_a_folder(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(words(tmp_path, tiny_model))
+
+    def record_too(_number: int) -> None:
+        with pytest.raises(ConfigError, match=r"demonstrations is in use: another process records into it"):
+            record(config)
+
+    before_each_episode(monkeypatch, record_too)
+    assert len(list(read(record(config)))) == 6
 
 
 def test_catalogues_share_the_episodes_evenly(tmp_path: Path, tiny_model: Path) -> None:
