@@ -4,11 +4,13 @@ Invariant: an attention other than our segments was compared with them, forward 
 precision of the run, beyond every length at which a layer changes what it computes. All ranks choose the same.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.utils.import_utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -32,6 +34,11 @@ from impala_llm.supervised import say
 
 FLASH_3, FLASH_2 = "flash_attention_3", "flash_attention_2"
 _WORDS = {SEGMENTS: "segments", FLEX: "flex attention", FLASH_2: "flash attention 2", FLASH_3: "flash attention 3"}
+_GRADIENT_TOLERANCE, _COARSE_GRADIENT_TOLERANCE = 0.01, 0.5
+"""Largest difference of the gradients of matrices of one name in all layers, as a share of their norm: in float32, and
+in bfloat16 or TF32. A gradient that is missing differs by 1."""
+_ROUNDING = 1e-5
+"""Norm that a gradient of 0 may have by rounding, as a share of the largest one's."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int
 
 
 def compare(model: PolicyModel, implementation: str, max_length: int, device: torch.device) -> float:
-    """Compare packed rows by an attention with the same by our segments, and try its backward pass.
+    """Compare packed rows by an attention with the same by our segments: log-probabilities, and gradients of their sum.
 
     The policy is left with our segments, and without a gradient. Ranks that share it all call it.
 
@@ -120,18 +127,16 @@ def compare(model: PolicyModel, implementation: str, max_length: int, device: to
     """
     word, worst = _word(implementation), 0.0
     config = model.lm.config.get_text_config()
+    learns = any(p.requires_grad for p in model.lm.parameters())
     try:
         for long, short, _ in row_pairs(config, max_length):
             rows = random_rows(model.vocab_size, [long, short], device)
             model.attend_by(SEGMENTS)
-            with torch.no_grad():
-                expected = _log_probs(model, rows)
+            expected, gradients = _log_probs(model, rows, learns)
             with refusing(f"{describe(model.lm)} cannot be computed by {word}"):
                 model.attend_by(implementation)
-                found = _log_probs(model, rows)
-                if any(p.requires_grad for p in model.lm.parameters()):
-                    torch.cat(found).sum().backward()
-            means = [(a.detach().double() - b.double()).abs().mean() for a, b in zip(found, expected, strict=True)]
+                found, found_gradients = _log_probs(model, rows, learns)
+            means = [(a.double() - b.double()).abs().mean() for a, b in zip(found, expected, strict=True)]
             worst = max(worst, torch.stack(means).max().item())
             limit = TOLERANCE if model.is_exact else COARSE_TOLERANCE
             if not worst <= limit:
@@ -139,6 +144,8 @@ def compare(model: PolicyModel, implementation: str, max_length: int, device: to
                     f"log-probabilities by {word} differ by {worst:.2g} nats on average from those by segments, above "
                     f"{limit:g}"
                 )
+            _check_gradients(found_gradients, gradients, word, model.is_exact)
+            del gradients, found_gradients  # before the next pair has its own
     finally:
         model.attend_by(SEGMENTS)
         model.zero_grad(set_to_none=True)
@@ -150,9 +157,67 @@ def _word(implementation: str) -> str:
     return _WORDS.get(implementation, implementation)
 
 
-def _log_probs(model: PolicyModel, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probabilities of each row's tokens but the first, computed on packed rows."""
+def _log_probs(model: PolicyModel, rows: Sequence[Tensor], learns: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probabilities of each row's tokens but the first, computed on packed rows.
+
+    Args:
+        learns: whether gradients are wanted.
+
+    Returns:
+        The log-probabilities, and the gradients of their sum by name of the parameter; the parameters are without.
+    """
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n, device=rows[0].device) for n in lengths])
-    hidden = model.hidden(torch.cat(list(rows)), positions, torch.tensor(lengths)).split(lengths)
-    return [model.action_log_probs(h[:-1], row[1:], 1.0)[0] for h, row in zip(hidden, rows, strict=True)]
+    with torch.set_grad_enabled(learns):
+        hidden = model.hidden(torch.cat(list(rows)), positions, torch.tensor(lengths)).split(lengths)
+        found = [model.action_log_probs(h[:-1], row[1:], 1.0)[0] for h, row in zip(hidden, rows, strict=True)]
+    if learns:
+        torch.cat(found).sum().backward()
+    reshard(model)
+    gradients = {name: p.grad for name, p in model.lm.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return [each.detach() for each in found], gradients
+
+
+@torch.no_grad()
+def _check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], word: str, is_exact: bool) -> None:
+    """Raise ModelRefused where gradients are not finite, or those of matrices are others than by segments.
+
+    Those of vectors are not compared: some are 0 but for rounding, such as that of keys' biases. What is wrong in an
+    attention is wrong in matrices too. Those of one name in all layers and experts are compared together, since in
+    bfloat16 a token may go to another expert.
+
+    Args:
+        found, expected: by name of the parameter; shares of a sharded policy.
+        word: for the attention of `found`.
+        is_exact: whether products of matrices are computed in float32.
+    """
+    squares: dict[str, Tensor] = {}
+    for name, theirs in expected.items():
+        mine = found.get(name)
+        mine = torch.zeros_like(theirs) if mine is None else mine
+        pair = torch.stack(list(_squares(mine - theirs, theirs)))
+        kind = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if not bool(pair.isfinite().all()):
+            raise ModelRefused(f"gradients by {word} are not finite: that of {name}")
+        if theirs.ndim > 1:
+            squares[kind] = squares[kind] + pair if kind in squares else pair
+    largest = max((float(pair[1].sqrt()) for pair in squares.values()), default=0.0)
+    limit = _GRADIENT_TOLERANCE if is_exact else _COARSE_GRADIENT_TOLERANCE
+    apart = {kind: pair.sqrt().tolist() for kind, pair in squares.items()}
+    shares = {
+        kind: difference / (norm + _ROUNDING * largest) for kind, (difference, norm) in apart.items() if difference
+    }
+    kind = max(shares, key=lambda kind: shares[kind], default="")
+    if kind and shares[kind] > limit:
+        raise ModelRefused(
+            f"the gradient of {kind} by {word} differs from that by segments by {shares[kind]:.2g} of its norm, above "
+            f"{limit:g}"
+        )
+
+
+def _squares(*tensors: Tensor) -> Iterator[Tensor]:
+    """Sums of squares; of shares over all ranks."""
+    for tensor in tensors:
+        norm = torch.linalg.vector_norm(tensor)
+        yield (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()

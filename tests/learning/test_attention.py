@@ -4,7 +4,7 @@ Flex attention runs here uncompiled, and its gradient by torch's own mathematics
 function with the interface of `flash_attn_varlen_func`, which attends row by row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class PlayedFlash:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.forgets_rows = False
+        self.backward: Callable[[Tensor], Tensor] | None = None
+        """Of the gradients of queries and keys, what is passed on."""
 
     def attend(
         self,
@@ -71,6 +73,9 @@ class PlayedFlash:
         assert q.dtype == k.dtype == v.dtype and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
         self.calls.append({"bounds": cu_seqlens_q.tolist(), "longest": max_seqlen_q, "window": window_size, "q": q})
+        if self.backward is not None and q.requires_grad:
+            q.register_hook(self.backward)
+            k.register_hook(self.backward)
         bounds = [0, len(q)] if self.forgets_rows else cu_seqlens_q.tolist()
         rows = []
         for begin, end in zip(bounds, bounds[1:], strict=False):
@@ -179,6 +184,29 @@ def test_an_attention_that_forgets_rows_is_refused_with_the_figure(tmp_path: Pat
     with pytest.raises(ModelRefused, match=r"differ by .* nats on average from those by segments, above 0\.001"):
         compare(model, FLASH, 200, CPU)
     assert model.attention == SEGMENTS
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backward", "reason"),
+    [
+        (
+            torch.zeros_like,
+            r"the gradient of .*self_attn\.[qk]_proj\.weight by .* differs from that by segments by 1 of",
+        ),
+        (lambda gradient: gradient * float("nan"), "gradients by .* are not finite"),
+    ],
+)
+def test_an_attention_with_a_wrong_backward_pass_is_refused(
+    tmp_path: Path, flash: PlayedFlash, backward: Callable[[Tensor], Tensor], reason: str, precision: str
+) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    model.compute_in(precision)
+    assert compare(model, FLASH, 200, CPU) < 0.1
+    flash.backward = backward
+    with pytest.raises(ModelRefused, match=reason):
+        compare(model, FLASH, 200, CPU)
     assert all(p.grad is None for p in model.parameters())
 
 
