@@ -33,7 +33,7 @@ from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_server
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import SUPERVISED, signal_name
+from impala_llm.supervised import HUGE_PAGES, SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -95,6 +95,8 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
         FAMILY: uuid.uuid4().hex,
+        # Activation checkpointing gives large tensors back at once all the same, for the memory: then in pages of 2 MB.
+        **({HUGE_PAGES: "1"} if config.learner.activation_checkpointing else {}),
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
 

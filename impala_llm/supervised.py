@@ -24,6 +24,8 @@ WORKED = b"."
 """The line that reports progress; all others are JSON objects."""
 RENDEZVOUS = "IMPALA_LLM_RENDEZVOUS"
 """URL of the file through which the ranks of a learner find each other."""
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's variable: memory of large tensors on a CPU comes in pages of 2 MB."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -13,7 +13,9 @@ from impala_llm import child_processes, launch
 from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.gpus import deal_gpus
+from impala_llm.launch import child_environment
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
+from impala_llm.supervised import HUGE_PAGES
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
 
@@ -240,3 +242,9 @@ def test_actors_alone_refuse_bad_settings(capfd: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(subprocess, "Popen", None)
     assert launch.main(["experiment=toy", "actor.num_actors=0"]) == 2
     assert "actor.num_actors=0" in capfd.readouterr().err
+
+
+def test_huge_pages_are_asked_for_where_memory_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HUGE_PAGES, raising=False)
+    every, none = ([f"learner.activation_checkpointing={n}"] for n in (1, 0))
+    assert child_environment(load(every), ())[HUGE_PAGES] == "1" and HUGE_PAGES not in child_environment(load(none), ())

@@ -25,6 +25,7 @@ import numpy as np
 
 from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
+from impala_llm.supervised import HUGE_PAGES
 
 LEARNERS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))
 """learner.precision and learner.activation_checkpointing of each."""
@@ -59,6 +60,8 @@ def measure_memory() -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 def _in_process(*arguments: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if arguments[0] == "learner" and arguments[-1] != "0":
+        environment[HUGE_PAGES] = "1"  # as the supervisor does
     command = [sys.executable, "-m", "impala_llm.bench._learner_memory", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
