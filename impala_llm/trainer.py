@@ -270,8 +270,7 @@ class Trainer:
 
         # Counted when all are done: where memory runs out they are computed once more.
         trajectories = [update.batch.trajectories[i] for i in members]
-        packing = partial(self.timer.stage, "pack")
-        found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, packing)
+        found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack"))
         with self.timer.stage("log"):
             for places, rows, outcome in found:
                 update.add(outcome, places)
