@@ -224,6 +224,11 @@ def run_folder(config: Config) -> tuple[str, list[str]]:
     return f"run {config.run.name!r} in {folder}" + ("" if folder.exists() else ", which will be made"), []
 
 
+def environment(config: Config) -> tuple[str, list[str]]:
+    """The environment that is played."""
+    return config.env.name, []
+
+
 def model(config: Config) -> tuple[str, list[str]]:
     """The policy's files, as transformers reads them."""
     directory = model_directory(config.model.path)
@@ -310,6 +315,7 @@ def disk(config: Config) -> tuple[str, list[str]]:
 DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
     "run folder": run_folder,
     "model": model,
+    "environment": environment,
     "device": device,
     "engine": engine,
     "keys": keys,

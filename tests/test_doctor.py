@@ -13,8 +13,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from impala_llm import cli
+from impala_llm import cli, doctor
 from impala_llm.pipeline.network.keys import make_keys
+from impala_llm.preflight import actors_checks, training_checks
 from impala_llm.settings import ASSETS
 from tests.helpers import write_program
 
@@ -147,3 +148,7 @@ def test_people_get_a_line_a_part_and_the_fix_below(capsys: pytest.CaptureFixtur
     *rows, summary = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["ok", "ok", "ok", "WRONG", "->"]
     assert "learner.batch_size=-1" in rows[-1] and summary == "1 part is wrong"
+
+
+def test_every_part_that_is_looked_at_before_a_start_has_a_line() -> None:
+    assert {*training_checks(), *actors_checks()} <= set(doctor.DETAILS)
