@@ -65,7 +65,7 @@ class Child:
     worked: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     saving: bool = False
-    """What it has said last of this, see `is_saving`."""
+    """The process's last word on whether it saves, see `is_saving`."""
     unread: bytes = b""
     """Beginning of a line whose rest has not been read yet."""
     log_begin: int = 0

@@ -206,7 +206,7 @@ Player = Callable[[Session | AsyncSession, int], tuple[Session | AsyncSession, T
 
 @asynccontextmanager
 async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat) -> AsyncIterator[Player]:
-    """What plays the episodes of a suite."""
+    """The player of a suite's episodes."""
     if config.demonstrations.player == "policy":
         engine = make_engine(config, policy, version=0)
         try:

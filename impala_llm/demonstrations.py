@@ -49,7 +49,7 @@ class DemonstrationError(ConfigError):
 
 @dataclass(frozen=True)
 class Header:
-    """What the demonstrations of a folder were recorded with."""
+    """Model, tokenizer and settings that the demonstrations of a folder were recorded with."""
 
     env: str
     """Name of the environment."""
@@ -62,7 +62,7 @@ class Header:
     vocab_size: int
     """Ids lie below."""
     settings: dict[str, Any]
-    """Of the environment and the recording, as nested mappings."""
+    """Settings of the environment and the recording, as nested mappings."""
 
 
 @dataclass(frozen=True)

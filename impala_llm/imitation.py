@@ -107,8 +107,8 @@ class Imitation:
     def _sums(
         self, cpu_micro: PackedBatch, rows: Sequence[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a micro-batch: the weighted negative log-likelihood of its tokens, that of its answers without gradient,
-        and the squared errors of its values; scalars, in nats and squared rewards."""
+        """Sums over a micro-batch: weighted negative log-likelihood of its tokens, that of its answers without
+        gradient, and squared errors of its values; scalars, in nats and squared rewards."""
         micro, sft = cpu_micro.to(self.ranks.device), self.config.sft
         hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths)
         places = self._places(micro)
