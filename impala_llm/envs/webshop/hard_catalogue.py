@@ -27,7 +27,7 @@ from impala_llm.envs.webshop.shelves import (
     TAILS,
     Shelf,
 )
-from impala_llm.envs.webshop.synthetic import Item, Records, human_instruction
+from impala_llm.envs.webshop.synthetic import Item, Records, human_instruction, shelf_fields
 
 PRODUCTS_PER_TYPE = 10
 MAX_PRODUCTS = PRODUCTS_PER_TYPE * len(SHELVES)
@@ -136,13 +136,7 @@ class _Draft:
             "full_description": self.description,
             "small_description": features,
             "pricing": f"${self.price:.2f}",
-            "images": [f"https://example.invalid/{asin}.jpg"],
-            "category": self.shelf.category,
-            "query": self.shelf.query,
-            "product_category": self.shelf.product_category,
-            "customization_options": {
-                group: [{"value": value, "image": None} for value in values] for group, values in self.options.items()
-            },
+            **shelf_fields(asin, self.shelf, self.options),
         }
 
 

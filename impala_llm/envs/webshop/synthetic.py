@@ -7,6 +7,7 @@ own, so every goal can be met.
 """
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,19 @@ def synthetic_catalogue(num_products: int = 1000, seed: int = 0) -> Catalogue:
     return records_to_catalogue(items, attributes, human, nouns, num_products, seed)
 
 
+def shelf_fields(asin: str, shelf: Shelf, options: Mapping[str, Sequence[str]]) -> Item:
+    """Fields of an item record that follow from its asin, its shelf and its options, by group."""
+    return {
+        "images": [f"https://example.invalid/{asin}.jpg"],
+        "category": shelf.category,
+        "query": shelf.query,
+        "product_category": shelf.product_category,
+        "customization_options": {
+            group: [{"value": value, "image": None} for value in values] for group, values in options.items()
+        },
+    }
+
+
 @dataclass(frozen=True)
 class _Draft:
     """A product before it has its asin. `wanted`: the attributes an instruction asks for. `options`: group ->
@@ -99,13 +113,7 @@ class _Draft:
             "full_description": f"This {self.shelf.query} by {self.brand.title()} is {' and '.join(told)}.",
             "small_description": bullets,
             "pricing": _price_text(self.price, rng),
-            "images": [f"https://example.invalid/{asin}.jpg"],
-            "category": self.shelf.category,
-            "query": self.shelf.query,
-            "product_category": self.shelf.product_category,
-            "customization_options": {
-                group: [{"value": value, "image": None} for value in values] for group, values in self.options.items()
-            },
+            **shelf_fields(asin, self.shelf, self.options),
         }
 
 
