@@ -41,7 +41,7 @@ from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
-from impala_llm.learning.parallel import Ranks, check_ranks
+from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
@@ -429,4 +429,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

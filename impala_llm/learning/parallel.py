@@ -15,9 +15,10 @@ the policy run equally many passes through it, forward and backward: see `num_mi
 """
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 import torch
@@ -260,6 +261,17 @@ class Ranks:
     def close(self) -> None:
         if self.num_processes > 1 or self.is_sharded:
             dist.destroy_process_group()
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process with a status, without the finalization of the interpreter.
+
+    Threads of gloo outlive `Ranks.close` where a device mesh still holds their group. One that frees the tensors of the
+    last sums while the interpreter is finalized aborts the process (SIGABRT), after all its work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def reshard(model: nn.Module) -> None:

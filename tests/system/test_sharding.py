@@ -108,6 +108,37 @@ def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(
     assert reason in result.stderr and "learner.tensor_parallel=1" in result.stderr
 
 
+ENDS_BESIDE_SUMS = """
+import sys
+import torch
+import torch.distributed as dist
+from impala_llm.learning.parallel import exit_process
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+held = dist.group.WORLD  # as a device mesh does
+tensors = [torch.ones(1000) for _ in range(2000)]
+for tensor in tensors:
+    tensor.mark = 1  # to free it takes the interpreter
+sums = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+del tensors, tensor
+dist.destroy_process_group()
+del sums
+print("done")
+exit_process(3)
+"""
+
+
+@pytest.mark.system
+def test_a_rank_ends_with_its_status_while_the_last_sums_are_freed(tmp_path: Path) -> None:
+    """Without `exit_process` about every second pair has a rank that is aborted."""
+    command = [sys.executable, "-c", ENDS_BESIDE_SUMS, str(tmp_path / "store")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    assert [(rank.communicate(timeout=240)[0], rank.returncode) for rank in ranks] == [("done\n", 3)] * 2
+
+
 def save_kind(directory: Path, kind: str, **settings: object) -> Path:
     """Write a random causal LM of a kind in transformers, whose settings are its shape and these."""
     torch.manual_seed(0)

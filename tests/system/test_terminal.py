@@ -40,7 +40,6 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
         for moment in (
             "the learner and its actors are starting",
             "learner: actor-0 joined, 1 connected",
-            r"no batch yet: \d+ of \d+ groups, \d+ episodes under way, 1 actors",
             r"step      2 \(100%\)  \d:\d\d gone  actors 1",
             "loading what evaluates the policy",
             r"after: webshop, unseen catalogue 7, split test.* 8/8",

@@ -26,7 +26,7 @@ from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks, local
+from impala_llm.learning.parallel import Ranks, exit_process, local
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
@@ -141,3 +141,4 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    exit_process(0)
