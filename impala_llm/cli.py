@@ -26,6 +26,8 @@ impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
     starts actors alone, for a learner started elsewhere
 impala-llm evaluate [--config FILE] [--json] [key=value ...]
     plays held-out tasks with a policy
+impala-llm new-env NAME
+    writes an environment to begin with, and its test, into this directory
 impala-llm demonstrate [--config FILE] [key=value ...]
     records episodes of a script, a policy or a person
 impala-llm demonstrations FOLDER [--read N] [--min-score X] [--out NEW]
@@ -145,8 +147,12 @@ def run_command(words: Sequence[str]) -> int:
         from impala_llm.demonstrations import main as demonstrations
 
         return demonstrations(rest)
+    if command == "new-env":
+        from impala_llm.new_environment import main as new_environment
+
+        return new_environment(rest)
     if command not in HELP:
-        close = difflib.get_close_matches(command, (*HELP, "bench", "keys", "demonstrations"), n=1)
+        close = difflib.get_close_matches(command, (*HELP, "bench", "keys", "demonstrations", "new-env"), n=1)
         close = close or (["train"] if "=" in command else [])
         hint = f"did you mean `impala-llm {close[0]}`? " if close else ""
         unknown = f"impala-llm: unknown command {command!r}: {hint}`impala-llm --help` lists them"

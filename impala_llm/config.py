@@ -21,7 +21,17 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from impala_llm.plugs import ENGINES, ENVIRONMENTS, METRIC_WRITERS, Kind, check, make_part, name_part, option_fields
+from impala_llm.plugs import (
+    ENGINES,
+    ENVIRONMENTS,
+    METRIC_WRITERS,
+    Kind,
+    check,
+    installed_parts,
+    make_part,
+    name_part,
+    option_fields,
+)
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 from impala_llm.settings_checks import problems
 
@@ -70,6 +80,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
+    overrides = [_present_word(word) for word in overrides]
     _refuse_unknown_keys(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     GlobalHydra.instance().clear()
@@ -117,9 +128,28 @@ def algorithm_parts() -> dict[str, Kind]:
 
 def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Section:
     """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
-    in_files = section.options if isinstance(section.options, dict) else {}
+    slot = kind.options_key.rpartition(".")[2]
+    in_files = getattr(section, slot)
+    in_files = in_files if isinstance(in_files, dict) else {}
     name, options = name_part(kind, section.name, in_files, _words_of(kind, overrides))
-    return replace(section, name=name, options=options)
+    return replace(section, **{"name": name, slot: options})
+
+
+def _present_word(word: str) -> str:
+    """A word of the command line as the settings have it.
+
+    `env=module:Class`, and `env=NAME` of an installed part that no preset has the name of, mean `env.name=...`, as for
+    engines; `env.options` is the older name of `env.args`.
+    """
+    key, equals, value = word.lstrip("+").partition("=")
+    for kind in (ENVIRONMENTS, ENGINES):
+        group = kind.key.partition(".")[0]
+        is_preset = (config_folder() / group / f"{value}.yaml").is_file()
+        if key == group and not is_preset and (":" in value or value in installed_parts(kind)):
+            return f"{kind.key}={value}"
+    if key == "env.options" or key.startswith("env.options."):
+        return f"env.args{key.removeprefix('env.options')}{equals}{value}"
+    return word
 
 
 def _values(in_files: Any) -> dict[str, Any]:
@@ -239,6 +269,8 @@ def _settings_file(path: Path) -> DictConfig:
         raise ConfigError(f"settings file {path}{line}: this is not YAML ({reason}): correct it") from None
     if not isinstance(settings, DictConfig) or not settings:
         raise ConfigError(f"settings file {path} holds no settings: write lines such as `learner: {{batch_size: 32}}`")
+    if isinstance(settings.get("env"), DictConfig) and "options" in settings.env:  # the older name
+        settings.env.setdefault("args", settings.env.pop("options"))
     return settings
 
 
@@ -370,7 +402,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
-            own = f", or set env.name={value} for one of your own" if key == "env" and ":" in value else ""
+            own = ", or your own as module:Class" if key in ("env", "engine") else ""
             return f"{key}={value} is not known: choose one of {', '.join(choices)}{own}"
         if key not in known and key not in _groups() and _kind_of(key) is None:
             return f"{key}={value}: {key} is a group of settings: set them one by one, such as " + next(

@@ -313,8 +313,9 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     env: dict[str, Any] = {"name": config.env.name}
     if config.env.name == "webshop":
         env["webshop"] = dataclasses.asdict(config.env.webshop)
-    elif dataclasses.is_dataclass(config.env.options) and not isinstance(config.env.options, type):
-        env["options"] = dataclasses.asdict(config.env.options)
+    elif config.env.args is not None:
+        args = config.env.args
+        env["args"] = args if isinstance(args, dict) else dataclasses.asdict(args)
     of_recording = dataclasses.asdict(config.demonstrations)
     of_recording = {key: of_recording[key] for key in ("player", "split", "noise", "num_catalogues")}
     tokenizer = AutoTokenizer.from_pretrained(policy)

@@ -87,6 +87,8 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        # An environment that makes text from sets shows the same in every process.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         "TQDM_DISABLE": "1",  # logs are read line by line
         # glibc gives large blocks back at once, and fresh pages cost more than the work on them: keep them.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

@@ -10,12 +10,13 @@ named.
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -33,24 +34,28 @@ class Kind:
     group: str
     """Group of entry points in which installed packages name theirs."""
     packaged: Mapping[str, Any]
-    """Short name -> the part, or its import path; one with an import path has no options of this kind."""
+    """Short name -> the part, or its import path."""
     base: type | None = None
     """Parts are dataclasses derived from it, whose fields are their options. None: parts are called, and their options
     are the fields of the dataclass that they have as attribute `Options`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Short name -> key below which the settings of a packaged part lie, where it has no options of this kind."""
+    by_signature: bool = False
+    """Where a part has no dataclass `Options`, its options are the parameters that it is called with."""
 
 
 ENVIRONMENTS = Kind(
     "env.name",
-    "env.options",
+    "env.args",
     "impala_llm.envs",
     {
         "webshop": "impala_llm.envs.webshop.suite:suite_from_config",
         "parrot": "impala_llm.envs.toy:ParrotSuite",
         "corridor": "impala_llm.envs.toy:CorridorSuite",
+        "reasoning_gym": "impala_llm.envs.reasoning_gym:ReasoningGymSuite",
     },
     settings={"webshop": "env.webshop"},
+    by_signature=True,
 )
 """Suites, as envs/base.py describes them."""
 ENGINES = Kind(
@@ -61,6 +66,8 @@ ENGINES = Kind(
     settings={"torch": "engine", "sglang": "engine"},
 )
 """Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
+VERIFIERS = Kind("env.args.verifier", "", "impala_llm.verifiers", {})
+"""Called with an answer (str) and its task, they return a score between 0 and 1. They have no options."""
 METRIC_WRITERS = Kind(
     "run.metric_writers",
     "",
@@ -108,7 +115,7 @@ def import_path(kind: Kind, name: str) -> Any:
         return kind.packaged[name]
     if ":" in name:
         return name
-    installed = {each.name: each.value for each in entry_points(group=kind.group)}
+    installed = installed_parts(kind)
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
@@ -117,6 +124,11 @@ def import_path(kind: Kind, name: str) -> Any:
     raise ValueError(
         f"{kind.key}={name} is not known: {hint}choose one of {', '.join(names)}, or your own as module:Class"
     )
+
+
+def installed_parts(kind: Kind) -> dict[str, str]:
+    """Return the import paths that installed packages have given names of this kind."""
+    return {each.name: each.value for each in entry_points(group=kind.group)}
 
 
 def _imported(path: str) -> Any:
@@ -167,10 +179,25 @@ def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str
         elif key == kind.options_key:
             raise ValueError(f"{key}={value} sets no option: write {key}.NAME=value")
         else:
-            given[key.removeprefix(f"{kind.options_key}.")] = value
+            *outer, last = key.removeprefix(f"{kind.options_key}.").split(".")
+            inner = given
+            for section in outer:
+                if not isinstance(inner.setdefault(section, {}), dict):
+                    raise ValueError(f"{key}={value} sets a part of what another word sets whole: leave one out")
+                inner = inner[section]
+            inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    return "null" if chosen is None else str(chosen), given if chosen != name else {**values, **given}
+    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(values, given)
+
+
+def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, where what is given goes over the values, in mappings inside of them too."""
+    both = dict(values)
+    for key, value in given.items():
+        old = both.get(key)
+        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
 
 
 def option_fields(part: type) -> list[Field[Any]]:
@@ -229,11 +256,41 @@ def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[
         ValueError: see `load` and `make_options`.
     """
     name, chosen = choose(kind, name, values, words)
-    is_own = import_path(kind, name) not in kind.packaged.values()
-    options: Any = getattr(load(kind, name), "Options", None) if is_own else None
+    has_settings = import_path(kind, name) in {kind.packaged[each] for each in kind.settings}
+    part = None if has_settings else load(kind, name)
+    options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
-    return name, make_options(kind, name, options, chosen)
+    if part is None or options is not None or not kind.by_signature:
+        return name, make_options(kind, name, options, chosen)
+    arguments = make_options(kind, name, _parameters(part), chosen)
+    return name, None if arguments is None else vars(arguments)
+
+
+def _parameters(part: Any) -> type | None:
+    """The parameters that a part is called with, as a dataclass; None where it has none.
+
+    A parameter whose type OmegaConf does not know takes any value.
+    """
+    try:
+        parameters = list(inspect.signature(part).parameters.values())
+        hints = get_type_hints(inspect.getattr_static(part, "__init__") if isinstance(part, type) else part)
+    except (TypeError, ValueError, NameError):  # of what is no Python function, or names types that are not there
+        return None
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    found = []
+    for each in named:
+        given: Any = {}
+        if each.default is not each.empty:
+            is_mutable = isinstance(each.default, list | dict)
+            given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
+        hint = hints.get(each.name, Any)
+        try:
+            OmegaConf.structured(make_dataclass("Parameter", [(each.name, hint, field(**given))]))
+        except (OmegaConfBaseException, ValueError, TypeError):
+            hint = Any
+        found.append((each.name, hint, field(**given)))
+    return make_dataclass("Parameters", found, kw_only=True) if found else None
 
 
 def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:

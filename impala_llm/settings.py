@@ -95,11 +95,13 @@ class WebShopConfig:
 @dataclass
 class EnvConfig:
     name: str = "webshop"
-    """webshop | parrot (toy, one turn) | corridor (toy, several turns) | an installed one | your own, as module:Class,
-    see docs/environments.md."""
+    """webshop | parrot (toy, one turn) | corridor (toy, several turns) | an adapter, such as reasoning_gym | one that
+    is installed | your own, as module:Class; see docs/environments.md. The word env=NAME means the same, and for a
+    preset its other settings too."""
     webshop: WebShopConfig = field(default_factory=WebShopConfig)
-    options: Any = None
-    """Options of an environment of your own: env.options.NAME=value sets a field of its class `Options`."""
+    args: Any = None
+    """Arguments of all environments but webshop: env.args.NAME=value sets a parameter of its constructor, or a field of
+    its class `Options`."""
 
 
 @dataclass

@@ -26,7 +26,18 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_goes_to_stdout(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word]) == 0
     printed = capsys.readouterr()
-    for command in ("train", "actors", "evaluate", "demonstrate", "demonstrations", "sft", "doctor", "bench", "keys"):
+    for command in (
+        "train",
+        "actors",
+        "evaluate",
+        "demonstrate",
+        "demonstrations",
+        "sft",
+        "doctor",
+        "bench",
+        "keys",
+        "new-env",
+    ):
         assert f"impala-llm {command}" in printed.out
     assert printed.err == ""
 

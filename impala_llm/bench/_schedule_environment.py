@@ -19,7 +19,7 @@ class SlowParrot:
 
     @dataclass
     class Options:
-        """Settings env.options.*"""
+        """Settings env.args.*"""
 
         median_s: float = bounded(0.2, least=0, most=3600)
         """Median of the latency of `reset` and of `step`, in seconds."""

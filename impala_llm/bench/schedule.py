@@ -50,8 +50,8 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
         raise BenchError(f"--updates is {updates}, --rounds {rounds} and --staleness {staleness}: {least}")
     words = [
         *("experiment=toy", "model=scratch", f"model.scratch.hidden_size={width}", "model.scratch.num_layers=3"),
-        *("env.name=impala_llm.bench._schedule_environment:SlowParrot", f"env.options.median_s={median_s}"),
-        *(f"env.options.sigma={sigma}", f"learner.total_updates={updates}", "actor.num_actors=1"),
+        *("env=impala_llm.bench._schedule_environment:SlowParrot", f"env.args.median_s={median_s}"),
+        *(f"env.args.sigma={sigma}", f"learner.total_updates={updates}", "actor.num_actors=1"),
         *("actor.max_episodes=512", "run.terminal=false", "model.device=cpu"),
     ]
     rows: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def measure(words: list[str]) -> dict[str, float]:
         steps = [json.loads(line) for line in lines][WARM_UP:]
         # Latencies change no score.
         evaluated = _call(
-            *("evaluate", "--json", f"experiment={target / 'config.yaml'}", "env.options.median_s=0"),
+            *("evaluate", "--json", f"experiment={target / 'config.yaml'}", "env.args.median_s=0"),
             *(f"evaluation.num_tasks={NUM_TASKS}", "evaluation.num_examples=0"),
         )
     seconds = [step["time/step_s"] for step in steps]

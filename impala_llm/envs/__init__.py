@@ -2,6 +2,7 @@
 
 from impala_llm.envs.base import Suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.extras import MissingPackage
 from impala_llm.plugs import ENVIRONMENTS, load
 from impala_llm.settings import EnvConfig
 
@@ -14,9 +15,14 @@ def make_suite(config: EnvConfig) -> Suite:
     """
     try:
         make = load(ENVIRONMENTS, config.name)
-        options = config.webshop if config.name == "webshop" else config.options
-        suite: Suite = make() if options is None else make(options)
+        options = config.webshop if config.name == "webshop" else config.args
+        if isinstance(options, dict):
+            suite: Suite = make(**options)
+        else:
+            suite = make() if options is None else make(options)
         return suite
+    except MissingPackage as error:
+        raise EnvironmentFault(f"env.name={config.name} cannot be made: {error}") from error
     except Exception as error:  # an environment is other people's code
         reason = " ".join(str(error).split())
         raise EnvironmentFault(

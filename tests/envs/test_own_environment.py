@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.envs import make_suite
 
 RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
-OWN = ["model=scratch", "env.name=my_env:NextLetter"]
+OWN = ["model=scratch", "env=my_env:NextLetter"]
 
 ODD = """
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ class Suite:
 class Plain:
     class Options:
         size = 1
+
+def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0.5], other: "object" = None):
+    return {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
 """
 
 
@@ -45,7 +49,7 @@ def own(user_folder: Path) -> Path:
 
 
 def test_its_options_reach_it(own: Path) -> None:
-    suite = make_suite(load([*OWN, "env.options.num_turns=3", "env.options.num_letters=2"]).env)
+    suite = make_suite(load([*OWN, "env.args.num_turns=3", "env.args.num_letters=2"]).env)
     session = suite.session(training=False)
     observation, _ = session.reset(suite.tasks("train")[0])
     for turn in range(3):
@@ -58,26 +62,49 @@ def test_its_options_reach_it(own: Path) -> None:
 
 def test_options_that_are_not_given_have_their_defaults(own: Path) -> None:
     config = load(OWN)
-    assert (config.env.options.num_letters, config.env.options.num_turns) == (4, 2)
+    assert (config.env.args.num_letters, config.env.args.num_turns) == (4, 2)
     assert "num_letters: 4" in to_yaml(config)
 
 
 def test_an_option_may_be_called_name(own: Path) -> None:
-    config = load(["model=scratch", "env.name=odd:Suite", "env.options.name=mine"])
-    assert (config.env.name, config.env.options.name) == ("odd:Suite", "mine")
+    config = load(["model=scratch", "env.name=odd:Suite", "env.args.name=mine"])
+    assert (config.env.name, config.env.args.name) == ("odd:Suite", "mine")
 
 
 def test_options_may_come_together(own: Path) -> None:
-    options = load([*OWN, "env.options={num_turns: 3, num_letters: 5}"]).env.options
+    options = load([*OWN, "env.args={num_turns: 3, num_letters: 5}"]).env.args
     assert (options.num_turns, options.num_letters) == (3, 5)
 
 
-def test_what_was_saved_loads_again(own: Path) -> None:
-    config = load([*OWN, "env.options.num_turns=3", "run.dir=x"])
+def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
+    words = ["model=scratch", "env=odd:make", "env.args.folder=x", "env.args.extra.side.left=2", "env.args.other=[1]"]
+    config = load(words)
+    args = {"folder": "x", "size": 1, "extra": {"side": {"left": 2}}, "weights": [0.5], "other": [1]}
+    assert config.env.args == make_suite(config.env) == args
     (own / "saved.yaml").write_text(to_yaml(config))
     assert load(["experiment=saved.yaml"]) == config
-    assert load(["experiment=saved.yaml", "env.options.num_letters=9"]).env.options.num_turns == 3
-    assert load(["experiment=saved.yaml", "env.name=parrot"]).env.options is None
+    changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
+    assert changed == args | {"extra": {"side": {"left": 2, "right": 3}}, "size": 2}
+
+
+def test_a_toy_has_settings_too() -> None:
+    assert len(make_suite(load(["experiment=toy", "env.args.num_words=7"]).env).words) == 7
+
+
+def test_the_older_name_of_its_settings_is_understood(own: Path) -> None:
+    assert load([*OWN, "env.options.num_turns=3"]).env.args.num_turns == 3
+    (own / "old.yaml").write_text("env:\n  name: my_env:NextLetter\n  options:\n    num_turns: 3\n")
+    assert load(["model=scratch", "experiment=old.yaml"]).env.args.num_turns == 3
+    (own / "older.yaml").write_text("env:\n  name: parrot\n  options: null\n")
+    assert load(["model=scratch", "experiment=older.yaml"]).env.name == "parrot"
+
+
+def test_what_was_saved_loads_again(own: Path) -> None:
+    config = load([*OWN, "env.args.num_turns=3", "run.dir=x"])
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+    assert load(["experiment=saved.yaml", "env.args.num_letters=9"]).env.args.num_turns == 3
+    assert load(["experiment=saved.yaml", "env.name=webshop"]).env.args is None
 
 
 @pytest.mark.parametrize(
@@ -85,25 +112,29 @@ def test_what_was_saved_loads_again(own: Path) -> None:
     [
         (["env.name=chess"], ["env.name=chess is not known", "webshop, parrot, corridor", "module:Class"]),
         (["env.name=corrider"], ["env.name=corrider", "did you mean corridor?"]),
-        (["env=my_env:NextLetter"], ["env=my_env:NextLetter", "corridor", "env.name=my_env:NextLetter"]),
+        (["env=chess"], ["env=chess", "corridor", "module:Class"]),
         (["env.name=nowhere:Suite"], ["env.name=nowhere:Suite", "nowhere", "PYTHONPATH"]),
         (["env.name=broken:Suite"], ["env.name=broken:Suite", "broken: ", "'nothing_of_this_name'", "correct it"]),
         (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
         (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),
         (["env.name=my_env:"], ["env.name=my_env: is no import path", "module:Class"]),
-        ([*OWN, "env.options=3"], ["env.options=3", "env.options.NAME=value"]),
+        ([*OWN, "env.args=3"], ["env.args=3", "env.args.NAME=value"]),
         (
-            ["env.name=odd:Suite", "env.options.name=x", "env.options.size=0"],
+            ["env.name=odd:Suite", "env.args.name=x", "env.args.size=0"],
             ["env.name=odd:Suite refuses its options", "size=0 is no size"],
         ),
-        (["env.name=odd:Suite"], ["env.options.name is not set"]),
+        (["env.name=odd:Suite"], ["env.args.name is not set"]),
         (["env.name=odd:Plain"], ["env.name=odd:Plain cannot be used", "Options is no dataclass"]),
         (["env.name=my_env:ALPHABET"], ["env.name=my_env:ALPHABET", "is a str"]),
-        ([*OWN, "env.options.num_leters=3"], ["env.options.num_leters=3", "env.options.num_letters?"]),
-        ([*OWN, "env.options.num_turns=0"], ["env.options.num_turns=0", "at least 1"]),
-        ([*OWN, "env.options.num_turns=some"], ["env.options.num_turns=some", "wrong type", "default is 2"]),
-        (["env.name=parrot", "env.options.size=3"], ["env.options.size=3", "env.name=parrot", "no options"]),
-        (["env.options.goals=human"], ["env.options.goals=human", "env.webshop.*"]),
+        ([*OWN, "env.args.num_leters=3"], ["env.args.num_leters=3", "env.args.num_letters?"]),
+        ([*OWN, "env.args.num_turns=0"], ["env.args.num_turns=0", "at least 1"]),
+        ([*OWN, "env.args.num_turns=some"], ["env.args.num_turns=some", "wrong type", "default is 2"]),
+        (["env.name=parrot", "env.args.size=3"], ["env.args.size=3", "env.name=parrot", "num_words, num_tasks"]),
+        (["env.name=odd:make", "env.args.size=x"], ["env.args.size=x has the wrong type", "the default is 1"]),
+        (["env.name=odd:make"], ["env.args.folder is not set"]),
+        (["env.name=odd:make", "env.args.folder=x", "env.args.side=3"], ["env.args.side=3", "env.args.size?"]),
+        (["env.name=odd:make", "env.args.extra=1", "env.args.extra.a=1"], ["env.args.extra.a=1", "leave one out"]),
+        (["env.args.goals=human"], ["env.args.goals=human", "env.webshop.*"]),
         ([*OWN, "env.option.num_turns=3"], ["env.option.num_turns=3", "unknown key"]),
     ],
 )
@@ -121,17 +152,47 @@ def test_an_installed_package_gives_it_a_short_name(own: Path, monkeypatch: pyte
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: next-letter\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[impala_llm.envs]\nnext-letter = my_env:NextLetter\n")
     monkeypatch.syspath_prepend(own)
-    config = load(["model=scratch", "env.name=next-letter", "env.options.num_turns=5"])
-    assert make_suite(config.env).name == "next-letter" and config.env.options.num_turns == 5
+    config = load(["model=scratch", "env=next-letter", "env.args.num_turns=5"])
+    assert config == load(["model=scratch", "env.name=next-letter", "env.args.num_turns=5"])
+    assert make_suite(config.env).name == "next-letter" and config.env.args.num_turns == 5
     with pytest.raises(ConfigError, match="did you mean next-letter"):
         load(["model=scratch", "env.name=next-leter"])
+
+
+@pytest.mark.system
+def test_what_new_env_writes_passes_its_test_and_trains(user_folder: Path) -> None:
+    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=user_folder, capture_output=True, text=True, timeout=200)
+
+    assert run(*impala_llm, "new-env", "guess").returncode == 0
+    assert len([line for line in (user_folder / "guess.py").read_text().splitlines() if line]) <= 25
+    tested = run(sys.executable, "-m", "pytest", "-q", "test_guess.py")
+    assert tested.returncode == 0 and "2 passed" in tested.stdout, tested.stdout
+    words = [
+        *("model=scratch", "env=guess:Suite", "env.args.num_letters=2", f"run.name=new-{user_folder.name}"),
+        *("run.terminal=false", "learner.total_updates=2", "learner.batch_size=16", "engine.max_new_tokens=2"),
+        *("engine.max_length=64", "run.dir=run"),
+    ]
+    done = run(*impala_llm, "train", *words)
+    assert done.returncode == 0, done.stderr
+    assert len((user_folder / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (user_folder / "test_guess.py").write_text("mine")
+    assert main(["new-env", "guess"]) == 2 and "test_guess.py is there already" in capsys.readouterr().err
+    assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
+    for name in ("my-env", "json", "class", ""):
+        assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
 
 
 @pytest.mark.system
 def test_it_trains_and_is_evaluated_without_a_line_of_ours(own: Path) -> None:
     """Learner and actor as processes of their own, started where the user's file is."""
     words = [
-        *("model=scratch", "env.name=my_env:NextLetter", "env.options.num_turns=3", f"run.name=own-{own.name}"),
+        *("model=scratch", "env=my_env:NextLetter", "env.args.num_turns=3", f"run.name=own-{own.name}"),
         *(f"run.dir={own}/run", "run.terminal=false", "learner.total_updates=3", "learner.batch_size=16"),
         *("engine.max_new_tokens=2", "engine.max_length=64"),
     ]

@@ -1,0 +1,58 @@
+"""Environments of one turn: a question, an answer, a score."""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from impala_llm.envs.base import Split
+
+Result = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+class SingleTurnSession:
+    """An episode that ends with its first answer.
+
+    Args:
+        begin: returns the question of a task id, and the task as `score` wants it.
+        score: of an answer to a task, 0 to 1; it may be a coroutine function. What is below or above counts as 0 or 1.
+            Where it raises, or is no number, the answer scores 0 and `scoring_errors` is counted: an answer that
+            nobody has thought of must not end the run.
+    """
+
+    def __init__(
+        self, begin: Callable[[int], tuple[str, Any]], score: Callable[[str, Any], float | Awaitable[float]]
+    ) -> None:
+        self._begin, self._score = begin, score
+        self._task: Any = None
+
+    def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        question, self._task = self._begin(task_id)
+        return question, {}
+
+    async def step(self, action: str) -> Result:
+        stats = {"scoring_errors": 0.0}
+        try:
+            found = self._score(action, self._task)
+            score = float(await found if inspect.isawaitable(found) else found)
+            if math.isnan(score):
+                raise ValueError("the score is not a number")
+        except Exception:  # a scorer is other people's code, and reads what a policy writes
+            score, stats["scoring_errors"] = 0.0, 1.0
+        score = min(max(score, 0.0), 1.0)
+        return "", score, True, False, {"score": score, "success": score == 1.0, "stats": stats}
+
+
+def split_sizes(num_train: int, num_validation: int, num_test: int) -> dict[Split, range]:
+    """Return the task ids of splits that follow each other."""
+    return {
+        "train": range(num_train),
+        "validation": range(num_train, num_train + num_validation),
+        "test": range(num_train + num_validation, num_train + num_validation + num_test),
+    }
+
+
+def check_task(task_id: int, splits: dict[Split, range]) -> None:
+    """Raise ValueError unless a split has the task."""
+    if not any(task_id in tasks for tasks in splits.values()):
+        raise ValueError(f"task_id is {task_id}: this suite has the tasks 0 to {splits['test'][-1]}")

@@ -1,0 +1,109 @@
+"""reasoning-gym's datasets as environments, with the real library."""
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+
+from impala_llm.config import load
+from impala_llm.envs import contract, make_suite
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.reasoning_gym import EVALUATED
+
+factory = pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed")
+SLOW = {"knight_swap", "zebra_puzzles", "futoshiki"}
+NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Datasets whose items have no answer: there are many, and the scorer knows a right one."""
+COMPOSITE = "{datasets: [{name: gcd, weight: 1, config: {}}, {name: lcm, weight: 1, config: {}}]}"
+
+
+def suite(*words: str) -> Any:
+    return make_suite(load(["model=scratch", "env=reasoning_gym", "env.args.num_train=4", *words]).env)
+
+
+def play(suite: Any, task_id: int, answer: str) -> tuple[str, dict[str, Any]]:
+    """The question, and what is said at the end."""
+
+    async def episode() -> tuple[str, dict[str, Any]]:
+        session = suite.session(training=True)
+        question = await contract.reset(session, task_id, suite.name)
+        *_, terminated, truncated, info = await contract.step(session, answer, suite.name)
+        assert (terminated, truncated) == (True, False)
+        return question, info
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize("name", sorted(set(factory.DATASETS) - SLOW - EVALUATED))
+def test_every_dataset_shows_its_question_and_scores_its_answer(name: str) -> None:
+    gym = suite(f"env.args.task={name}")
+    item = gym.entry(1)
+    question, info = play(gym, 1, "" if item["answer"] is None else str(item["answer"]))
+    assert question == item["question"]
+    assert name in NO_ORACLE or (info["score"], info["success"], info["stats"]["scoring_errors"]) == (1.0, True, 0.0)
+    assert 0.0 <= play(gym, 1, "no idea")[1]["score"] <= 1.0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["countdown", "n_queens", "composite"])
+def test_scorers_that_run_the_answer_do_so_elsewhere(name: str) -> None:
+    gym = suite(f"env.args.task={name}", *([f"env.args.config={COMPOSITE}"] if name == "composite" else []))
+    assert play(gym, 1, gym.entry(1)["answer"])[1] == {"score": 1.0, "success": True, "stats": {"scoring_errors": 0.0}}
+    for answer in ("exit()", "__import__('os')._exit(3)", "x" * 10**6):
+        assert play(gym, 1, answer)[1]["score"] < 0.1
+    assert play(gym, 1, gym.entry(1)["answer"])[1]["success"], "the next answer is scored again"
+
+
+def test_items_whose_scorers_run_elsewhere_are_of_plain_values() -> None:
+    for name in EVALUATED - {"composite"}:
+        gym = suite(f"env.args.task={name}")
+        sent = json.loads(json.dumps(gym.entry(1)))
+        assert gym.score(sent["answer"], sent) == 1.0
+
+
+def test_splits_are_disjoint_and_the_same_in_every_process() -> None:
+    first, second = suite("env.args.num_test=3"), suite("env.args.num_test=3")
+    splits = [list(first.tasks(split)) for split in ("train", "validation", "test")]
+    assert [len(each) for each in splits] == [4, 500, 3]
+    assert len(set.union(*map(set, splits))) == 507
+    assert first.entry(506) == second.entry(506)
+    assert first.entry(0) != suite("env.args.seed=1").entry(0)
+    with pytest.raises(EnvironmentFault, match="the tasks 0 to 506"):
+        play(first, 507, "")
+
+
+def test_its_configuration_and_prompts() -> None:
+    words = ("env.args.config.min_terms=3", "env.args.config.max_terms=3", "env.args.system_prompt=direct")
+    gym = suite(*words, "env.args.answer_tags=true")
+    item = gym.entry(0)
+    assert item["metadata"]["num_terms"] == 3 and "<answer>" in gym.system_prompt
+    assert play(gym, 0, f"it is <answer> {item['answer']} </answer>")[1]["success"]
+    assert play(gym, 0, item["answer"])[1]["score"] == 0.0
+    assert play(suite(*words), 0, f"\n{item['answer']}\n")[1]["success"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.args.task=chess"], "env.args.task=chess is no dataset of reasoning-gym"),
+        (["env.args.config.num_terms=3"], "num_terms"),
+        (["env.args.config.max_terms=1"], "max_terms must be >= min_terms"),
+        (["env.args.config.seed=1"], "use env.args.seed"),
+    ],
+)
+def test_what_the_library_does_not_have_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(EnvironmentFault, match=said):
+        suite(*words)
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(EnvironmentFault, match=r"reasoning_gym.*pip install 'impala_llm\[reasoning-gym\]'"):
+        suite()
+
+
+def test_an_answer_that_breaks_a_scorer_scores_nothing() -> None:
+    info = play(suite("env.args.task=prime_factorization"), 0, "no idea")[1]
+    assert (info["score"], info["stats"]["scoring_errors"]) == (0.0, 1.0) and not math.isnan(info["score"])
