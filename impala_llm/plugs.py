@@ -52,6 +52,7 @@ ENVIRONMENTS = Kind(
         "webshop": "impala_llm.envs.webshop.suite:suite_from_config",
         "parrot": "impala_llm.envs.toy:ParrotSuite",
         "corridor": "impala_llm.envs.toy:CorridorSuite",
+        "tasks": "impala_llm.envs.task_file:TaskFileSuite",
         "reasoning_gym": "impala_llm.envs.reasoning_gym:ReasoningGymSuite",
     },
     settings={"webshop": "env.webshop"},
@@ -66,8 +67,13 @@ ENGINES = Kind(
     settings={"torch": "engine", "sglang": "engine"},
 )
 """Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
-VERIFIERS = Kind("env.args.verifier", "", "impala_llm.verifiers", {})
-"""Called with an answer (str) and its task, they return a score between 0 and 1. They have no options."""
+VERIFIERS = Kind(
+    "env.args.verifier",
+    "env.args.verifier_args",
+    "impala_llm.verifiers",
+    {name: f"impala_llm.envs.answers:{name}" for name in ("exact", "number", "maths")},
+)
+"""Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
 METRIC_WRITERS = Kind(
     "run.metric_writers",
     "",

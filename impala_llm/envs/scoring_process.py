@@ -3,8 +3,8 @@ nobody else.
 
     python -m impala_llm.envs.scoring_process VERIFIER SECONDS [GIB]
 
-reads a line of JSON, [answer, task], and writes one, [score, null] or [null, error]. Its first line says that the
-verifier is there, or why not. It ends with its input.
+reads a line of JSON, [answer, task, arguments], and writes one, [score, null] or [null, error]. Its first line says
+that the verifier is there, or why not. It ends with its input.
 
 Invariant: a request has one reply, or the process is ended and a new one takes the next request.
 """
@@ -16,6 +16,8 @@ import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import IO, Any
 
 from impala_llm.plugs import VERIFIERS, load
@@ -28,7 +30,7 @@ class ScoringError(RuntimeError):
 
 
 class ScoringProcess:
-    """Scores one answer at a time with a verifier, a plain function `verify(answer, task)`.
+    """Scores one answer at a time with a verifier, a plain function `verify(answer, task, **arguments)`.
 
     The process starts with the first answer.
 
@@ -45,16 +47,18 @@ class ScoringProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def score(self, answer: str, task: Any) -> float:
+    async def score(self, answer: str, task: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> float:
         """Score an answer without holding up the event loop.
 
         Args:
-            task: what the verifier gets beside the answer; of plain values, since it goes as JSON.
+            task, arguments: what the verifier gets beside the answer; of plain values, since they go as JSON.
 
         Raises:
             ScoringError: the verifier raised, took too long, or its process has died.
         """
-        return await asyncio.to_thread(self._ask, json.dumps([answer, task]).encode() + b"\n")
+        return await asyncio.to_thread(
+            self._ask, json.dumps([answer, task, dict(arguments)], default=str).encode() + b"\n"
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -113,8 +117,8 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         limit = int(used.ru_utime + used.ru_stime + timeout_s) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         try:
-            answer, task = json.loads(line)
-            _reply(replies, float(verify(answer, task)), None)
+            answer, task, arguments = json.loads(line)
+            _reply(replies, float(verify(answer, task, **arguments)), None)
         except BaseException as error:  # SystemExit too, which an answer may spell
             _reply(replies, None, f"{type(error).__name__}: {error}")
 

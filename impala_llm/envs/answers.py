@@ -1,0 +1,43 @@
+"""Packaged verifiers of answers: plain functions of an answer and its task, whose field `answer` is the right one."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from impala_llm.envs.extras import needed
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def final(text: str) -> str:
+    """Return what stands between the last <answer> and </answer>, or else the whole text, without outer blanks."""
+    tagged = _TAGGED.findall(text)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def exact(answer: str, task: Mapping[str, Any]) -> float:
+    """1 for the right text, up to outer blanks; between <answer> tags where there are any."""
+    return float(final(answer) == str(task["answer"]).strip())
+
+
+def number(answer: str, task: Mapping[str, Any]) -> float:
+    """1 where the last number of the answer is that of the task, to nine digits. Thousands may have commas."""
+    found = [word for word in _NUMBER.findall(final(answer)) if any(map(str.isdigit, word))]
+    wanted = float(str(task["answer"]).replace(",", ""))
+    return float(bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=1e-9, abs_tol=1e-12))
+
+
+def maths(answer: str, task: Mapping[str, Any]) -> float:
+    """1 where Math-Verify (extra `maths`) finds the answer mathematically equal: `1/2`, `0.5` and `\\frac{1}{2}` are.
+
+    Raises:
+        ValueError: the task's own answer is no expression.
+    """
+    library = needed("math_verify", "maths")
+    wanted = str(task["answer"])
+    right = library.parse(f"${wanted}$") or library.parse(wanted)
+    if not right:
+        raise ValueError(f"answer {wanted!r} of the task is no mathematical expression")
+    return float(library.verify(right, library.parse(final(answer))))

@@ -1,0 +1,146 @@
+"""Tasks from a file, one turn each: a prompt, an answer, a verifier that scores it."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from impala_llm.envs.base import SPLITS, Split
+from impala_llm.envs.extras import needed
+from impala_llm.envs.scoring_process import ScoringProcess
+from impala_llm.envs.single_turn import SingleTurnSession
+from impala_llm.plugs import VERIFIERS, load
+from impala_llm.settings import bounded
+
+_VALIDATION, _TEST = 5, 5
+"""Percent of the prompts."""
+
+
+class TaskFileSuite:
+    """The tasks of a file. A task id is the number of its line, from 0.
+
+    The splits are those of the field `split`, in all lines or in none. Without it a hash of the prompt decides, 5 %
+    each for validation and test: a prompt is in one split however often it is there, and stays there when lines are
+    added or their order changes, unless a split would be empty: then the hash only gives the order.
+
+    A verifier that is a coroutine function runs in the event loop of the actor; a plain function in a process of its
+    own, where it may take its time, or break.
+    """
+
+    @dataclass
+    class Options:
+        """Settings env.args.*"""
+
+        file: str
+        """A file of JSON lines, or of Parquet where its name ends in .parquet: a mapping for each task."""
+        verifier: str = "exact"
+        """exact | number | maths (Math-Verify) | reward_model | your own as module:function, called with the answer
+        and the task: it returns a score between 0 and 1, or a bool."""
+        verifier_args: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of the verifier, by name."""
+        prompt_field: str = "prompt"
+        """Field with the text that is shown."""
+        kind_field: str = "kind"
+        """Field with the kind of the task, where lines have it: what replay and curriculum count by."""
+        system_prompt: str = ""
+        """Text before the prompt."""
+        timeout_s: float = bounded(20.0, least=0.001)
+        """Longest time for scoring one answer in the verifier's process; then the answer scores 0."""
+
+    def __init__(self, options: Options) -> None:
+        """
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not as it should be, or the verifier cannot be used. The message names the line.
+        """
+        self.name = f"tasks-{Path(options.file).stem}"
+        self.system_prompt = options.system_prompt
+        self._options = options
+        self._rows = _rows(Path(options.file).expanduser())
+        self._prompts = [self._prompt(number, row) for number, row in enumerate(self._rows, 1)]
+        self._splits = _splits(self._rows, self._prompts, options.file)
+        self._verify = load(VERIFIERS, options.verifier)
+        self._scoring: ScoringProcess | None = None
+        if not inspect.iscoroutinefunction(self._verify):
+            self._scoring = ScoringProcess(options.verifier, options.timeout_s)
+        if options.verifier == "maths":
+            needed("math_verify", "maths")
+
+    def tasks(self, split: Split) -> Sequence[int]:
+        return self._splits[split]
+
+    def session(self, training: bool) -> SingleTurnSession:
+        return SingleTurnSession(self._begin, self._score)
+
+    def signature(self, task_id: int) -> str:
+        """The field `kind`."""
+        return str(self._rows[task_id].get(self._options.kind_field, "task"))
+
+    def _begin(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        if not 0 <= task_id < len(self._rows):
+            raise ValueError(f"task_id is {task_id}: {self._options.file} has the tasks 0 to {len(self._rows) - 1}")
+        return self._prompts[task_id], self._rows[task_id]
+
+    async def _score(self, answer: str, task: dict[str, Any]) -> float:
+        if self._scoring is None:
+            return float(await self._verify(answer, task, **self._options.verifier_args))
+        return await self._scoring.score(answer, task, self._options.verifier_args)
+
+    def _prompt(self, number: int, row: dict[str, Any]) -> str:
+        prompt = row.get(self._options.prompt_field)
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(
+                f"{self._options.file}, line {number}: it has no text {self._options.prompt_field!r}: add it, or set "
+                "env.args.prompt_field"
+            )
+        return prompt
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The tasks of a file."""
+    if path.suffix == ".parquet":
+        found: list[Any] = needed("pyarrow.parquet", "parquet").read_table(path).to_pylist()
+    else:
+        found = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                found.append(json.loads(line) if line.strip() else None)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: this is not JSON ({error}): correct it") from None
+    for number, row in enumerate(found, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f'{path}, line {number}: a mapping such as {{"prompt": ..., "answer": ...}} is expected')
+    if not found:
+        raise ValueError(f"{path} has no tasks")
+    return found
+
+
+def _splits(rows: Sequence[dict[str, Any]], prompts: Sequence[str], file: str) -> dict[Split, list[int]]:
+    """The task ids of each split."""
+    given = [row.get("split") for row in rows]
+    if any(split is not None for split in given):
+        for number, split in enumerate(given, 1):
+            if split not in SPLITS:
+                raise ValueError(f"{file}, line {number}: split is {split!r}: write one of {', '.join(SPLITS)}")
+        return {split: [k for k, each in enumerate(given) if each == split] for split in SPLITS}
+    places = {prompt: _place(prompt) for prompt in prompts}
+    if len(places) < 3:
+        raise ValueError(f"{file} has {len(places)} different prompts: at least 3 are needed, one for each split")
+    chosen: dict[str, Split] = {
+        prompt: "validation" if place < _VALIDATION else "test" if place < _VALIDATION + _TEST else "train"
+        for prompt, place in places.items()
+    }
+    if len(set(chosen.values())) < 3:
+        ordered = sorted(places, key=lambda prompt: places[prompt])
+        chosen = {prompt: "train" for prompt in ordered}
+        chosen[ordered[0]], chosen[ordered[1]] = "validation", "test"
+    return {split: [k for k, prompt in enumerate(prompts) if chosen[prompt] == split] for split in SPLITS}
+
+
+def _place(prompt: str) -> float:
+    """A number from 0 to 100 that is the prompt's own."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 * 100

@@ -1,0 +1,189 @@
+"""A file of tasks with a verifier as an environment."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impala_llm.config import ConfigError, load
+from impala_llm.envs import contract, make_suite
+from impala_llm.envs.answers import exact, maths, number
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
+
+VERIFIERS = """
+import asyncio, os, sys, time
+
+def longer(answer, task, least=0):
+    print("this is no reply")
+    return len(answer) > len(task["answer"]) + least
+
+async def waiting(answer, task):
+    await asyncio.sleep(0)
+    return 0.5
+
+def odd(answer, task):
+    if answer == "raise":
+        raise KeyError(answer)
+    if answer == "exit":
+        sys.exit(3)
+    if answer == "die":
+        os._exit(3)
+    if answer == "hang":
+        time.sleep(600)
+    return float("nan") if answer == "nan" else 7.0
+
+no_function = 3
+"""
+THREE = [json.dumps({"prompt": prompt}) for prompt in "abc"]
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{k} + 1 =", "answer": str(k + 1)} for k in range(number)]
+
+
+def write(rows: list[Any], name: str = "tasks.jsonl") -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def suite(*words: str) -> Any:
+    return make_suite(load(["model=scratch", "env=tasks", *words]).env)
+
+
+def score(suite: Any, task_id: int, answer: str) -> tuple[float, float]:
+    """Score, and number of scoring errors."""
+
+    async def episode() -> tuple[float, float]:
+        session = suite.session(training=True)
+        await contract.reset(session, task_id, suite.name)
+        *_, info = await contract.step(session, answer, suite.name)
+        return info["score"], info["stats"]["scoring_errors"]
+
+    return asyncio.run(episode())
+
+
+@pytest.fixture
+def folder(user_folder: Path) -> Iterator[Path]:
+    (user_folder / "mine.py").write_text(VERIFIERS)
+    yield user_folder
+
+
+def test_its_prompts_and_kinds_come_from_the_file(folder: Path) -> None:
+    path = write([*rows(4), {"prompt": "say b", "answer": "b", "kind": "echo"}])
+    tasks = suite(f"env.args.file={path}", "env.args.system_prompt=Answer.")
+    assert tasks.session(training=True).reset(4) == ("say b", {}) and tasks.system_prompt == "Answer."
+    assert [tasks.signature(k) for k in (3, 4)] == ["task", "echo"]
+    other = [{"question": f"q{k}", "group": "g", "answer": 1} for k in range(3)]
+    named = suite(f"env.args.file={write(other)}", "env.args.prompt_field=question", "env.args.kind_field=group")
+    assert named.session(training=False).reset(1) == ("q1", {}) and named.signature(1) == "g"
+
+
+def test_its_splits_are_disjoint_and_keep_their_prompts_when_the_file_changes(folder: Path) -> None:
+    def prompts(lines: list[dict[str, Any]]) -> dict[str, set[str]]:
+        tasks = suite(f"env.args.file={write(lines)}")
+        found = {split: set(tasks.tasks(split)) for split in ("train", "validation", "test")}
+        assert set.union(*found.values()) == set(range(len(lines))), "every line is in a split"
+        return {split: {lines[k]["prompt"] for k in ids} for split, ids in found.items()}
+
+    before, after = prompts(rows(1000)), prompts(list(reversed([*rows(1100), *rows(300)])))
+    assert sum(map(len, before.values())) == 1000, "no prompt is in two splits"
+    assert all(before[split] <= after[split] for split in before)
+    assert 20 < len(before["validation"]) < 90 and 20 < len(before["test"]) < 90
+    assert [len(each) for each in prompts(rows(3)).values()] == [1, 1, 1]
+
+
+def test_the_file_may_say_the_splits(folder: Path) -> None:
+    names = ["test", "train", "validation", "train"]
+    path = write([row | {"split": split} for row, split in zip(rows(4), names, strict=True)])
+    tasks = suite(f"env.args.file={path}")
+    assert [list(tasks.tasks(split)) for split in ("train", "validation", "test")] == [[1, 3], [2], [0]]
+
+
+def test_a_parquet_file_is_read_too(folder: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows(5)), "tasks.parquet")
+    same = suite("env.args.file=tasks.parquet"), suite(f"env.args.file={write(rows(5))}")
+    assert same[0].session(True).reset(3) == same[1].session(True).reset(3) == ("3 + 1 =", {})
+    assert same[0].tasks("test") == same[1].tasks("test")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "said"),
+    [
+        (["{"], [], "line 1: this is not JSON"),
+        (['{"prompt": "a"}', "[1]"], [], "line 2: a mapping such as"),
+        (['{"prompt": "a"}', '{"question": "b"}'], [], "line 2: it has no text 'prompt'"),
+        (['{"prompt": "a", "split": "train"}', '{"prompt": "b"}'], [], "line 2: split is None"),
+        (['{"prompt": "a"}'] * 9, [], "1 different prompts: at least 3 are needed"),
+        ([], [], "has no tasks"),
+        (['{"prompt": "a"}'], ["env.args.file=other.jsonl"], "FileNotFoundError"),
+        (THREE, ["env.args.verifier=exakt"], "did you mean exact"),
+        (THREE, ["env.args.verifier=mine:no_function"], "name a class or a fun"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_as_it_should_be_is_named(
+    folder: Path, lines: list[str], words: list[str], said: str
+) -> None:
+    Path("tasks.jsonl").write_text("\n".join(lines))
+    with pytest.raises(EnvironmentFault, match=said):
+        suite("env.args.file=tasks.jsonl", *words)
+
+
+def test_it_needs_a_file(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"env\.args\.file is not set"):
+        suite()
+
+
+@pytest.mark.system
+def test_verifiers_score_where_they_can_harm_nobody(folder: Path) -> None:
+    path = write(rows(5))
+    with_args = suite(f"env.args.file={path}", "env.args.verifier=mine:longer", "env.args.verifier_args.least=2")
+    assert [score(with_args, 1, answer) for answer in ("222", "2222")] == [(0.0, 0.0), (1.0, 0.0)]
+    assert score(suite(f"env.args.file={path}", "env.args.verifier=mine:waiting"), 1, "") == (0.5, 0.0)
+    odd = suite(f"env.args.file={path}", "env.args.verifier=mine:odd", "env.args.timeout_s=5")
+    for answer in ("raise", "exit", "die", "nan", "hang"):
+        assert score(odd, 1, answer) == (0.0, 1.0), answer
+        assert score(odd, 1, "fine") == (1.0, 0.0), f"scores go on after {answer}, and 7 counts as 1"
+
+
+@pytest.mark.system
+def test_a_verifier_that_cannot_be_loaded_is_named(folder: Path) -> None:
+    scoring = ScoringProcess("nowhere:verify")
+    with pytest.raises(ScoringError, match="nowhere"):
+        asyncio.run(scoring.score("a", {}))
+    scoring.close()
+
+
+@pytest.mark.parametrize(
+    ("verify", "right", "answers", "others"),
+    [
+        (
+            exact,
+            "b",
+            ["b", " b\n", "so <answer> b </answer>."],
+            ["so b", "B", "", "<answer>b</answer><answer></answer>"],
+        ),
+        (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234"]),
+    ],
+)
+def test_packaged_verifiers(verify: Any, right: Any, answers: list[str], others: list[str]) -> None:
+    assert [verify(answer, {"answer": right}) for answer in answers] == [1.0] * len(answers)
+    assert [verify(answer, {"answer": right}) for answer in others] == [0.0] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("right", "answers", "others"),
+    [
+        ("1/2", ["0.5", r"so it is $\frac{1}{2}$", r"\boxed{\frac{2}{4}}", "<answer>1/2</answer>"], ["2", "", "half"]),
+        (r"\frac{\sqrt{3}}{2}", [r"$\sqrt{3}/2$", r"\boxed{\sqrt{\frac{3}{4}}}"], [r"$\sqrt{3}$"]),
+        ("x^2 + 2x + 1", ["$(x+1)^2$"], ["$(x-1)^2$"]),
+    ],
+)
+def test_maths_answers_are_compared_by_meaning(right: str, answers: list[str], others: list[str]) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    assert [maths(answer, {"answer": right}) for answer in answers] == [1.0] * len(answers)
+    assert [maths(answer, {"answer": right}) for answer in others] == [0.0] * len(others)
