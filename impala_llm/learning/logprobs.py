@@ -29,7 +29,8 @@ def token_log_probs(
         head_weight: float[V, H]. head_bias: float[V].
         targets: int64[N].
         temperature: the one that the engine sampled with, > 0.
-        dtype: of the product of `hidden` and `head_weight`; None: theirs.
+        dtype: of the product of `hidden` and `head_weight` on a GPU; None, and on a CPU: theirs. Half-precision logits
+            have an error of their own, see `Float32Head` of the embedded engine, which computes them likewise.
 
     Returns:
         float32[N] log-probabilities and float32[N] entropies, both in nats and differentiable.
@@ -58,9 +59,9 @@ def _chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     # Converted chunk by chunk, so that the chunks' gradients of the weight are added up in the weight's own type.
-    if dtype is not None:
+    if dtype is not None and hidden.device.type != "cpu":
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
     # float32 whatever the compute type: bfloat16 would leave two digits of a log-probability. float64 stays.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_probs = logits.log_softmax(-1)

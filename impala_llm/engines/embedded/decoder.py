@@ -187,7 +187,8 @@ class CompactDecoder:
         eps, heads, head_dim = weights.eps, weights.heads, weights.head_dim
         turned, half = heads + weights.kv_heads, head_dim // 2
         batch = pack(plan, cache, weights.embedding.device)
-        hidden = F.embedding(batch.tokens, weights.embedding)
+        # The sum over the layers is float32 whatever the products are in, as in the learner's autocast.
+        hidden = F.embedding(batch.tokens, weights.embedding).float()
         cos = weights.cos.index_select(0, batch.positions)[:, None]
         sin = weights.sin.index_select(0, batch.positions)[:, None]
         last = len(weights.layers) - 1
@@ -211,7 +212,7 @@ class CompactDecoder:
                 mixed = _attend(queries, batch.sample_rows, (), cache, index)
             else:
                 mixed = _attend(queries, batch.rows, batch.segments, cache, index)
-            hidden = hidden + layer.output(mixed.to(hidden.dtype))
+            hidden = hidden + layer.output(mixed)
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
             hidden = hidden + layer.down(weights.activation(gate) * up)
