@@ -29,7 +29,9 @@ class CompactWeights:
         self.embedding: torch.Tensor = trunk.embed_tokens.weight.data
         self._norm = trunk.norm.weight.data
         is_half = self.embedding.dtype in (torch.bfloat16, torch.float16)
-        self.head = Float32Head(model.lm_head) if is_half and model.device.type == "cpu" else PackedLinear([model.lm_head])
+        self.head = (
+            Float32Head(model.lm_head) if is_half and model.device.type == "cpu" else PackedLinear([model.lm_head])
+        )
         self.head.refresh()
         self.eps: float = config.rms_norm_eps
         self.heads: int = config.num_attention_heads
