@@ -295,9 +295,9 @@ def show_differences(pairs: Sequence[tuple[Result, Result]], console: Console) -
 
 
 def results_json(results: Sequence[Result]) -> str:
-    """The results as one JSON list, without the scores of single tasks."""
-    rows = [dataclasses.asdict(r) for r in results]
-    return json.dumps([{key: value for key, value in row.items() if key != "scores"} for row in rows])
+    """The results as one JSON list; scores of single tasks, from which differences are paired, to four digits."""
+    rows = [{**dataclasses.asdict(r), "scores": [round(score, 4) for score in r.scores]} for r in results]
+    return json.dumps(rows)
 
 
 def compare(config: Config) -> list[Result]:
