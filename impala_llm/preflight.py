@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def training_checks() -> Checks:
     """For the host of `impala-llm train`."""
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
-        "model": (_starting_policy, _model, _other_models),
+        "model": (_starting_policy, _model, _adapters, _other_models),
         "environment": (_catalogue,),
         **_engine_checks(),
         "keys": (_learner_keys,),
@@ -216,6 +216,21 @@ def _model(config: Config) -> list[str]:
             f"{where} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the model again, with all its files"
         )
     return found
+
+
+def _adapters(config: Config) -> list[str]:
+    """Targets of adapters that the model does not have; one that is made from scratch is not looked at."""
+    lora, directory = config.model.lora, model_directory(config.model.path)
+    if not lora.rank or lora.targets == ["all-linear"] or directory is None:
+        return []
+    matrices = {name.removesuffix(".weight") for name, shape in _tensor_shapes(directory) if len(shape) == 2}
+    unknown = [t for t in lora.targets if matrices and not any(f".{name}".endswith(f".{t}") for name in matrices)]
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in matrices}))
+    return [
+        f"model.lora.targets={list(lora.targets)}: no matrix of model.path={config.model.path} is named {name}: choose "
+        f"from {there}, or all-linear"
+        for name in unknown
+    ]
 
 
 def _other_models(config: Config) -> list[str]:
@@ -408,9 +423,13 @@ def float32_bytes(path: str) -> int:
     Returns:
         0 where the model is made from scratch, or cannot be read.
     """
-    directory, total = model_directory(path), 0
-    for file in directory.glob("*.safetensors") if directory else ():
-        with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:  # `_model` tells of it
+    directory = model_directory(path)
+    return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(directory)) if directory else 0
+
+
+def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of a model's tensors. What cannot be read is left out: `_model` tells of it."""
+    for file in directory.glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict
-            total += sum(4 * math.prod(tensors.get_slice(name).get_shape()) for name in names)
-    return total
+            yield from ((name, tensors.get_slice(name).get_shape()) for name in names)

@@ -270,3 +270,9 @@ def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[...
     save_file({name: tensor.astype(np.float16) for name, tensor in weights.items()}, model / "model.safetensors")
     said = refused(f"model.path={model}", "replay.capacity_mb=1000000")
     assert f"{3 * num_bytes / (1 << 20):,.0f} MB for pipeline.weight_slots" in said
+
+
+def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: Callable[..., str], model: Path) -> None:
+    said = refused(f"model.path={model}", "model.lora.rank=4", "model.lora.targets=[q_proj,v_porj]")
+    assert "model.lora.targets=['q_proj', 'v_porj']" in said and "is named v_porj: choose from " in said
+    assert "q_proj" in said.split("choose from")[1] and "all-linear" in said
