@@ -110,7 +110,7 @@ class Imitation:
         """Sums over a micro-batch: weighted negative log-likelihood of its tokens, that of its answers without
         gradient, and squared errors of its values; scalars, in nats and squared rewards."""
         micro, sft = cpu_micro.to(self.ranks.device), self.config.sft
-        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
         places = self._places(micro)
         is_answer = torch.zeros_like(micro.tokens, dtype=torch.bool)
         is_answer[micro.action_positions] = True
@@ -133,7 +133,7 @@ class Imitation:
     def _trial(self, cpu_micro: PackedBatch) -> None:
         """Compute a micro-batch forward and backward, for its time and memory alone."""
         micro = cpu_micro.to(self.ranks.device)
-        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+        hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
         places = self._places(micro)
         try:
             self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0].sum().backward()

@@ -285,7 +285,7 @@ class Trainer:
         """Run the passes of a micro-batch that other ranks have; its gradient is 0."""
         micro = cpu_micro.to(self.ranks.device)
         self.scorers.scores(micro)
-        total = self.model.hidden(micro.tokens, micro.position_ids, micro.lengths).sum()
+        total = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths).sum()
         if torch.is_grad_enabled():
             (0.0 * total).backward()
 
@@ -359,7 +359,7 @@ class Trainer:
         if algorithm.overlong_tokens is not None:
             for t, extra in zip(trajectories, found, strict=True):
                 if len(extra) and not t.continues:
-                    share = overlong_share(t.num_tokens, limit, algorithm.overlong_tokens)
+                    share = overlong_share(int(t.context_lengths.max()), limit, algorithm.overlong_tokens)
                     extra[-1] -= algorithm.overlong_penalty * share
         if algorithm.reward_kl_coef > 0:
 

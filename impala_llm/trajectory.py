@@ -29,6 +29,8 @@ TOKEN_BYTES = sum(dtype.itemsize for name, dtype in ARRAY_FIELDS.items() if name
 
 NO_VERSION = -1
 """Version of a token that no policy sampled: prompts and observations."""
+CONTEXT_START = -2
+"""Version of a token that no policy sampled and with which a context begins anew, see `Trajectory`."""
 MAX_TICKETS = 1 << 48
 """Ticket ids lie below."""
 
@@ -52,6 +54,10 @@ class Trajectory:
     An unroll has the whole history before its own turns as context, without action tokens. One after which the episode
     goes on has no score. What is bootstrapped ends with the observation that the next turn would answer.
 
+    An episode whose turns saw different histories, since its agent compacted or branched the conversation, lies here
+    context by context: a token of version CONTEXT_START, and all up to the next such token, see nothing of what is
+    before it. What contexts share stands in each of them, and is an action in one of them alone.
+
     The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
     unless they lie so already.
 
@@ -67,7 +73,8 @@ class Trajectory:
     """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere. Whoever
     makes a trajectory names it so; that of the action tokens alone is `behaviour_log_probs`."""
     versions: np.ndarray
-    """int32[T]: policy version that sampled the token, -1 elsewhere. May change inside one answer."""
+    """int32[T]: policy version that sampled the token; elsewhere -1, or -2 where a further context begins. May change
+    inside one answer."""
     rewards: np.ndarray
     """float32[T]: reward received after the token at that place (the last token of a turn); 0 elsewhere."""
     turns: np.ndarray
@@ -123,8 +130,11 @@ class Trajectory:
         action_versions = self.versions[mask]
         if action_versions.min() < 0:
             raise TrajectoryError(f"versions is {int(action_versions.min())} on an action token: it must be >= 0")
-        if (self.versions[~mask] != NO_VERSION).any():
-            raise TrajectoryError(f"versions must be {NO_VERSION} wherever action_mask is False")
+        others = self.versions[~mask]
+        if ((others != NO_VERSION) & (others != CONTEXT_START)).any():
+            raise TrajectoryError(
+                f"versions must be {NO_VERSION} wherever action_mask is False, or {CONTEXT_START} where a context begins"
+            )
         logprobs = self.behaviour_logprobs
         if not np.isfinite(logprobs).all():
             raise TrajectoryError("behaviour_logprobs holds a value that is not finite")
@@ -213,13 +223,19 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Smallest policy version among the action tokens."""
-        # NO_VERSION, of all other tokens, is the largest of the unsigned numbers.
+        # NO_VERSION and CONTEXT_START, of all other tokens, are the largest of the unsigned numbers.
         return int(self.versions.view(np.uint32).min())
 
     @property
     def newest_version(self) -> int:
         """Largest policy version among the action tokens."""
         return int(self.versions.max())
+
+    @property
+    def context_lengths(self) -> np.ndarray:
+        """int64[C]: tokens of each context, of which there is mostly one."""
+        starts = np.flatnonzero(self.versions[1:] == CONTEXT_START) + 1
+        return np.diff(starts, prepend=0, append=len(self.versions))
 
     @property
     def nbytes(self) -> int:

@@ -48,9 +48,11 @@ class PackedBatch:
     tokens: Tensor
     """[M]."""
     position_ids: Tensor
-    """[M], from 0 in each row."""
+    """[M], from 0 in each context."""
     lengths: Tensor
-    """[S]."""
+    """[S]: of the rows."""
+    context_lengths: Tensor
+    """[C], C >= S: of the contexts, end to end; a row is one or several of them, and none sees another."""
     action_positions: Tensor
     """[N]: flat places of the action tokens; the place before predicts each."""
     behaviour_log_probs: Tensor

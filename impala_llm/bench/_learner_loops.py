@@ -140,7 +140,7 @@ def bare_loop(model: PolicyModel, rows: Sequence[Trajectory], token_budget: int)
     head: Any = model.lm.get_output_embeddings()
 
     def loss_of(micro: Any, weights: Tensor) -> Tensor:
-        hidden = model.hidden(micro.tokens, micro.position_ids, micro.lengths)
+        hidden = model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
         places = micro.action_positions
         log_probs = token_log_probs(hidden[places - 1], head.weight, None, micro.tokens[places], 1.0)[0]
         return -(weights * log_probs).sum() / num_actions

@@ -228,6 +228,7 @@ def no_rows() -> PackedBatch:
         tokens=first,
         position_ids=first,
         lengths=torch.ones(1, dtype=torch.int64),
+        context_lengths=torch.ones(1, dtype=torch.int64),
         action_positions=none,
         behaviour_log_probs=torch.zeros(0),
         versions=none,

@@ -138,7 +138,7 @@ class PolicyModel(nn.Module):
         """Last hidden states [M, H] of packed rows.
 
         Args:
-            tokens: int64[M]. position_ids: int64[M], from 0 in each row. lengths: int64[num_segments], sum M.
+            tokens: int64[M]. position_ids: int64[M], from 0 in each context. lengths: int64[C] of these, sum M.
         """
         return self(tokens, position_ids, lengths)[0]
 

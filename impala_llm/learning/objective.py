@@ -160,7 +160,7 @@ def _outcome(
 
 def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows, version: int) -> Scored:
     """One forward over a micro-batch."""
-    hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.context_lengths)
     actions = batch.action_positions
     log_probs, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], temperature)
     at_start = log_probs if rows.proximal_log_probs is None else rows.proximal_log_probs

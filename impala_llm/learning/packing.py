@@ -39,6 +39,7 @@ def _pack_rows(trajectories: Sequence[Trajectory], members: list[int]) -> Packed
     rows = [trajectories[i] for i in members]
     lengths = np.array([row.num_tokens for row in rows])
     starts = np.cumsum(lengths) - lengths
+    context_lengths = np.concatenate([row.context_lengths for row in rows])
     masks = np.concatenate([row.action_mask for row in rows])
     positions = np.flatnonzero(masks)
     turns = np.concatenate([row.turns + start for row, start in zip(rows, starts, strict=True)]).astype(np.int64)
@@ -55,8 +56,9 @@ def _pack_rows(trajectories: Sequence[Trajectory], members: list[int]) -> Packed
     return PackedBatch(
         members=tuple(members),
         tokens=tensor(np.concatenate([row.tokens for row in rows])),
-        position_ids=tensor(np.concatenate([np.arange(n) for n in lengths])),
+        position_ids=tensor(np.concatenate([np.arange(n) for n in context_lengths])),
         lengths=tensor(lengths),
+        context_lengths=tensor(context_lengths),
         action_positions=tensor(positions),
         behaviour_log_probs=tensor(flat("behaviour_logprobs"), torch.float32),
         versions=tensor(flat("versions")),

@@ -33,7 +33,7 @@ class TokenScores:
 @torch.no_grad()
 def action_log_probs(model: PolicyModel, batch: PackedBatch, temperature: float) -> Tensor:
     """float32[N]: log-probabilities of the micro-batch's action tokens at this temperature."""
-    hidden = model.hidden(batch.tokens, batch.position_ids, batch.lengths)
+    hidden = model.hidden(batch.tokens, batch.position_ids, batch.context_lengths)
     actions = batch.action_positions
     return model.action_log_probs(hidden[actions - 1], batch.tokens[actions], temperature)[0]
 
@@ -80,18 +80,18 @@ class Scorers:
             return action_log_probs(self._reference, batch, self._temperature)
 
     def teacher(self, batch: PackedBatch) -> Tensor | None:
-        """Return the teacher's log-probabilities, with its context before each row where it has one."""
+        """Return the teacher's log-probabilities, with its context before each of the rows' where it has one."""
         if self._teacher is None:
             return None
         if self._context is None:
             return action_log_probs(self._teacher, batch, self._temperature)
-        num_rows, size = len(batch.lengths), len(self._context)
+        lengths, size = batch.context_lengths, len(self._context)
         rows = insert_context(
             batch.tokens,
-            batch.lengths,
-            self._context.repeat(num_rows),
-            torch.full_like(batch.lengths, size),
-            torch.zeros_like(batch.lengths),
+            lengths,
+            self._context.repeat(len(lengths)),
+            torch.full_like(lengths, size),
+            torch.zeros_like(lengths),
         )
         starts = rows.lengths.cumsum(0) - rows.lengths
         position_ids = torch.arange(len(rows.tokens), device=rows.tokens.device) - starts.repeat_interleave(

@@ -22,7 +22,7 @@ import numpy as np
 
 from impala_llm.replay.items import NO_ITEMS, EvictedItem, Items, Sample
 from impala_llm.replay.priorities import OldestFirst, Sampler
-from impala_llm.trajectory import NO_VERSION, Trajectory, block_bytes
+from impala_llm.trajectory import Trajectory, block_bytes
 
 STATE_FORMAT = 4
 _SAVED_COLUMNS = ("item_id", "num_replays", "abs_advantage", "is_known")
@@ -436,8 +436,8 @@ def _columns(items: Sequence[Sequence[Trajectory]]) -> Items:
 def _middle_version(versions: np.ndarray) -> int:
     """The version of the median action token, by age: half of them are newer.
 
-    versions: int32[n], NO_VERSION where there is no action.
+    versions: int32[n], negative where there is no action.
     """
-    actions = versions[versions != NO_VERSION]
+    actions = versions[versions >= 0]
     half = len(actions) // 2
     return int(np.partition(actions, half)[half])

@@ -1,12 +1,17 @@
 """Packing: whole trajectories, a bounded number of tokens, and indices that point where the definitions say."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
-from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
-from tests.learning.builders import make_batch, make_trajectory
+from impala_llm.learning.scoring import action_log_probs
+from impala_llm.trajectory import ARRAY_FIELDS, CONTEXT_START, METADATA_FIELDS, Trajectory
+from tests.learning.builders import make_batch, make_trajectory, save_lm
 
 
 def test_every_trajectory_is_whole_in_exactly_one_batch_within_the_budget() -> None:
@@ -86,3 +91,30 @@ def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
             **{name: getattr(trajectory, name) for name in (*ARRAY_FIELDS, *METADATA_FIELDS)}
             | {"action_mask": np.ones(4, bool), "turns": np.array([[0, 4]], np.int32)}
         )
+
+
+def with_contexts(trajectory: Trajectory, *starts: int) -> Trajectory:
+    """The trajectory with a further context from each of these places on."""
+    versions = trajectory.versions.copy()
+    versions[list(starts)] = CONTEXT_START
+    return dataclasses.replace(trajectory, versions=versions)
+
+
+def test_contexts_of_an_episode_are_one_row_for_the_credit_and_see_nothing_of_each_other(tmp_path: Path) -> None:
+    episode = with_contexts(make_trajectory(20, [(2, 5), (7, 9), (13, 18)]), 5, 10)
+    other = make_trajectory(9, [(4, 9)], seed=1)
+    (batch,) = pack([episode, other], token_budget=1000)
+    assert batch.lengths.tolist() == [20, 9] and batch.context_lengths.tolist() == [5, 5, 10, 9]
+    assert batch.position_ids.tolist() == [*range(5), *range(5), *range(10), *range(9)]
+    assert batch.turn_segment_ids.tolist() == [0, 0, 0, 1] and batch.turn_value_positions.tolist() == [1, 6, 12, 23]
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "model"))
+    alone = []
+    for first, last, turn in [(0, 5, (2, 5)), (5, 10, (2, 4)), (10, 20, (3, 8))]:
+        row = dataclasses.replace(make_trajectory(last - first, [turn]), tokens=episode.tokens[first:last].copy())
+        alone += action_log_probs(model, pack([row], 100)[0], 1.0).tolist()
+    assert action_log_probs(model, batch, 1.0).tolist()[:10] == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_context_begins_with_what_nobody_sampled() -> None:
+    with pytest.raises(ValueError, match="versions is -2 on an action token"):
+        with_contexts(make_trajectory(9, [(4, 9)]), 4)

@@ -49,11 +49,11 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
-from impala_llm.trajectory import TOKEN_BYTES, TURN_BYTES
+from impala_llm.trajectory import CONTEXT_START, NO_VERSION, TOKEN_BYTES, TURN_BYTES
 
 _MAX_LOGPROB = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
-_ZERO, _NO_VERSION = np.int32(0), np.int32(-1)
+_ZERO, _NO_VERSION, _LEAST_VERSION = np.int32(0), np.int32(NO_VERSION), np.int32(CONTEXT_START)
 _NO_NUMBER = np.float32(0)
 _NO_ACTION = np.uint8(0)
 _NOTHING, _EIGHT = np.uint64(0), np.uint64(8)
@@ -116,9 +116,9 @@ def _check_span(
         oldest = np.uint32(0xFFFFFFFF)
         for i in range(_NOTHING, count):
             version = versions[begin + i]
-            bad |= ((version >= _ZERO) == (mask[first + i] == _NO_ACTION)) | (version < _NO_VERSION)
+            bad |= ((version >= _ZERO) == (mask[first + i] == _NO_ACTION)) | (version < _LEAST_VERSION)
             newest = max(newest, version)
-            oldest = min(oldest, np.uint32(version))  # -1 becomes the largest number
+            oldest = min(oldest, np.uint32(version))  # -1 and -2 become the largest numbers
         findings[_NEWEST] = max(findings[_NEWEST], np.int64(newest))
         findings[_OLDEST] = min(findings[_OLDEST], np.int64(oldest))
     else:
