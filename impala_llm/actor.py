@@ -17,21 +17,21 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import psutil
-
+from impala_llm.actor_metrics import Reporter
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults
-from impala_llm.envs import make_suite
+from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, fault_reason
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_places
+from impala_llm.gateway.agents import AgentFailed, AgentPlayer
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.pipeline import ActorEndpoint
@@ -67,12 +67,16 @@ class Actor:
 
     evaluation: EvaluationEpisodes | None = None
     """Tasks of evaluations inside of the run; None: there are none."""
+    agents: AgentPlayer | None = None
+    """Plays the episodes; None: they are played by reset and step."""
 
     def __init__(self, config: Config, index: int) -> None:
         self.config, self.index = config, index
         self.policy = resolve_policy(config)
         self.actor_id = actor_name(config, index)
-        self.suite = make_suite(config.env)
+        self.suite = suite_of(config)
+        if config.agent.is_set:
+            self.agents = AgentPlayer(config, self.policy, self.suite)
         self.chat = ChatFormat.of(self.policy, self.suite.system_prompt)
         self.limits = EpisodeLimits(
             config.engine.temperature,
@@ -138,6 +142,8 @@ class Actor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.agents is not None:
+                await self.agents.close()
             await self.engine.close()
             self.channel.close()
 
@@ -172,6 +178,8 @@ class Actor:
             while self.weights.latest() is None:
                 await asyncio.sleep(RELAY_POLL_S)
             await self.engine.start()
+            if self.agents is not None:
+                await self.agents.start(self.engine)
         except ModelRefused as error:
             self.failure = error
         except EngineError as error:
@@ -273,15 +281,7 @@ class Actor:
                 abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
                 timeout_s += ABORT_GRACE_S
             async with asyncio.timeout(timeout_s):
-                trajectory = await play_episode(
-                    spec,
-                    self.suite.session(True),
-                    self.engine,
-                    self.chat,
-                    self.limits,
-                    keep_aborted=self.keep_aborted,
-                    on_unroll=self.channel.send,
-                )
+                trajectory = await self.play_spec(spec, self.limits, self.keep_aborted, self.channel.send)
             self.channel.send(trajectory)
             self.faults.clear()
         except (EngineError, EpisodeAborted, TimeoutError) as error:
@@ -292,6 +292,20 @@ class Actor:
         finally:
             if abort is not None:
                 abort.cancel()
+
+    async def play_spec(
+        self,
+        spec: EpisodeSpec,
+        limits: EpisodeLimits,
+        keep_aborted: bool = False,
+        on_unroll: Callable[[Trajectory], object] | None = None,
+    ) -> Trajectory:
+        """Play an episode, by the agent or by reset and step. on_unroll: None where it is no training."""
+        training = on_unroll is not None
+        if self.agents is not None:
+            return await self.agents.play(spec, self.engine, limits, training)
+        session = self.suite.session(training)
+        return await play_episode(spec, session, self.engine, self.chat, limits, None, keep_aborted, on_unroll)
 
     async def environment_failed(self, error: Exception) -> str:
         """Take note of an episode that the environment broke. Returns the reason.
@@ -316,7 +330,7 @@ class Actor:
             # In place of a ticket, of which there is none.
             spec = self.next_episode(Ticket(0, task_id, 0, task_id % (1 << 63), 0), "evaluation")
             async with asyncio.timeout(self.config.actor.episode_timeout_s):
-                episode = await play_episode(spec, self.suite.session(False), self.engine, self.chat, limits)
+                episode = await self.play_spec(spec, limits)
         except (EngineError, EpisodeAborted, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -371,41 +385,8 @@ class Actor:
             self.start_episodes()  # episodes that waited for this version
 
 
-def fault_reason(error: Exception) -> str:
-    """Return why an episode failed that the environment broke."""
-    return str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
-
-
 class ActorRefused(RuntimeError):
     """The learner of a run that goes on does not take this actor. The message is the learner's."""
-
-
-class Reporter:
-    """Turns the engine's counters into rates for the learner's metrics, once a heartbeat."""
-
-    def __init__(self, stats: EngineStats) -> None:
-        self.last, self.at = stats, time.monotonic()
-
-    def due(self, interval_s: float) -> bool:
-        return time.monotonic() - self.at >= interval_s
-
-    def metrics(self, stats: EngineStats, actor: Actor) -> dict[str, float]:
-        now = time.monotonic()
-        # An engine that was made anew counts from 0 again.
-        last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
-        seconds, self.last, self.at = now - self.at, stats, now
-        return {
-            "actor/generated_tokens_per_s": (stats.decode_tokens - last.decode_tokens) / seconds,
-            "actor/prefill_tokens_per_s": (stats.prefill_tokens - last.prefill_tokens) / seconds,
-            "actor/idle_share": max(0.0, 1.0 - (stats.busy_seconds - last.busy_seconds) / seconds),
-            "actor/running_episodes": float(len(actor.running)),
-            "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
-            "pipeline/queue_fill": actor.channel.arena_fill,
-            # Of weights that the learner sends it knows the times itself.
-            **({} if actor.fed_engine is not None else actor.load_times(stats)),
-            "actor/engine_up": float(actor.is_up and stats.is_up),
-            "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
-        }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -427,7 +408,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_cuda(config.model.cuda_products)
     try:
         asyncio.run(Actor(config, index).run())
-    except (EnvironmentBroken, EnvironmentFault, EngineError) as error:
+    except (EnvironmentBroken, EnvironmentFault, EngineError, AgentFailed) as error:
         # Or an engine that cannot be made, or must not play: so it is at the next attempt.
         print(f"actor {index}: {error}", file=sys.stderr)
         return 2

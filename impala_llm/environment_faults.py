@@ -7,6 +7,11 @@ from collections.abc import Callable
 from impala_llm.envs.contract import EnvironmentFault
 
 
+def fault_reason(error: Exception) -> str:
+    """Return why an episode failed that the environment, or the agent, broke."""
+    return str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
+
+
 class EnvironmentBroken(RuntimeError):
     """The environment fails again and again. The message has the last reason."""
 

@@ -25,6 +25,8 @@ from impala_llm.config import ConfigError
 from impala_llm.engines import make_engine
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
+from impala_llm.gateway.agents import AgentPlayer
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
@@ -87,6 +89,7 @@ def evaluate(
 
     async def play_all() -> list[Trajectory]:
         engine = make_engine(config, policy, version=0)
+        agents = AgentPlayer(config, policy, suite) if config.agent.is_set else None
         streams = asyncio.Semaphore(config.actor.max_episodes)
 
         async def play(number: int, task: int) -> Trajectory:
@@ -94,16 +97,22 @@ def evaluate(
                 spec = EpisodeSpec(
                     f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
                 )
+                if agents is not None:
+                    return await agents.evaluate(spec, engine, limits)
                 return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
 
         try:
             await engine.start()
+            if agents is not None:
+                await agents.start(engine)
             playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
             for episode in asyncio.as_completed(playing):
                 await episode
                 bar.advance(shown)
             return [task.result() for task in playing]
         finally:
+            if agents is not None:
+                await agents.close()
             await engine.close()
 
     with bar:
@@ -191,7 +200,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     disable_progress_bar()
     set_verbosity_error()  # problems of a model are raised
     with working("making the tasks"):
-        suites = [(make_suite(config.env), _hard_catalogue(config.env))]
+        suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
+        suites = [(suite, _hard_catalogue(config.env))]
         if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
             shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
             suites.append(

@@ -31,8 +31,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
-from impala_llm.envs import contract, make_suite
+from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled
 from impala_llm.learning.budget import OutOfMemory
@@ -127,7 +128,7 @@ class Learner:
         past = self.restore_tickets(origin)
         self.publisher = self.make_publisher()
         self.publisher.begin(self.version)
-        suite = make_suite(config.env)
+        suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
         self.endpoint.listen(self.version, contract.tasks(suite, "train"), self.model.vocab_size, batch_size)
         self.receiver = self.endpoint.receiver

@@ -1,4 +1,4 @@
-"""Parts by name: environments, engines, credits, losses and metric writers, the packaged ones and your own.
+"""Parts by name: environments, agents, engines, credits, losses and metric writers, the packaged ones and your own.
 
 A name is one of three: the short name of a packaged part (`parrot`); the name of an entry point that an installed
 package has in the group of its kind (`impala_llm.envs`); or an import path, `module:object`, whose module lies in the
@@ -74,6 +74,8 @@ VERIFIERS = Kind(
     {name: f"impala_llm.envs.answers:{name}" for name in ("exact", "number", "maths")},
 )
 """Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
+AGENTS = Kind("agent.name", "", "impala_llm.agents", {})
+"""Functions `agent(task, client)`, mostly async: see docs/agents.md. They have no options."""
 METRIC_WRITERS = Kind(
     "run.metric_writers",
     "",

@@ -105,6 +105,40 @@ class EnvConfig:
 
 
 @dataclass
+class AgentConfig:
+    """An agent of your own that plays the episodes, through an OpenAI-compatible server: docs/agents.md."""
+
+    name: str | None = None
+    """Function agent(task, client) as module:function, or the name of an installed one; null: the environment's
+    episodes are played by reset and step."""
+    command: str | None = None
+    """Command line of a program that is started for each episode, in place of a function."""
+    tasks: str | None = None
+    """JSON lines, an object each: the tasks, which are handed to the agent. null: it gets their numbers alone."""
+    num_tasks: int = bounded(1000, least=3)
+    """Number of tasks where there is no file of them."""
+    processes: int = bounded(2, least=1, most=256)
+    """Processes of an actor in which its agents run."""
+    process_memory_mb: int = bounded(4096, least=64)
+    """Memory of such a process beyond which it is replaced."""
+    max_tokens: int | None = bounded(None, least=2)
+    """Tokens of an episode in all branches of its conversation, with what they share counted in each; null: four times
+    engine.max_length."""
+    unsupported: str = one_of("refuse", "drop")
+    """Parameters of requests that would make the recorded log-probabilities wrong, such as top_p or another
+    temperature: refuse (with status 400) or drop (with a warning in the actor's log)."""
+    tool_parser: str = one_of("none", "qwen3", "qwen3.5", "glm", "deepseek-v3")
+    """How the policy writes calls of tools, by a parser of the package renderers; none: they stay text."""
+    reasoning_parser: str = one_of("none", "think")
+    """How the policy marks its reasoning, by a parser of the package renderers; none: it stays text."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether an agent plays the episodes."""
+        return self.name is not None or self.command is not None
+
+
+@dataclass
 class EngineConfig:
     name: str = "torch"
     """torch: the embedded engine | sglang: SGLang servers, one an actor | an installed one | your own, as module:Class,
@@ -539,6 +573,7 @@ class SftConfig:
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -549,6 +584,12 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+
+
+def longest_record(config: Config) -> int:
+    """Tokens of a trajectory at most."""
+    longest = config.engine.max_length
+    return longest if not config.agent.is_set else max(longest, config.agent.max_tokens or 4 * longest)
 
 
 def other_models(config: Config) -> dict[str, str]:

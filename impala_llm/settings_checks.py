@@ -25,7 +25,16 @@ from impala_llm.hosts import (
     rank_endpoint,
 )
 from impala_llm.known_models import reasons_against
-from impala_llm.settings import ASSETS, Config, EngineConfig, LearnerConfig, LoraConfig, model_directory, other_models
+from impala_llm.settings import (
+    ASSETS,
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    LoraConfig,
+    longest_record,
+    model_directory,
+    other_models,
+)
 from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -58,6 +67,7 @@ def problems(config: Config) -> list[str]:
         *_run_problems(config),
         *_evaluation_problems(config),
         *_demonstration_problems(config),
+        *_agent_problems(config),
     ]
 
 
@@ -219,7 +229,7 @@ def _schedule_problems(config: Config) -> list[str]:
 
 def _memory_problems(config: Config) -> list[str]:
     """Batches that do not fit into the replay buffer."""
-    algorithm, learner, replay, engine, found = config.algorithm, config.learner, config.replay, config.engine, []
+    algorithm, learner, replay, found = config.algorithm, config.learner, config.replay, []
     share = learner.batch_size // learner.num_ranks
     if share > replay.capacity:
         found.append(
@@ -228,12 +238,12 @@ def _memory_problems(config: Config) -> list[str]:
         )
     # All groups that may be under way, each without its last member, or else a batch.
     most = share * (1 + (algorithm.max_staleness or 0) * (algorithm.group_size > 1))
-    needed = most * (BYTES_PER_TOKEN * engine.max_length + METADATA_BYTES)
+    needed = most * (BYTES_PER_TOKEN * longest_record(config) + METADATA_BYTES)
     if needed > replay.capacity_mb << 20:
         what = "in groups whose other members are still to come" if algorithm.group_size > 1 else "in a batch"
         found.append(
             f"replay.capacity_mb={replay.capacity_mb} cannot hold the {most} episodes of a rank {what}: they take "
-            f"{needed / (1 << 20):.0f} MiB at engine.max_length={engine.max_length}: raise it to at least "
+            f"{needed / (1 << 20):.0f} MiB at {_longest(config)}: raise it to at least "
             f"{-(-needed // (1 << 20))}, or lower learner.batch_size"
             + (", algorithm.max_staleness" if algorithm.group_size > 1 and algorithm.max_staleness else "")
             + " or engine.max_length"
@@ -270,17 +280,17 @@ def _replay_problems(config: Config) -> list[str]:
 
 def _pipeline_problems(config: Config) -> list[str]:
     """Timeouts and shared memory that are too small."""
-    learner, engine, found = config.learner, config.engine, []
+    learner, found = config.learner, []
     if config.pipeline.actor_timeout_s <= config.pipeline.heartbeat_s:
         found.append(
             f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
             f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
         )
     part = (config.pipeline.arena_mb << 20) // learner.num_ranks
-    if (needed := 8 * block_words(engine.max_length, 1)) > part:
+    if (needed := 8 * block_words(longest_record(config), 1)) > part:
         found.append(
             f"pipeline.arena_mb={config.pipeline.arena_mb} leaves {part} bytes for each of learner.num_ranks="
-            f"{learner.num_ranks}, and a trajectory of engine.max_length={engine.max_length} tokens takes {needed}: "
+            f"{learner.num_ranks}, and a trajectory of {_longest(config)} tokens takes {needed}: "
             f"raise pipeline.arena_mb to at least {math.ceil(2 * needed * learner.num_ranks / 2**20)}"
         )
     return found
@@ -521,4 +531,35 @@ def _host_problems(config: Config) -> list[str]:
             f"pipeline.keys={pipeline.keys} has no {', '.join(missing)}: make keys with `impala-llm keys`, or copy "
             "what is missing from the folder where they were made"
         )
+    return found
+
+
+def _longest(config: Config) -> str:
+    """The setting that bounds a trajectory, with its value."""
+    key = "agent.max_tokens" if config.agent.is_set else "engine.max_length"
+    return f"{key}={longest_record(config)}"
+
+
+def _agent_problems(config: Config) -> list[str]:
+    """Agents that are named twice, that are not there, or that other settings do not go with."""
+    agent, found = config.agent, []
+    if not agent.is_set:
+        if agent.tasks is not None:
+            found.append(
+                f"agent.tasks={agent.tasks} is for an agent, and there is none: set agent.name or agent.command"
+            )
+        return found
+    if agent.name is not None and agent.command is not None:
+        found.append(f"agent.name={agent.name} and agent.command={agent.command} exclude each other: leave one out")
+    if agent.tasks is not None and not Path(agent.tasks).expanduser().is_file():
+        found.append(f"agent.tasks={agent.tasks} is no file: give JSON lines, an object for each task")
+    for key, package in {"name": "openai", "tool_parser": "renderers", "reasoning_parser": "renderers"}.items():
+        value = getattr(agent, key)
+        if value not in (None, "none") and importlib.util.find_spec(package) is None:
+            found.append(f"agent.{key}={value} needs the package {package}: pip install 'impala-llm[agents]'")
+    for key in ("unroll_turns", "unroll_tokens"):
+        if (value := getattr(config.actor, key)) is not None:
+            found.append(
+                f"actor.{key}={value} does not go with an agent, whose reward comes at its end: set actor.{key}=null"
+            )
     return found

@@ -133,7 +133,7 @@ class Trajectory:
         others = self.versions[~mask]
         if ((others != NO_VERSION) & (others != CONTEXT_START)).any():
             raise TrajectoryError(
-                f"versions must be {NO_VERSION} wherever action_mask is False, or {CONTEXT_START} where a context begins"
+                f"versions must be {NO_VERSION} wherever action_mask is False, {CONTEXT_START} where a context begins"
             )
         logprobs = self.behaviour_logprobs
         if not np.isfinite(logprobs).all():

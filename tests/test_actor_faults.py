@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from impala_llm.actor import Reporter
+from impala_llm.actor_metrics import Reporter
 from impala_llm.engines.base import EngineStats
 from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import contract
@@ -85,7 +85,7 @@ def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pyte
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
     actor: Any = SimpleNamespace(
-        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, failed_starts=1
+        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, failed_starts=1, agents=None
     )
     actor.load_times = lambda stats: {}
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))

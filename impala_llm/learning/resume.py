@@ -19,6 +19,7 @@ from impala_llm.supervised import SUPERVISED
 
 _MUST_AGREE = (
     *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
+    *("agent.name", "agent.command", "agent.tasks", "agent.num_tasks"),
     *("algorithm.group_size", "run.seed"),  # tickets are of an order of tasks that both determine
 )
 """Settings, and beginnings of settings, without which a saved state means nothing."""

@@ -22,7 +22,7 @@ from impala_llm.pipeline.transport.no_receiver import NoReceiver
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.remote import serve_weights
-from impala_llm.settings import Config
+from impala_llm.settings import Config, longest_record
 from impala_llm.supervised import SUPERVISED
 from impala_llm.trajectory import Trajectory
 
@@ -158,7 +158,7 @@ class LearnerEndpoint:
         receiver = Receiver(
             Endpoints(run_dir.endpoint(self._rank), bind, keys),
             ledger,
-            RecordLimits(vocab_size, config.engine.max_length),
+            RecordLimits(vocab_size, longest_record(config)),
             run_dir,
             self._store(),
             SessionLimits(heartbeat_timeout_s=pipeline.actor_timeout_s, ticket_timeout_s=pipeline.ticket_timeout_s),

@@ -1,0 +1,55 @@
+"""Metrics of an actor, which its heartbeats bring to the learner."""
+
+import time
+from collections.abc import Sized
+from typing import Any, Protocol
+
+import psutil
+
+from impala_llm.engines.base import EngineStats
+
+
+class Playing(Protocol):
+    """The parts of an actor that are measured."""
+
+    is_up: bool
+    failed_starts: int
+    channel: Any
+    agents: Any
+
+    @property
+    def running(self) -> Sized: ...
+
+    @property
+    def fed_engine(self) -> object | None: ...
+
+    def load_times(self, stats: EngineStats) -> dict[str, float]: ...
+
+
+class Reporter:
+    """Turns the engine's counters into rates for the learner's metrics, once a heartbeat."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self.last, self.at = stats, time.monotonic()
+
+    def due(self, interval_s: float) -> bool:
+        return time.monotonic() - self.at >= interval_s
+
+    def metrics(self, stats: EngineStats, actor: Playing) -> dict[str, float]:
+        now = time.monotonic()
+        # An engine that was made anew counts from 0 again.
+        last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
+        seconds, self.last, self.at = now - self.at, stats, now
+        return {
+            "actor/generated_tokens_per_s": (stats.decode_tokens - last.decode_tokens) / seconds,
+            "actor/prefill_tokens_per_s": (stats.prefill_tokens - last.prefill_tokens) / seconds,
+            "actor/idle_share": max(0.0, 1.0 - (stats.busy_seconds - last.busy_seconds) / seconds),
+            "actor/running_episodes": float(len(actor.running)),
+            "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
+            "pipeline/queue_fill": actor.channel.arena_fill,
+            # Of weights that the learner sends it knows the times itself.
+            **({} if actor.fed_engine is not None else actor.load_times(stats)),
+            "actor/engine_up": float(actor.is_up and stats.is_up),
+            "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
+            **({} if actor.agents is None else actor.agents.metrics()),
+        }

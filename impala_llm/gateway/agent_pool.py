@@ -1,0 +1,210 @@
+"""The pool of processes in which agents run.
+
+Invariant: an episode that is given to the pool comes back once: with the agent's result, or with an `AgentFailed`. What
+an agent does to its process, such as blocking, crashing or filling it, costs at most the episodes of that process.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from impala_llm.gateway.tasks import Task
+
+_BLOCKED_S = 30.0
+"""Silence after which a process counts as blocked."""
+_GRACE_S = 5.0
+"""Time in which an episode that was cancelled has to end."""
+_START_S = 120.0
+"""Time in which a process has to come up: imports on a busy machine."""
+
+
+class AgentFailed(RuntimeError):
+    """An agent, or its process, did not come to a result. The message is the reason."""
+
+
+class AgentPool:
+    """Processes that run agents.
+
+    Args:
+        name: `agent.name`; None with a command.
+        command: `agent.command`.
+        most_memory: bytes of a process, beyond which it is replaced.
+    """
+
+    def __init__(self, name: str | None, command: str | None, num_processes: int, most_memory: float) -> None:
+        self._settings = {"agent": name, "command": command}
+        self._num_processes, self._most_memory = num_processes, most_memory
+        self._workers: list[_Process] = []
+        self._retired: list[_Process] = []
+        self._tending: asyncio.Lock = asyncio.Lock()
+        self.num_replaced = 0
+        """Processes that were replaced, since the start."""
+
+    async def start(self) -> None:
+        """Start all processes. Raises AgentFailed where the agent cannot be imported."""
+        try:
+            async with asyncio.timeout(_START_S):
+                self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._num_processes))))
+        except TimeoutError:
+            raise AgentFailed(f"no process of the agent came up in {_START_S:g} s") from None
+
+    async def run(self, task: Task, url: str, key: str) -> Any:
+        """Run the agent. Cancelled, it ends the agent first, or the process where that does not end.
+
+        Raises:
+            AgentFailed: it raised, or its process ended.
+        """
+        await self._tend()
+        worker = min(self._workers, key=lambda each: each.num_episodes)
+        return await worker.run(task, url, key)
+
+    async def close(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(worker.close() for worker in [*self._workers, *self._retired]))
+        self._workers, self._retired = [], []
+
+    async def _new(self) -> "_Process":
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "impala_llm.gateway.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 24,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        worker = _Process(process)
+        try:
+            await worker.start(self._settings)
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def _tend(self) -> None:
+        """Replace processes that have ended, or are to end with their last episode."""
+        async with self._tending:
+            for worker in [each for each in self._retired if not each.num_episodes]:
+                self._retired.remove(worker)
+                worker.end("it was replaced")
+            for place, worker in enumerate(self._workers):
+                if worker.is_alive and not worker.leaks and worker.memory() <= self._most_memory:
+                    continue
+                self._workers[place] = await self._new()
+                self._retired.append(worker)
+                self.num_replaced += 1
+
+
+class _Process:
+    """One process of the pool."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._numbers = itertools.count()
+        self._results: dict[int, asyncio.Future[Any]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.leaks = False
+        """Whether an agent has left something behind that only the end of the process ends."""
+        self.is_alive = True
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self._results)
+
+    def memory(self) -> float:
+        """Resident bytes."""
+        with contextlib.suppress(psutil.Error):
+            return float(psutil.Process(self._process.pid).memory_info().rss)
+        return 0.0
+
+    async def start(self, settings: dict[str, Any]) -> None:
+        """Wait until it is ready. Raises AgentFailed."""
+        assert self._process.stdout is not None
+        self._send(settings)
+        line = await self._process.stdout.readline()
+        event = json.loads(line) if line else {"broken": f"its process ended with status {await self._process.wait()}"}
+        if "broken" in event:
+            raise AgentFailed(event["broken"])
+        self._reader = asyncio.create_task(self._read())
+
+    async def run(self, task: Task, url: str, key: str) -> Any:
+        if not self.is_alive:
+            raise AgentFailed("the process of the agents has ended")
+        number = next(self._numbers)
+        future = self._results[number] = asyncio.get_running_loop().create_future()
+        self._send({"episode": number, "task": asdict(task), "url": url, "key": key})
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await self._cancel(number, future)
+            raise
+        finally:
+            self._results.pop(number, None)
+
+    def end(self, reason: str) -> None:
+        """Fail its episodes, and end the process in the background."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        for future in self._results.values():
+            if not future.done():
+                future.set_exception(AgentFailed(reason))
+        self._closing = asyncio.create_task(self._close())
+
+    async def close(self) -> None:
+        """End the process."""
+        self.end("the pool of agents was closed")
+        if self._closing is not None:
+            await self._closing
+
+    async def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # upon which it ends, and what it has started
+        try:
+            await asyncio.wait_for(self._process.wait(), _GRACE_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _cancel(self, number: int, future: "asyncio.Future[Any]") -> None:
+        if not self.is_alive:
+            return
+        self._send({"cancel": number})
+        done, _ = await asyncio.wait([future], timeout=_GRACE_S)
+        if not done:
+            self.end("another agent of the process did not end when its time was over")
+        elif not future.cancelled():
+            future.exception()  # nobody else asks for it
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        reason = "blocked it"
+        with contextlib.suppress(TimeoutError, ValueError):
+            while line := await asyncio.wait_for(self._process.stdout.readline(), _BLOCKED_S):
+                self._handle(json.loads(line))
+            reason = f"ended it with status {await self._process.wait()}"
+        self.end(f"an agent of the process {reason}")
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        self.leaks = self.leaks or bool(event.get("leaks"))
+        future = self._results.get(event.get("episode", -1))
+        if future is None or future.done():
+            return
+        if "failed" in event:
+            future.set_exception(AgentFailed(event["failed"]))
+        else:
+            future.set_result(event["result"])
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")

@@ -1,0 +1,204 @@
+"""Messages of a chat as tokens, and answers as messages.
+
+The policy's own chat template renders a conversation; what users and tools say is encoded apart from it, so that a text
+that spells a special token stays a text. What follows an answer is rendered behind a mark in its place: an answer's
+tokens are never made from its text again.
+"""
+
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from impala_llm.rollout import ChatFormat
+
+Message = Mapping[str, Any]
+
+_LETTERS = "abcdefghij"
+
+
+class TemplateRefused(ValueError):
+    """The chat template cannot render this conversation. The message has its reason."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer as a message."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: list[dict[str, Any]]
+    """As in OpenAI's protocol: each with an id of its own, and arguments as a JSON text."""
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message in OpenAI's protocol."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+class ChatTokens:
+    """Between messages and tokens, by the tokenizer of a policy.
+
+    Args:
+        tool_parser, reasoning_parser: names of parsers of the package `renderers`, or "none".
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or `renderers` is not installed.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = "none", reasoning_parser: str = "none"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = ChatFormat(tokenizer).stop_token_ids
+        self._tool_parser = self._reasoning_parser = None
+        if (tool_parser, reasoning_parser) != ("none", "none"):
+            try:
+                from renderers.parsers import get_reasoning_parser, get_tool_parser
+            except ImportError as error:
+                raise ValueError(
+                    f"agent.tool_parser={tool_parser} and agent.reasoning_parser={reasoning_parser} need the package "
+                    "renderers: pip install 'impala-llm[agents]'"
+                ) from error
+            if tool_parser != "none":
+                self._tool_parser = get_tool_parser(tool_parser, tokenizer)
+            if reasoning_parser != "none":
+                self._reasoning_parser = get_reasoning_parser(reasoning_parser, tokenizer)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Tokens of a conversation from its beginning up to the next answer.
+
+        Raises:
+            TemplateRefused: the template cannot render it.
+        """
+        text, marked = self._render(messages, tools)
+        return self._encode(text, marked)
+
+    def following(self, messages: Sequence[Message], tools: Sequence[Any], last_token: int) -> list[int]:
+        """Tokens between an answer that ended with `last_token` and the next one, with the messages in between.
+
+        Raises:
+            TemplateRefused: the template cannot render them there.
+        """
+        answer = _mark(0)
+        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+        text, marked = self._render([*before, *messages], tools)
+        _, found, rest = text.partition(answer)
+        if not found:
+            raise TemplateRefused("the chat template drops an assistant's message")
+        tokens = self._encode(rest, marked)
+        stops = self.stop_token_ids
+        # The policy generated the token that ends its answer.
+        return tokens[1:] if tokens and last_token in stops and tokens[0] in stops else tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a plain text."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of sampled tokens, without special ones."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str)  # of one row
+        return text
+
+    def reply(self, tokens: Sequence[int]) -> Reply:
+        """An answer's tokens as a message. Calls that the parser finds broken stay a part of its text."""
+        ids = list(tokens)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        calls: list[dict[str, Any]] = []
+        if self._tool_parser is not None:
+            rest, parsed = self._tool_parser.extract(ids)
+            if parsed and all(str(call.status.value) == "ok" and call.name for call in parsed):
+                ids, calls = list(rest), [_tool_call(call.name, call.arguments) for call in parsed]
+        if self._reasoning_parser is None:
+            return Reply(self.text(ids), None, calls)
+        whole = self.tokenizer.decode(ids, skip_special_tokens=False)
+        reasoning, content = self._reasoning_parser.extract(whole)
+        return Reply(self.text(ids) if reasoning is None else content.strip(), reasoning, calls)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, dict[str, str]]:
+        """Text of a conversation, with marks in place of what users and tools say; and what stands for each mark."""
+        marked: dict[str, str] = {}
+        rendered = []
+        for number, message in enumerate(messages, start=1):
+            message = _for_template(message)
+            if message["role"] in ("user", "tool") and message["content"]:
+                mark = _mark(number)
+                marked[mark], message["content"] = message["content"], mark
+            rendered.append(message)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                rendered, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is other people's code
+            reason = " ".join(str(error).split())
+            raise TemplateRefused(f"the chat template refuses these messages: {reason}") from error
+        assert isinstance(text, str)
+        return text, marked
+
+    def _encode(self, text: str, marked: Mapping[str, str]) -> list[int]:
+        pieces = re.split("(" + "|".join(marked) + ")", text) if marked else [text]
+        tokens: list[int] = []
+        for piece in pieces:
+            if piece in marked:
+                tokens += self.encode(marked[piece])
+            elif piece:
+                tokens += self.tokenizer.encode(piece, add_special_tokens=False)
+        return tokens
+
+
+def _mark(number: int) -> str:
+    """A word of letters only, which no template alters, and which no other mark begins with."""
+    return f"qzmessage{''.join(_LETTERS[int(digit)] for digit in str(number))}qz"
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message as templates know it: content as a text, arguments of calls as values."""
+    found = {key: value for key, value in message.items() if value is not None}
+    found["content"] = text_of(message.get("content"))
+    if found["role"] == "developer":
+        found["role"] = "system"
+    if found.get("tool_calls"):
+        calls = []
+        for call in found["tool_calls"]:
+            function = dict(call["function"])
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError):  # templates show a text as it is
+                    function["arguments"] = json.loads(arguments)
+            calls.append({**call, "function": function})
+        found["tool_calls"] = calls
+    return found
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which may come in parts.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content has a part of type {kind!r}: this policy reads text alone")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {"name": name, "arguments": text}}

@@ -1,0 +1,93 @@
+"""The place of a request in the conversation of its episode: which answer it continues, and what is new behind it.
+
+Invariant: a history that was seen keeps its tokens, sampled ones included; only what is new is encoded. A request whose
+history was not seen, or not so, begins a branch at the last answer up to which it agrees. No I/O here.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from impala_llm.gateway.chat import ChatTokens, Message, TemplateRefused, text_of
+from impala_llm.gateway.tree import Answer, ConversationTree
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request continues the tree."""
+
+    parent: Answer | None
+    read: list[int]
+    key: str
+    """Names the conversation up to the answer that is asked for."""
+
+
+class Conversation:
+    """Requests and answers of an episode."""
+
+    def __init__(self, chat: ChatTokens) -> None:
+        self.chat = chat
+        self.tree = ConversationTree()
+        self._after: dict[str, Answer] = {}
+        """By the conversation up to and with it."""
+        self._texts: list[tuple[str, Answer]] = []
+        """Answers of plain completions, each with the whole text up to its end."""
+
+    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
+        """The place of a chat request.
+
+        Raises:
+            TemplateRefused: the chat template cannot render it.
+            ValueError: a content that is no text.
+        """
+        key = _digest("", list(tools))
+        keys = [key]
+        for message in messages:
+            keys.append(_digest(keys[-1], _essence(message)))
+        for known in range(len(messages) - 1, 0, -1):
+            parent = self._after.get(keys[known])
+            if parent is None or parent.generation is None:
+                continue
+            try:
+                read = self.chat.following(messages[known:], tools, int(parent.generation.tokens[-1]))
+            except TemplateRefused:
+                continue  # the template wants what is before it: from the beginning, then
+            if read:
+                return Place(parent, read, keys[-1])
+        return Place(None, self.chat.opening(messages, tools), keys[-1])
+
+    def place_text(self, prompt: str | Sequence[int]) -> Place:
+        """The place of a plain completion, of a text or of tokens."""
+        if isinstance(prompt, str):
+            fitting = [(text, answer) for text, answer in self._texts if prompt.startswith(text)]
+            text, parent = max(fitting, key=lambda each: len(each[0]), default=("", None))
+            return Place(parent, self.chat.encode(prompt[len(text) :]), prompt)
+        ids = list(prompt)
+        histories = [(answer.tokens, answer) for answer in self.tree.answers]
+        agreeing = [(tokens, answer) for tokens, answer in histories if ids[: len(tokens)] == tokens]
+        tokens, answer = max(agreeing, key=lambda each: len(each[0]), default=([], None))
+        return Place(answer, ids[len(tokens) :], self.chat.text(ids))
+
+    def remember(self, place: Place, answer: Answer, message: Message) -> None:
+        """Note the message as which an answer was given to the client."""
+        self._after[_digest(place.key, _essence(message))] = answer
+
+    def remember_text(self, place: Place, answer: Answer) -> None:
+        """Note the answer of a plain completion."""
+        assert answer.generation is not None
+        self._texts.append((place.key + self.chat.text(answer.generation.tokens.tolist()), answer))
+
+
+def _digest(before: str, value: Any) -> str:
+    return hashlib.sha256((before + json.dumps(value, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+def _essence(message: Message) -> list[Any]:
+    """The parts of a message that clients give back as they got them: not the reasoning, which most leave out."""
+    calls = [
+        [call.get("id"), call["function"]["name"], call["function"].get("arguments")]
+        for call in message.get("tool_calls") or ()
+    ]
+    return [message["role"], text_of(message.get("content")), calls, message.get("tool_call_id"), message.get("name")]

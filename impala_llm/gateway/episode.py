@@ -1,0 +1,260 @@
+"""An episode that is played through the gateway: its key, its calls of the engine, its rewards.
+
+Invariant: whatever the engine samples for it is a part of its tree, also where the client went away meanwhile. While
+no call is under way it holds at most one session of the engine, and while one is, none that is idle: so an engine with
+a slot for each episode never waits for ever.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from impala_llm.engines.base import EngineError, Generation, SamplingParams, TokenGenerator
+from impala_llm.gateway.conversation import Conversation, Place
+from impala_llm.gateway.tree import Answer
+from impala_llm.rollout import EpisodeLimits, EpisodeSpec
+from impala_llm.trajectory import Trajectory
+
+_SEEDS = 1 << 63
+
+
+class ContextFull(ValueError):
+    """There is no room for another answer. The message names the limit."""
+
+
+class EpisodeOver(RuntimeError):
+    """The episode has ended: its key is no longer valid."""
+
+
+@dataclass
+class Outcome:
+    """The result of an episode, as its agent reports it."""
+
+    reward: float
+    score: float
+    success: bool
+    stats: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of single turns, by the id of the completion."""
+
+    @classmethod
+    def of(cls, result: Any) -> "Outcome":
+        """From a number, or a dict with some of reward, score, success, stats, rewards.
+
+        Raises:
+            ValueError: it is neither, or a number in it is not finite.
+        """
+        given = {"reward": result} if not isinstance(result, dict) else dict(result)
+        known = {"reward", "score", "success", "stats", "rewards"}
+        if unknown := set(given) - known:
+            raise ValueError(f"its result has {sorted(map(str, unknown))}: known are {sorted(known)}")
+        reward = _number("reward", given.get("reward", given.get("score")))
+        score = _number("score", given.get("score", min(1.0, max(0.0, reward))))
+        if not 0.0 <= score <= 1.0:
+            raise ValueError(f"its score is {score:g}: it must lie in [0, 1]")
+        tables = {}
+        for name in ("stats", "rewards"):
+            table = given.get(name) or {}
+            if not isinstance(table, dict):
+                raise ValueError(f"its {name} are a {type(table).__name__}: a dict from names to numbers is expected")
+            tables[name] = {str(key): _number(f"{name}[{key!r}]", value) for key, value in table.items()}
+        return cls(reward, score, bool(given.get("success", score == 1.0)), **tables)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not abs(number) <= 1e6:
+        raise ValueError(f"its {name} is {value!r}: a number of at most 1e6 either way is expected")
+    return number
+
+
+class GatewayEpisode:
+    """One episode. All methods are called from the event loop of the engine.
+
+    Args:
+        max_tokens: of its trajectory: those of all contexts together.
+    """
+
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        engine: TokenGenerator,
+        conversation: Conversation,
+        limits: EpisodeLimits,
+        max_tokens: int,
+    ) -> None:
+        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.spec, self.limits, self.conversation = spec, limits, conversation
+        self.result: Any = None
+        """What was posted as the result of the episode; None: nothing was."""
+        self.failure: EngineError | None = None
+        """Error of the engine, after which the episode is not to be learned from."""
+        self.num_calls = 0
+        self._engine: Any = engine
+        self._max_tokens = max_tokens
+        self._by_id: dict[str, Answer] = {}
+        self._rewards: dict[str, float] = {}
+        self._num_sessions = 0
+        self._idle: tuple[str, int, Answer] | None = None
+        """Session, seed and history that the engine keeps for it while no call is under way."""
+        self._running: dict[str, asyncio.Task[Answer]] = {}
+        self._aborted: set[str] = set()
+        self._is_over = False
+
+    async def sample(self, place: Place, limit: int | None, stop: tuple[str, ...], seed: int | None) -> Answer:
+        """Sample an answer. A caller that is cancelled leaves what was sampled until then in the tree.
+
+        Args:
+            limit: tokens that the client wants at most.
+            stop: texts that end the answer.
+            seed: the client's, for the same answer to the same request of the same policy.
+
+        Raises:
+            ContextFull: no room for an answer.
+            EpisodeOver: the episode has ended.
+            EngineError: the engine has failed.
+        """
+        if self._is_over:
+            raise EpisodeOver("this episode has ended")
+        length = len(place.read) + (0 if place.parent is None else len(place.parent.tokens))
+        tree = self.conversation.tree
+        answer = tree.begin(place.parent, place.read)
+        room = min(self.limits.max_length - length, self._max_tokens - tree.num_tokens)
+        if room < 1:
+            tree.end(answer, None)
+            raise ContextFull(
+                f"no room for an answer: the conversation has {length} tokens, at most engine.max_length="
+                f"{self.limits.max_length}, and the episode {tree.num_tokens} in all branches, at most "
+                f"agent.max_tokens={self._max_tokens}"
+            )
+        answer.limit = min(self.limits.max_new_tokens, room, limit or room)
+        session, own_seed = self._session(place.parent, anew=seed is not None)
+        params = SamplingParams(
+            temperature=self.limits.temperature,
+            max_new_tokens=answer.limit,
+            stop_token_ids=self.conversation.chat.stop_token_ids,
+            greedy=self.limits.greedy,
+            seed=own_seed if seed is None else seed % _SEEDS,
+        )
+        task = asyncio.ensure_future(self._generate(session, answer, params, stop))
+        self._running[session] = task
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also where nobody waits for it
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._abort(session)
+            raise
+
+    def completion_id(self, answers: list[Answer], prefix: str) -> str:
+        """A name for a completion, by which its turn may be rewarded: the last of its answers."""
+        name = f"{prefix}-{secrets.token_hex(8)}"
+        self._by_id[name] = answers[-1]
+        return name
+
+    def reward(self, completion_id: str, reward: Any) -> None:
+        """Reward a turn. ValueError where there is none of this id."""
+        if completion_id not in self._by_id:
+            raise ValueError(f"completion_id is {completion_id!r}: this episode has no such completion")
+        self._rewards[completion_id] = self._rewards.get(completion_id, 0.0) + _number("reward", reward)
+
+    async def close(self) -> None:
+        """End what is under way, and take no further request."""
+        self._is_over = True
+        for session in self._running:
+            self._abort(session)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        if self._idle is not None:
+            self._engine.release(self._idle[0])
+            self._idle = None
+
+    def trajectory(self, outcome: Outcome) -> Trajectory:
+        """The episode as a trajectory, once it is closed.
+
+        Raises:
+            EngineError: the engine has failed meanwhile.
+            ValueError: no answer, or a reward for a completion that there is not.
+        """
+        if self.failure is not None:
+            raise self.failure
+        for name, reward in outcome.rewards.items():
+            self.reward(name, reward)
+        for name, reward in self._rewards.items():
+            self._by_id[name].reward += reward
+        self._rewards = {}
+        return self.conversation.tree.trajectory(
+            self.spec, reward=outcome.reward, score=outcome.score, success=outcome.success, stats=outcome.stats
+        )
+
+    def _abort(self, session: str) -> None:
+        self._aborted.add(session)
+        self._engine.abort(session)
+
+    def _session(self, parent: Answer | None, anew: bool) -> tuple[str, int]:
+        """The engine's session for a call, and its seed: the one whose history it continues, or a new one."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            session, seed, history = idle
+            if history is parent and not anew:
+                return session, seed
+            self._engine.release(session)
+        number, self._num_sessions = self._num_sessions, self._num_sessions + 1
+        if number == 0:
+            return self.spec.episode_id, self.spec.seed
+        # Of another stream: parallel answers to one question are not to be the same.
+        seed = int(np.random.SeedSequence((self.spec.seed, number)).generate_state(1, np.uint64)[0]) % _SEEDS
+        return f"{self.spec.episode_id}/{number}", seed
+
+    async def _generate(self, session: str, answer: Answer, params: SamplingParams, stop: tuple[str, ...]) -> Answer:
+        self.num_calls += 1
+        parts: list[Generation] = []
+        try:
+            await self._sample_parts(session, answer.history, params, stop, parts)
+        except EngineError as error:
+            self.failure = error
+            raise
+        finally:
+            is_kept = self.conversation.tree.end(answer, _joined(parts))
+            del self._running[session]
+            self._aborted.discard(session)
+            if is_kept and not self._running and not self._is_over:
+                self._idle = (session, params.seed, answer)
+            else:
+                self._engine.release(session)
+        if not is_kept or parts[-1].finish_reason == "abort":
+            raise EngineError(f"episode {self.spec.episode_id}: the engine aborted an answer")
+        return answer
+
+    async def _sample_parts(
+        self, session: str, history: list[int], params: SamplingParams, stop: tuple[str, ...], parts: list[Generation]
+    ) -> None:
+        """Sample an answer: whole, or token by token where texts may end it, since nothing behind them is wanted."""
+        tokens: list[int] = []
+        while session not in self._aborted:
+            room = params.max_new_tokens - len(tokens)
+            part = await self._engine.generate(
+                session, [*history, *tokens], replace(params, max_new_tokens=1 if stop else room)
+            )
+            parts.append(part)
+            tokens += part.tokens.tolist()
+            if part.finish_reason != "length" or len(tokens) >= params.max_new_tokens:
+                return
+            text = self.conversation.chat.text(tokens)
+            if any(word in text for word in stop):
+                parts[-1] = replace(part, finish_reason="stop")
+                return
+
+
+def _joined(parts: list[Generation]) -> Generation | None:
+    """One answer of its parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    tokens, logprobs, versions = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logprobs", "versions")
+    )
+    return Generation(tokens, logprobs, versions, parts[-1].finish_reason)

@@ -1,0 +1,181 @@
+"""Bodies of OpenAI's requests, checked: what is asked for, or a sentence that says why it is refused.
+
+Invariant: nothing that would make the policy sample from another distribution than the one whose log-probabilities are
+recorded gets through: it is refused, or dropped with a warning where the settings say so.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from impala_llm.limited_warnings import RateLimitedWarnings
+
+MOST_ANSWERS = 64
+"""Limit of `n`."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+}
+"""Keys that cannot be honoured, and their values that ask for nothing."""
+_HONOURED = {
+    "model",
+    "messages",
+    "prompt",
+    "tools",
+    "n",
+    "stop",
+    "max_tokens",
+    "max_completion_tokens",
+    "seed",
+    "stream",
+}
+_WITHOUT_EFFECT = {
+    *("stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
+    *("safety_identifier", "verbosity", "prompt_cache_retention", "temperature", "system", "stop_sequences"),
+}
+
+
+class BadRequest(ValueError):
+    """A request that is refused. The message is a sentence for its sender."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Content of a request."""
+
+    n: int
+    limit: int | None
+    """Tokens of an answer at most; None: the settings' limit."""
+    stop: tuple[str, ...]
+    seed: int | None
+    stream: bool
+    includes_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+    tools: list[Any]
+
+
+class RequestReader:
+    """Reads bodies.
+
+    Args:
+        temperature: the only one that is accepted; None: whatever is asked for is passed over, as in evaluations.
+        drops: drop what cannot be honoured, with a warning, in place of a refusal.
+    """
+
+    def __init__(self, temperature: float | None, drops: bool) -> None:
+        self._temperature, self._drops = temperature, drops
+        self._warnings = RateLimitedWarnings(10.0)
+
+    def read(self, body: Mapping[str, Any]) -> Wish:
+        """Check a body, apart from its messages or prompt. Raises BadRequest."""
+        for key, value in body.items():
+            if value is None or key in _HONOURED or key in _WITHOUT_EFFECT:
+                continue
+            if value not in _NEUTRAL.get(key, ()):
+                self._cannot(key, value, "leave it out")
+        temperature = body.get("temperature")
+        if self._temperature is not None and temperature is not None and temperature != self._temperature:
+            self._cannot(
+                "temperature", temperature, f"leave it out, or set engine.temperature, now {self._temperature:g}"
+            )
+        tools = body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BadRequest("tools is no list of objects: send them as OpenAI's protocol has them")
+        stream_options = body.get("stream_options") or {}
+        return Wish(
+            _integer(body, "n", 1, MOST_ANSWERS) or 1,
+            _integer(body, "max_completion_tokens", 1) or _integer(body, "max_tokens", 1),
+            _stops(body.get("stop")),
+            _integer(body, "seed", None),
+            bool(body.get("stream")),
+            isinstance(stream_options, dict) and bool(stream_options.get("include_usage")),
+            [] if body.get("tool_choice") == "none" else tools,
+        )
+
+    def _cannot(self, key: str, value: Any, fix: str) -> None:
+        sentence = (
+            f"{key}={_shown(value)} cannot be honoured: the log-probabilities that the policy learns from would not be "
+            f"those of what was sampled; {fix}"
+        )
+        if not self._drops:
+            raise BadRequest(f"{sentence} (or set agent.unsupported=drop)")
+        self._warnings.log("gateway", f"dropped: {sentence}")
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat request. Raises BadRequest where they are malformed."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages is {_shown(messages)}: a list of messages is expected")
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest(f"messages[{place}] is {_shown(message)}: an object with a role is expected")
+        for call in message.get("tool_calls") or ():
+            if (
+                not isinstance(call, dict)
+                or not isinstance(call.get("function"), dict)
+                or "name" not in call["function"]
+            ):
+                raise BadRequest(
+                    f"messages[{place}] has the tool call {_shown(call)}: a function with a name is expected"
+                )
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's: end with what it is to answer")
+    return messages
+
+
+def prompts_of(body: Mapping[str, Any], vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completions request: texts, or lists of token ids. Raises BadRequest."""
+    prompt = body.get("prompt")
+    prompts: list[Any]
+    is_ids = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
+    prompts = prompt if isinstance(prompt, list) and not is_ids else [prompt]
+    for each in prompts:
+        if isinstance(each, str) and each:
+            continue
+        if not (isinstance(each, list) and each and all(type(t) is int and 0 <= t < vocab_size for t in each)):
+            raise BadRequest(
+                f"prompt has {_shown(each)}: a text that is not empty, or token ids below {vocab_size}, is expected"
+            )
+    if not prompts:
+        raise BadRequest("prompt is empty: send a text")
+    return prompts
+
+
+def _integer(body: Mapping[str, Any], key: str, least: int | None, most: int | None = None) -> int | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    fits = type(value) is int and (least is None or value >= least) and (most is None or value <= most)
+    if not fits:
+        bounds = "an integer" if least is None else f"an integer from {least}" + ("" if most is None else f" to {most}")
+        raise BadRequest(f"{key} is {_shown(value)}: {bounds} is expected")
+    return int(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise BadRequest(f"stop is {_shown(value)}: a text or a list of texts is expected")
+    return tuple(stops)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:80] + "..."

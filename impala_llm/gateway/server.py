@@ -1,0 +1,247 @@
+"""The gateway: OpenAI's protocol over HTTP on loopback, for the agents of one actor.
+
+Invariant: a request is answered for the episode whose key it carries, and for none where it carries no valid one. A bad
+request, or a client that goes away, ends nothing but itself.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from impala_llm.engines.base import EngineError
+from impala_llm.gateway.chat import Reply, TemplateRefused
+from impala_llm.gateway.conversation import Place
+from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode
+from impala_llm.gateway.requests import BadRequest, RequestReader, Wish, messages_of, prompts_of
+from impala_llm.gateway.tree import Answer
+
+MODEL = "policy"
+"""Name of the model in answers; requests may name any."""
+_MOST_BYTES = 64 << 20
+
+_Handler = Callable[[web.Request, GatewayEpisode], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """The server. All methods are called from the event loop of the engine.
+
+    Args:
+        vocab_size: of the policy, for prompts that are token ids.
+        drops: drop what cannot be honoured, with a warning, in place of a refusal.
+    """
+
+    def __init__(self, vocab_size: int, drops: bool = False) -> None:
+        self.counters: Counter[str] = Counter()
+        """requests, refused_keys, refused_requests, since the start."""
+        self._vocab_size, self._drops = vocab_size, drops
+        self._episodes: dict[str, GatewayEpisode] = {}
+        self._readers: dict[str, RequestReader] = {}
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL of the protocol."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def start(self) -> None:
+        """Listen at a free port of loopback."""
+        app = web.Application(client_max_size=_MOST_BYTES)
+        routes: dict[str, _Handler] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completions,
+            "/v1/reward": self._reward,
+            "/reward": self._reward,
+        }
+        for path, handler in routes.items():
+            app.router.add_post(path, self._checked(handler))
+        app.router.add_get("/v1/models", self._checked(self._models))
+        app.router.add_get("/v1/models/{model}", self._checked(self._models))
+        # A handler whose client has gone away is cancelled, and aborts its answer.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def add(self, episode: GatewayEpisode, temperature: float | None) -> None:
+        """Let an episode's key in. temperature: the one that its requests may ask for; None: any, without effect."""
+        self._episodes[episode.key] = episode
+        self._readers[episode.key] = RequestReader(temperature, self._drops)
+
+    async def remove(self, episode: GatewayEpisode) -> None:
+        """End an episode: its key is no longer valid, and what is under way is aborted."""
+        self._episodes.pop(episode.key, None)
+        self._readers.pop(episode.key, None)
+        await episode.close()
+
+    def _checked(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler that is called with the episode of the request, and whose errors are answers."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            episode = self._episodes.get(key) if scheme == "Bearer" else None
+            if episode is None:
+                self.counters["refused_keys"] += 1
+                return _error(401, "no valid key: send the key of an episode that is under way as a bearer token")
+            self.counters["requests"] += 1
+            try:
+                return await handler(request, episode)
+            except ContextFull as error:
+                return _error(400, str(error), "context_length_exceeded")
+            except EpisodeOver as error:
+                return _error(401, str(error))
+            except EngineError as error:
+                return _error(503, str(error))
+            except (BadRequest, TemplateRefused, ValueError, KeyError, TypeError) as error:
+                # Whatever a body holds that nobody thought of is its sender's.
+                self.counters["refused_requests"] += 1
+                return _error(400, str(error) if isinstance(error, ValueError) else f"malformed request: {error!r}")
+
+        return handle
+
+    async def _models(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        name = request.match_info.get("model")
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "impala-llm"}
+        return web.json_response(model if name else {"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        body = await _body(request)
+        if "completion_id" in body:
+            episode.reward(str(body["completion_id"]), body.get("reward"))
+        else:
+            episode.result = body
+        return web.json_response({"ok": True})
+
+    async def _chat(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        body = await _body(request)
+        wish = self._readers[episode.key].read(body)
+        conversation = episode.conversation
+        place = conversation.place(messages_of(body), wish.tools)
+        answers = await _sample_all(episode, [place] * wish.n, wish)
+        choices = []
+        for index, answer in enumerate(answers):
+            assert answer.generation is not None
+            reply = conversation.chat.reply(answer.generation.tokens.tolist())
+            reply = Reply(_before_stop(reply.content, wish.stop), reply.reasoning, reply.tool_calls)
+            message = reply.message()
+            conversation.remember(place, answer, message)
+            reason = "tool_calls" if reply.tool_calls else _reason(answer)
+            choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
+        answer_body = {
+            "id": episode.completion_id(answers, "chatcmpl"),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(body.get("model", MODEL)),
+            "choices": choices,
+            "usage": _usage([place], answers),
+        }
+        return await _stream(request, answer_body, wish) if wish.stream else web.json_response(answer_body)
+
+    async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        body = await _body(request)
+        wish = self._readers[episode.key].read(body)
+        conversation = episode.conversation
+        places = [conversation.place_text(prompt) for prompt in prompts_of(body, self._vocab_size)]
+        answers = await _sample_all(episode, [place for place in places for _ in range(wish.n)], wish)
+        choices = []
+        for index, answer in enumerate(answers):
+            assert answer.generation is not None
+            conversation.remember_text(places[index // wish.n], answer)
+            text = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), wish.stop)
+            choices.append({"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer)})
+        answer_body = {
+            "id": episode.completion_id(answers, "cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": str(body.get("model", MODEL)),
+            "choices": choices,
+            "usage": _usage(places, answers),
+        }
+        return await _stream(request, answer_body, wish) if wish.stream else web.json_response(answer_body)
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except (ValueError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is a {type(body).__name__}: an object is expected")
+    return body
+
+
+async def _sample_all(episode: GatewayEpisode, places: list[Place], wish: Wish) -> list[Answer]:
+    """An answer for each place, all at once."""
+    seeds = [None if wish.seed is None else wish.seed + number for number in range(len(places))]
+    calls = [
+        asyncio.ensure_future(episode.sample(place, wish.limit, wish.stop, seed))
+        for place, seed in zip(places, seeds, strict=True)
+    ]
+    try:
+        return await asyncio.gather(*calls)
+    except BaseException:
+        for call in calls:
+            call.cancel()
+        raise
+
+
+def _before_stop(text: str, stop: tuple[str, ...]) -> str:
+    places = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+def _reason(answer: Answer) -> str:
+    assert answer.generation is not None
+    return "length" if answer.generation.finish_reason == "length" else "stop"
+
+
+def _usage(places: list[Place], answers: list[Answer]) -> dict[str, int]:
+    read = sum(len(place.read) + (0 if place.parent is None else len(place.parent.tokens)) for place in places)
+    said = sum(len(answer.generation.tokens) for answer in answers if answer.generation is not None)
+    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+
+
+async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> web.StreamResponse:
+    """Send a whole answer as a stream of server-sent events: each choice in one piece, then its end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    is_chat = body["object"] == "chat.completion"
+    head = {key: body[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+    for choice in body["choices"]:
+        first = dict(choice) | {"finish_reason": None}
+        last = {"index": choice["index"], "logprobs": None, "finish_reason": choice["finish_reason"]}
+        if is_chat:
+            delta = first.pop("message")
+            calls = [{"index": place, **call} for place, call in enumerate(delta.get("tool_calls", ()))]
+            first["delta"] = delta | ({"tool_calls": calls} if calls else {})
+            last["delta"] = {}
+        else:
+            last["text"] = ""
+        for piece in (first, last):
+            await _send(response, {**head, "choices": [piece]})
+    if wish.includes_usage:
+        await _send(response, {**head, "choices": [], "usage": body["usage"]})
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def _error(status: int, sentence: str, code: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": sentence, "type": kind, "param": None, "code": code}}, status=status)

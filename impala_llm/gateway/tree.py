@@ -1,0 +1,187 @@
+"""The tokens of an episode whose conversation may branch: a tree of answers, and the `Trajectory` that it becomes.
+
+Invariant: the tokens of an answer are in exactly one span that is learned from, behind exactly the tokens that they
+were sampled after; whatever else stands in the trajectory is context. This module has no I/O and knows no text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from impala_llm.engines.base import Generation
+from impala_llm.rollout import EpisodeSpec
+from impala_llm.trajectory import CONTEXT_START, NO_VERSION, Trajectory
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer of the policy, or one that is under way."""
+
+    parent: "Answer | None"
+    """The answer whose history this one continues; None: it begins with nothing."""
+    read: tuple[int, ...]
+    """Tokens that the policy read since then and did not sample."""
+    generation: Generation | None = None
+    """None while it is under way."""
+    limit: int = 0
+    """Largest number of its tokens, while it is under way."""
+    reward: float = 0.0
+    """Reward of this turn, beside that of the episode."""
+
+    @property
+    def history(self) -> list[int]:
+        """All tokens before its own."""
+        return [*(() if self.parent is None else self.parent.tokens), *self.read]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens up to its end."""
+        return self.history if self.generation is None else [*self.history, *self.generation.tokens.tolist()]
+
+    @property
+    def path(self) -> "list[Answer]":
+        """The answers from the first one of its history to itself."""
+        return [*(() if self.parent is None else self.parent.path), self]
+
+    @property
+    def most_tokens(self) -> int:
+        """Number of tokens up to its end, or that it may have then."""
+        own = self.limit if self.generation is None else len(self.generation.tokens)
+        return (
+            sum(len(a.read) + len(a.generation.tokens) for a in self.path[:-1] if a.generation) + len(self.read) + own
+        )
+
+
+class ConversationTree:
+    """All answers of an episode."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        """Complete ones, in the order in which they ended."""
+        self._under_way: list[Answer] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the trajectory that this may become at most, once all that is under way has ended."""
+        return sum(answer.most_tokens for answer in self._leaves([*self.answers, *self._under_way]))
+
+    def begin(self, parent: Answer | None, read: Sequence[int], limit: int = 0) -> Answer:
+        """Begin an answer.
+
+        Args:
+            parent: a complete answer of this tree that it continues; None: nothing.
+            read: tokens after it, which the policy did not sample. Not empty where there is no parent.
+            limit: tokens that it may have.
+        """
+        if parent is None and not read:
+            raise ValueError("read is empty: a first token has no context that predicts it")
+        answer = Answer(parent, tuple(read), limit=limit)
+        self._under_way.append(answer)
+        return answer
+
+    def end(self, answer: Answer, generation: Generation | None) -> bool:
+        """End an answer that is under way. Returns whether it has tokens, and is so a part of the tree.
+
+        Args:
+            generation: whatever was sampled, also where nobody waits for it any more; None: nothing was.
+        """
+        self._under_way.remove(answer)
+        if generation is None or not len(generation.tokens):
+            return False
+        answer.generation = generation
+        self.answers.append(answer)
+        return True
+
+    def contexts(self) -> list[list[Answer]]:
+        """The histories that hold all answers: one for each answer that no other continues, in the order of their ends.
+
+        The episode's last answer is so the last of all.
+        """
+        return [leaf.path for leaf in self._leaves(self.answers)]
+
+    def trajectory(
+        self, spec: EpisodeSpec, *, reward: float, score: float, success: bool, stats: Mapping[str, float]
+    ) -> Trajectory:
+        """Lay the episode out, context by context; an answer that several of them hold is learned from in the first.
+
+        Args:
+            reward: of the episode, received after its last answer, beside those of the answers.
+            score: in [0, 1].
+
+        Raises:
+            ValueError: there is no answer.
+        """
+        contexts = self.contexts()
+        if not contexts:
+            raise ValueError("the episode has no answer: there is nothing to learn from")
+        rows = _Rows()
+        learned: set[int] = set()
+        for context in contexts:
+            begin = len(rows.tokens)
+            for answer in context:
+                assert answer.generation is not None
+                rows.add_context(answer.read)
+                if id(answer) in learned:
+                    rows.add_context(answer.generation.tokens.tolist())
+                else:
+                    rows.add_answer(answer.generation, answer.reward)
+                    learned.add(id(answer))
+            if begin:
+                rows.versions[begin] = CONTEXT_START
+        rows.rewards[-1] += reward
+        return rows.trajectory(spec, score, success, stats)
+
+    @staticmethod
+    def _leaves(answers: list[Answer]) -> list[Answer]:
+        continued = {id(answer.parent) for answer in answers}
+        return [answer for answer in answers if id(answer) not in continued]
+
+
+class _Rows:
+    """Arrays of a trajectory, as lists that grow."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.rewards: list[float] = []
+        self.turns: list[tuple[int, int]] = []
+
+    def add_context(self, tokens: Sequence[int]) -> None:
+        count = len(tokens)
+        self._add(tokens, False, [0.0] * count, [NO_VERSION] * count)
+
+    def add_answer(self, answer: Generation, reward: float) -> None:
+        self.turns.append((len(self.tokens), len(self.tokens) + len(answer.tokens)))
+        self._add(answer.tokens.tolist(), True, answer.logprobs.tolist(), answer.versions.tolist())
+        self.rewards[-1] = reward
+
+    def _add(self, tokens: Sequence[int], mask: bool, logprobs: list[float], versions: list[int]) -> None:
+        self.tokens += tokens
+        self.mask += [mask] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+        self.rewards += [0.0] * len(tokens)
+
+    def trajectory(self, spec: EpisodeSpec, score: float, success: bool, stats: Mapping[str, float]) -> Trajectory:
+        return Trajectory(
+            tokens=np.array(self.tokens, np.int32),
+            action_mask=np.array(self.mask, np.bool_),
+            behaviour_logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            rewards=np.array(self.rewards, np.float32),
+            turns=np.array(self.turns, np.int32),
+            bootstrap=False,
+            episode_id=spec.episode_id,
+            group_id=spec.group_id,
+            task_id=spec.task_id,
+            env=spec.env,
+            actor_id=spec.actor_id,
+            ticket_id=spec.ticket_id,
+            signature=spec.signature,
+            score=score,
+            success=success,
+            stats=dict(stats),
+        )

@@ -1,0 +1,215 @@
+"""A process of the pool: runs agents, many at once on one asyncio loop, for an actor (agent_pool.py).
+
+It reads commands on its standard input and writes events on what was its standard output, a JSON object a line; what
+agents print goes to the actor's log. It ends, and kills the programs that it has started, as soon as its input does.
+
+    start the pool's:  {"agent": name, "command": line or null}
+    to it:             {"episode": n, "task": {...}, "url": ..., "key": ...}   {"cancel": n}
+    from it:           {"ready": true}   {"broken": reason}   {"alive": true}
+                       {"episode": n, "result": ...}   {"episode": n, "failed": reason, "leaks": bool}
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from impala_llm.gateway.tasks import Task
+from impala_llm.plugs import AGENTS, load
+
+ALIVE_S = 1.0
+"""Time between two signs of life."""
+_MOST_OUTPUT = 1 << 20
+"""Bytes at the end of a program's output in which its reward is looked for."""
+
+_Run = Callable[[Task, str, str], Awaitable[Any]]
+
+_programs: set[int] = set()
+"""Process groups of programs that run."""
+
+
+class ThreadLeft(asyncio.CancelledError):
+    """An agent that is no coroutine was cancelled: nobody can end its thread but the end of the process."""
+
+
+class AgentError(RuntimeError):
+    """An agent did not do its part. The message is the reason."""
+
+
+def function_runner(name: str) -> _Run:
+    """Call the function that `agent.name` means. Raises ValueError where there is none, or openai is missing."""
+    agent = load(AGENTS, name)
+    try:
+        import openai
+    except ImportError as error:
+        raise ValueError(f"agent.name={name} needs the package openai: pip install 'impala-llm[agents]'") from error
+    # Connections of all episodes of this process: a client of its own costs each tens of milliseconds.
+    http_client = openai.DefaultAsyncHttpxClient()
+
+    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+
+    async def run(task: Task, url: str, key: str) -> Any:
+        if is_async:
+            return await agent(task, openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http_client))
+        try:
+            return await asyncio.to_thread(agent, task, openai.OpenAI(base_url=url, api_key=key))
+        except asyncio.CancelledError:
+            raise ThreadLeft from None
+
+    return run
+
+
+def command_runner(command: str) -> _Run:
+    """Start a program for each episode, see docs/agents.md."""
+    words = shlex.split(command)
+
+    async def run(task: Task, url: str, key: str) -> Any:
+        with tempfile.TemporaryDirectory(prefix="impala-agent-") as folder:
+            reward = Path(folder) / "reward.json"
+            environment = {
+                **os.environ,
+                "OPENAI_BASE_URL": url,
+                "OPENAI_API_KEY": key,
+                "IMPALA_TASK": json.dumps(vars(task)),
+                "IMPALA_REWARD_FILE": str(reward),
+            }
+            program = await asyncio.create_subprocess_exec(
+                *words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            )
+            _programs.add(program.pid)
+            try:
+                output = await _tail(program)
+                status = await program.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # with all that it has started
+                await program.wait()
+                _programs.discard(program.pid)
+            if status:
+                raise AgentError(f"{words[0]} ended with status {status}")
+            if reward.exists():
+                return json.loads(reward.read_text())
+            return _last_value(output)
+
+    return run
+
+
+async def _tail(program: asyncio.subprocess.Process) -> str:
+    """The end of a program's output."""
+    assert program.stdout is not None
+    output = b""
+    while piece := await program.stdout.read(1 << 16):
+        output = (output + piece)[-_MOST_OUTPUT:]
+    return output.decode(errors="replace")
+
+
+def _last_value(output: str) -> Any:
+    """The last line of an output, if it is a JSON number or object; None: it is not, and the reward came otherwise."""
+    lines = output.strip().splitlines()
+    with contextlib.suppress(ValueError):
+        value = json.loads(lines[-1]) if lines else None
+        if isinstance(value, int | float | dict):
+            return value
+    return None
+
+
+class Worker:
+    """Runs episodes as commands say.
+
+    Args:
+        say: writes an event.
+    """
+
+    def __init__(self, run: _Run, say: Callable[[dict[str, Any]], None]) -> None:
+        self._run, self._say = run, say
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._seen: set[str] = set()
+
+    def handle(self, command: dict[str, Any]) -> None:
+        """Start or cancel an episode."""
+        if "cancel" in command:
+            if task := self._episodes.get(command["cancel"]):
+                task.cancel()
+            return
+        number = command["episode"]
+        self._episodes[number] = asyncio.get_running_loop().create_task(self._play(number, command))
+
+    async def live(self) -> None:
+        """Say that the loop turns."""
+        while True:
+            self._say({"alive": True})
+            await asyncio.sleep(ALIVE_S)
+
+    async def _play(self, number: int, command: dict[str, Any]) -> None:
+        event: dict[str, Any] = {"episode": number, "failed": "cancelled"}
+        try:
+            result = await self._run(Task(**command["task"]), command["url"], command["key"])
+            # An agent may return anything; numbers of numpy are numbers.
+            event = {"episode": number, "result": json.loads(json.dumps(result, default=float))}
+        except asyncio.CancelledError as error:
+            event["leaks"] = isinstance(error, ThreadLeft)
+        except BaseException as error:  # of other people's code, sys.exit included
+            self._show(error)
+            event["failed"] = f"{type(error).__name__}: {error}"[:2000]
+        finally:
+            del self._episodes[number]
+            self._say(event)
+
+    def _show(self, error: BaseException) -> None:
+        """Print the first error of each kind with its traceback."""
+        frames = traceback.extract_tb(error.__traceback__)
+        kind = f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
+        if kind not in self._seen and len(self._seen) < 100:
+            self._seen.add(kind)
+            traceback.print_exception(error)
+
+
+def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: Callable[[Any], None]) -> None:
+    """In a thread, so that also a process whose loop is blocked ends with its actor."""
+    for line in commands:
+        loop.call_soon_threadsafe(handle, json.loads(line))
+    for group in list(_programs):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
+async def main() -> None:
+    """Run until the standard input ends."""
+    commands = os.fdopen(os.dup(0), "rb")
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def say(event: dict[str, Any]) -> None:
+        events.write(json.dumps(event).encode() + b"\n")
+
+    settings = json.loads(commands.readline())
+    try:
+        run = command_runner(settings["command"]) if settings["command"] else function_runner(settings["agent"])
+    except ValueError as error:
+        say({"broken": str(error)})
+        return
+    worker = Worker(run, say)
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_read_commands, args=(loop, commands, worker.handle), daemon=True).start()
+    say({"ready": True})
+    await worker.live()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        asyncio.run(main())

@@ -1,0 +1,226 @@
+"""Processes of agents: whatever an agent does, its episode comes back once, and the pool goes on."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from impala_llm.gateway import agent_pool
+from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
+from impala_llm.gateway.tasks import Task
+
+AGENTS = """
+import asyncio, os, time
+kept = []
+
+async def agent(task, client):
+    what = task.data["what"]
+    if what == "number":
+        return 0.5
+    if what == "details":
+        return {"score": 0.25, "stats": {"url": len(str(client.base_url)), "seed": task.seed}}
+    if what == "print":
+        print("a line that is no event")
+        return 1
+    if what == "raise":
+        raise KeyError("no such tool")
+    if what == "exit":
+        raise SystemExit(3)
+    if what == "die":
+        os._exit(7)
+    if what == "object":
+        return object()
+    if what == "block":
+        open(task.data["file"], "w").close()
+        time.sleep(1000)
+    if what == "wait":
+        open(task.data["file"], "w").close()
+        await asyncio.sleep(1000)
+    if what == "stubborn":
+        open(task.data["file"], "w").close()
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    if what == "fill":
+        kept.append(bytearray(400 << 20))
+        return 1
+    if what == "process":
+        return os.getpid()
+
+def plain(task, client):
+    if task.data["what"] == "block":
+        open(task.data["file"], "w").close()
+        time.sleep(1000)
+    return float(client.api_key == "sk-1")
+"""
+DEADLINE_S = 120
+
+
+def task(what: str, **data: Any) -> Task:
+    return Task(id=5, seed=6, training=True, data={"what": what, **data})
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pool_agents.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return tmp_path
+
+
+def use(
+    test: Callable[[AgentPool], Awaitable[None]],
+    name: str | None = "pool_agents:agent",
+    command: str | None = None,
+    processes: int = 1,
+    most_memory: float = 1e12,
+) -> None:
+    """Run a test with a pool, after which no process of it is left."""
+
+    async def main() -> None:
+        pool = AgentPool(name, command, processes, most_memory)
+        await pool.start()
+        try:
+            await test(pool)
+        finally:
+            await pool.close()
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+async def play(pool: AgentPool, what: str, **data: Any) -> Any:
+    return await pool.run(task(what, **data), "http://127.0.0.1:1/v1", "sk-1")
+
+
+async def appears(file: Path) -> None:
+    while not file.exists():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.system
+def test_results_come_back_and_faults_with_their_reason(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "number") == 0.5
+        assert await play(pool, "details") == {"score": 0.25, "stats": {"url": 22, "seed": 6}}
+        assert await play(pool, "print") == 1
+        for what, reason in {"raise": "KeyError: 'no such tool'", "exit": "SystemExit", "object": "TypeError"}.items():
+            with pytest.raises(AgentFailed, match=reason):
+                await play(pool, what)
+        many = await asyncio.gather(*(play(pool, "number") for _ in range(64)))
+        assert many == [0.5] * 64 and pool.num_replaced == 0
+
+    use(test)
+
+
+@pytest.mark.system
+def test_a_process_that_dies_fails_its_episodes_and_is_replaced(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
+        await appears(agents / "waits")
+        for dying in (play(pool, "die"), waiting):
+            with pytest.raises(AgentFailed, match="ended it with status 7"):
+                await dying
+        assert await play(pool, "number") == 0.5 and pool.num_replaced == 1
+
+    use(test)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("name", "what"), [("agent", "block"), ("agent", "stubborn"), ("plain", "block")])
+def test_an_agent_that_does_not_end_with_its_time_costs_its_process(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    monkeypatch.setattr(agent_pool, "_GRACE_S", 0.5)
+
+    async def test(pool: AgentPool) -> None:
+        stuck = asyncio.ensure_future(play(pool, what, file=str(agents / "stuck")))
+        await appears(agents / "stuck")
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        assert await play(pool, "number") in (0.5, 1.0)
+        assert pool.num_replaced == 1
+
+    use(test, f"pool_agents:{name}")
+
+
+@pytest.mark.system
+def test_a_blocked_process_is_found_without_a_time_out(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_pool, "_BLOCKED_S", 3.0)
+
+    async def test(pool: AgentPool) -> None:
+        blocking = asyncio.ensure_future(play(pool, "block", file=str(agents / "blocks")))
+        await appears(agents / "blocks")
+        with pytest.raises(AgentFailed, match="blocked it"):
+            await blocking
+        assert await play(pool, "number") == 0.5
+
+    use(test)
+
+
+@pytest.mark.system
+def test_a_process_that_grows_is_replaced_when_its_episodes_are_over(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        first = await play(pool, "process")
+        assert await play(pool, "fill") == 1
+        assert await play(pool, "process") != first
+        assert pool.num_replaced == 1
+
+    use(test, most_memory=400 << 20)
+
+
+@pytest.mark.system
+def test_an_agent_that_is_not_there_is_named(agents: Path) -> None:
+    for name, reason in {"no_such_module:agent": "cannot be imported", "pool_agents:other": "has no other"}.items():
+        with pytest.raises(AgentFailed, match=reason):
+            use(lambda pool: play(pool, "number"), name)
+
+
+PROGRAM = """
+import json, os, sys, time, subprocess
+task = json.loads(os.environ["IMPALA_TASK"])
+assert os.environ["OPENAI_API_KEY"] == "sk-1" and os.environ["OPENAI_BASE_URL"].endswith("/v1")
+what = task["data"]["what"]
+if what == "file":
+    open(os.environ["IMPALA_REWARD_FILE"], "w").write(json.dumps({"score": 0.75}))
+if what == "stdout":
+    print("thinking")
+    print(0.5)
+if what == "crash":
+    sys.exit("no such tool")
+if what == "wait":
+    subprocess.Popen(["sleep", "1000"])
+    open(task["data"]["file"], "w").close()
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.system
+def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: Path) -> None:
+    program = agents / "program.py"
+    program.write_text(PROGRAM)
+
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "file") == {"score": 0.75}
+        assert await play(pool, "stdout") == 0.5
+        assert await play(pool, "nothing") is None
+        with pytest.raises(AgentFailed, match="ended with status 1"):
+            await play(pool, "crash")
+        waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
+        await appears(agents / "waits")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not [c for c in psutil.Process().children(recursive=True) if "sleep" in c.name()]
+        left = asyncio.ensure_future(play(pool, "wait", file=str(agents / "left")))  # ends with the pool
+        await appears(agents / "left")
+        del left
+
+    use(test, None, f"{sys.executable} {program}")

@@ -1,0 +1,224 @@
+"""Conversations that branch in every way: what was sampled is learned from once, behind what it was sampled after."""
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from impala_llm.gateway.chat import ChatTokens
+from impala_llm.gateway.conversation import Conversation
+from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
+from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.rollout import EpisodeLimits, EpisodeSpec
+from impala_llm.trajectory import CONTEXT_START, Trajectory
+from tests.gateway.engines import RandomEngine
+
+SPEC = EpisodeSpec("e", task_id=7, group_id=1, ticket_id=2, seed=3, env="agent", actor_id="a", signature="s")
+DONE = Outcome(reward=0.5, score=0.5, success=False)
+
+ACTS = ["extend", "branch", "edit", "compact", "parallel", "several", "retry", "cancel", "stop"]
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
+    folder = make_scratch_policy(tmp_path_factory.mktemp("scratch") / "policy")
+    return ChatTokens(AutoTokenizer.from_pretrained(folder))
+
+
+class Player:
+    """An agent that talks through an episode's conversation in random ways."""
+
+    def __init__(
+        self, chat: ChatTokens, seed: int, max_tokens: int = 100_000, engine: RandomEngine | None = None
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.engine = engine or RandomEngine(self.rng, chat.encode("ab c"))
+        limits = EpisodeLimits(1.0, max_new_tokens=4, max_length=2000)
+        self.episode = GatewayEpisode(
+            replace(SPEC, episode_id=f"e{seed}"), self.engine, Conversation(chat), limits, max_tokens
+        )
+        self.conversation = self.episode.conversation
+        self.states: list[Messages] = []
+        """Conversations, each up to an answer that was seen."""
+
+    async def ask(self, messages: Messages, n: int = 1, stop: tuple[str, ...] = ()) -> None:
+        place = self.conversation.place(messages, [])
+        for answer in await asyncio.gather(*(self.episode.sample(place, None, stop, None) for _ in range(n))):
+            message = self.conversation.chat.reply(answer.generation.tokens.tolist()).message()
+            self.conversation.remember(place, answer, message)
+            self.states.append([*messages, message])
+
+    def said(self, kind: str = "user") -> dict[str, Any]:
+        return {"role": kind, "content": self.rng.choice(["x", "yy", "z<|end|>z", ""])}
+
+    def edited(self) -> Messages:
+        messages = [dict(message) for message in self.rng.choice(self.states)]
+        self.rng.choice(messages)["content"] = "changed"
+        return [*messages, self.said()]
+
+    async def act(self) -> None:
+        """Do one thing of those that agents do."""
+        what = self.rng.choice(ACTS)
+        if not self.states:
+            await self.ask([self.said("system"), self.said()])
+        elif what == "extend":
+            await self.ask([*self.states[-1], self.said()])
+        elif what == "branch":
+            await self.ask([*self.rng.choice(self.states), self.said("tool")])
+        elif what == "edit":
+            await self.ask(self.edited())
+        elif what == "compact":
+            await self.ask([{"role": "user", "content": "so far: " + self.said()["content"]}])
+        elif what == "parallel":
+            known = list(self.states)
+            await asyncio.gather(*(self.ask([*self.rng.choice(known), self.said()]) for _ in range(3)))
+        elif what == "several":
+            await self.ask([*self.states[-1], self.said()], n=2)
+        elif what == "retry":
+            await self.ask(self.rng.choice(self.states)[:-1])
+        elif what == "stop":
+            await self.ask([*self.states[-1], self.said()], stop=("b", "c a"))
+        else:
+            task = asyncio.ensure_future(self.ask([*self.states[-1], self.said()]))
+            for _ in range(self.rng.randrange(6)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def play(self, num_acts: int) -> Trajectory:
+        await self.ask([self.said("system"), self.said()])
+        for _ in range(num_acts):
+            await self.act()
+        left = asyncio.ensure_future(self.ask([*self.states[-1], self.said()]))  # under way when the episode ends
+        await asyncio.sleep(0)
+        await self.episode.close()
+        await asyncio.gather(left, return_exceptions=True)
+        return self.episode.trajectory(DONE)
+
+
+def assert_exact(trajectory: Trajectory, engine: RandomEngine) -> None:
+    """Each sampled token is an action once, behind the tokens that it was sampled after, and nothing else is one."""
+    places = np.flatnonzero(trajectory.action_mask)
+    serials = np.rint(-trajectory.behaviour_logprobs[places] * 1024).astype(int).tolist()
+    assert sorted(serials) == list(range(len(engine.sampled)))
+    starts = np.flatnonzero(trajectory.versions == CONTEXT_START)
+    for place, serial in zip(places.tolist(), serials, strict=True):
+        begin = int(starts[starts <= place].max(initial=0))
+        token, history = engine.sampled[serial]
+        assert trajectory.tokens[place] == token
+        assert trajectory.tokens[begin:place].tolist() == history
+
+
+@pytest.mark.system
+def test_every_sampled_token_is_learned_from_exactly_once_in_a_thousand_random_conversations(chat: ChatTokens) -> None:
+    num_contexts = []
+    for seed in range(1000):
+        player = Player(chat, seed)
+        trajectory = asyncio.run(player.play(seed % 9))
+        assert_exact(trajectory, player.engine)
+        assert player.engine.sessions == {} and player.engine.running == set()
+        num_contexts.append(len(trajectory.context_lengths))
+    assert max(num_contexts) > 10 and min(num_contexts) == 1
+
+
+def test_a_conversation_that_is_only_extended_is_one_row_that_keeps_the_sampled_ids(chat: ChatTokens) -> None:
+    async def play() -> tuple[Trajectory, Player]:
+        player = Player(chat, 5)
+        await player.ask([player.said()])
+        for _ in range(4):
+            await player.ask([*player.states[-1], player.said()])
+        await player.episode.close()
+        return player.episode.trajectory(DONE), player
+
+    trajectory, player = asyncio.run(play())
+    assert_exact(trajectory, player.engine)
+    assert len(trajectory.context_lengths) == 1 and len(trajectory.turns) == 5
+    assert trajectory.rewards[-1] == 0.5 and trajectory.rewards.sum() == 0.5
+    assert {params.seed for params in player.engine.params} == {SPEC.seed}
+
+
+def test_branches_have_random_streams_of_their_own(chat: ChatTokens) -> None:
+    async def play() -> Player:
+        player = Player(chat, 5)
+        await player.ask([player.said()], n=4)
+        await player.episode.close()
+        return player
+
+    player = asyncio.run(play())
+    assert len({params.seed for params in player.engine.params}) == 4
+
+
+def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: ChatTokens) -> None:
+    """No episode waits for a session that another one keeps while it waits."""
+
+    async def play() -> int:
+        rng = random.Random(1)
+        engine = RandomEngine(rng, chat.encode("ab c"), slots=4)
+        players = [Player(chat, seed, engine=engine) for seed in range(4)]
+        await asyncio.gather(*(player.ask([player.said()]) for player in players))
+        for _ in range(5):
+            await asyncio.gather(*(player.ask([*player.states[-1], player.said()], n=3) for player in players))
+        return len(engine.params)
+
+    assert asyncio.run(asyncio.wait_for(play(), 60)) == 4 + 5 * 4 * 3
+
+
+def test_the_last_answer_of_an_episode_is_the_last_of_its_trajectory(chat: ChatTokens) -> None:
+    """So the reward follows it, also where a sub-agent has talked meanwhile."""
+
+    async def play() -> tuple[Trajectory, Player]:
+        player = Player(chat, 5)
+        await player.ask([player.said()])
+        main = player.states[-1]
+        await player.ask([{"role": "user", "content": "sub-agent"}])
+        await player.ask([*main, player.said()])
+        await player.episode.close()
+        return player.episode.trajectory(DONE), player
+
+    trajectory, player = asyncio.run(play())
+    assert len(trajectory.context_lengths) == 2
+    assert round(-float(trajectory.behaviour_logprobs[-1]) * 1024) == len(player.engine.sampled) - 1
+
+
+def test_an_episode_is_full_at_its_limit_over_all_branches(chat: ChatTokens) -> None:
+    async def play() -> Trajectory:
+        player = Player(chat, 5, max_tokens=60)
+        with pytest.raises(ContextFull, match="agent.max_tokens=60"):
+            for _ in range(60):
+                await player.ask([{"role": "user", "content": "again"}], n=1)
+        await player.episode.close()
+        with pytest.raises(EpisodeOver):
+            await player.ask([player.said()])
+        return player.episode.trajectory(DONE)
+
+    assert 50 <= asyncio.run(play()).num_tokens <= 60
+
+
+def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> None:
+    async def play() -> Trajectory:
+        player = Player(chat, 5)
+        await player.ask([player.said()])
+        await player.ask([*player.states[-1], player.said()])
+        first = player.episode.completion_id(player.conversation.tree.answers[:1], "chatcmpl")
+        player.episode.reward(first, 0.25)
+        with pytest.raises(ValueError, match="no such completion"):
+            player.episode.reward("other", 1.0)
+        await player.episode.close()
+        return player.episode.trajectory(Outcome.of({"score": 1.0, "rewards": {first: 1.0}}))
+
+    trajectory = asyncio.run(play())
+    ends = trajectory.turns[:, 1] - 1
+    assert trajectory.rewards[ends].tolist() == [1.25, 1.0] and trajectory.rewards.sum() == 2.25
+
+
+@pytest.mark.parametrize(
+    "result", [None, "much", float("nan"), {"score": 2.0}, {"reward": 1, "colour": 3}, {"stats": {}}]
+)
+def test_results_that_are_none_are_refused(result: Any) -> None:
+    with pytest.raises(ValueError, match="its "):
+        Outcome.of(result)
