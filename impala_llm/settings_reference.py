@@ -97,7 +97,7 @@ def _entries(part: object, prefix: str) -> Iterator[Entry]:
 def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
     """Each credit or loss that `key` may name, and their options: those of several come once."""
     owners: dict[Entry, list[str]] = {}
-    for name, part in packaged.items():
+    for name, part in sorted(packaged.items()):  # they register in the order of the imports
         meaning = (part.__doc__ or "").partition("; see")[0].partition("\n\n")[0].strip().rstrip(".") + "."
         yield Entry(key, name, "", " ".join(meaning.split()))
         meanings = _meanings(part)
