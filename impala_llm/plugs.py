@@ -53,6 +53,11 @@ ENVIRONMENTS = Kind(
         "parrot": "impala_llm.envs.toy:ParrotSuite",
         "corridor": "impala_llm.envs.toy:CorridorSuite",
         "tasks": "impala_llm.envs.task_file:TaskFileSuite",
+        "gymnasium": "impala_llm.envs.gymnasium_text:GymnasiumSuite",
+        "textarena": "impala_llm.envs.textarena:TextArenaSuite",
+        "textworld": "impala_llm.envs.textworld:TextWorldSuite",
+        "scienceworld": "impala_llm.envs.scienceworld:ScienceWorldSuite",
+        "openenv": "impala_llm.envs.openenv:OpenEnvSuite",
         "reasoning_gym": "impala_llm.envs.reasoning_gym:ReasoningGymSuite",
     },
     settings={"webshop": "env.webshop"},
@@ -76,6 +81,13 @@ VERIFIERS = Kind(
 """Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
 AGENTS = Kind("agent.name", "", "impala_llm.agents", {})
 """Functions `agent(task, client)`, mostly async: see docs/agents.md. They have no options."""
+OPPONENTS = Kind(
+    "env.args.opponent",
+    "env.args.opponent_args",
+    "impala_llm.opponents",
+    {"random": "impala_llm.envs.textarena:RandomPlayer", "policy": "impala_llm.frozen_policy:FrozenPolicy"},
+)
+"""Called with a seed and env.args.opponent_args, they return a player, as envs/textarena.py describes it."""
 METRIC_WRITERS = Kind(
     "run.metric_writers",
     "",

@@ -186,11 +186,11 @@ async def play_episode(
         EngineError: the engine refused the request or died.
         EnvironmentFault: the environment raised, or returned what it must not.
     """
-    observation = await contract.reset(session, spec.task_id, spec.env)
     info: dict[str, Any] = {}
-    played = _Played(spec, chat.first(observation))
     terminated = truncated = False
     try:
+        observation = await contract.reset(session, spec.task_id, spec.env)
+        played = _Played(spec, chat.first(observation))
         while not (terminated or truncated) and len(played.tokens) < limits.max_length:
             # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
             if on_unroll is not None and limits.ends_unroll(played.answers):
@@ -213,6 +213,7 @@ async def play_episode(
                 played.tokens = [*played.tokens, *chat.following(observation, played.tokens[-1])]
     finally:
         engine.release(spec.episode_id)
+        contract.close(session)
     bootstrap = truncated and not terminated and len(played.tokens) <= limits.max_length
     return played.end_unroll(info, bootstrap=bootstrap)
 

@@ -12,7 +12,10 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Session(Protocol):
-    """One episode at a time. Used from one thread."""
+    """One episode at a time. Used from one thread.
+
+    It may have a method `close()`, which is called when the episode is over, or was given up: to end connections.
+    """
 
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
         """Start the episode of a task: (first observation, info).

@@ -3,6 +3,7 @@
 Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -72,6 +73,13 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
     if problems:
         raise EnvironmentFault(f"env {env}: step: " + "; ".join(problems))
     return observation, float(reward), bool(terminated), bool(truncated), info
+
+
+def close(session: Session | AsyncSession) -> None:
+    """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over."""
+    if (method := getattr(session, "close", None)) is not None:
+        with contextlib.suppress(Exception):
+            method()
 
 
 def _call(what: str, function: Callable[[], Any]) -> Any:

@@ -1,0 +1,143 @@
+"""Environments behind an OpenEnv server, by the WebSocket protocol of its clients. The server has the library; here
+nothing of it is needed.
+
+An episode is a connection: the server makes an environment for it, and removes it when the connection ends.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from impala_llm.envs.base import Split
+from impala_llm.envs.single_turn import Result, check_task, split_sizes
+from impala_llm.settings import bounded
+
+
+class OpenEnvSuite:
+    """An environment of a running server. A task id goes to the server as the seed of the reset."""
+
+    @dataclass
+    class Options:
+        """Settings env.args.*"""
+
+        url: str = "http://127.0.0.1:8000"
+        """Address of the server. It must admit actor.max_episodes sessions at once, from each actor."""
+        action_field: str = "message"
+        """Field of the action that takes the answer."""
+        action: dict[str, Any] = field(default_factory=dict)
+        """Further fields of every action."""
+        observation_field: str = ""
+        """Field of the observation that is shown; empty: all of them, as JSON."""
+        reset: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of the reset."""
+        system_prompt: str = ""
+        """Text before the first observation."""
+        max_steps: int = bounded(50, least=1)
+        """Actions of an episode at most; then it is cut."""
+        score_low: float = 0.0
+        """Sum of rewards that is the score 0."""
+        score_high: float = 1.0
+        """Sum of rewards that is the score 1, and a success."""
+        timeout_s: float = bounded(60.0, least=0.001)
+        """Longest time for an answer of the server."""
+        num_train: int = bounded(10_000, least=1)
+        """Seeds for training."""
+        num_validation: int = bounded(100, least=1)
+        """Seeds for evaluations inside of a run."""
+        num_test: int = bounded(500, least=1)
+        """Seeds for evaluation."""
+
+    def __init__(self, options: Options) -> None:
+        if options.score_high <= options.score_low:
+            raise ValueError(f"env.args.score_high={options.score_high}: set it above score_low={options.score_low}")
+        self.name, self.system_prompt, self.options = "openenv", options.system_prompt, options
+        self.splits = split_sizes(options.num_train, options.num_validation, options.num_test)
+
+    def tasks(self, split: Split) -> Sequence[int]:
+        return self.splits[split]
+
+    def session(self, training: bool) -> "OpenEnvSession":
+        return OpenEnvSession(self)
+
+    def signature(self, task_id: int) -> str:
+        """The address of the server."""
+        return self.options.url
+
+
+class OpenEnvSession:
+    """An episode of `OpenEnvSuite`."""
+
+    def __init__(self, suite: OpenEnvSuite) -> None:
+        self._suite = suite
+        self._client: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._steps, self._return = 0, 0.0
+
+    async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
+        check_task(task_id, self._suite.splits)
+        options = self._suite.options
+        self._steps, self._return = 0, 0.0
+        if self._socket is None or self._socket.closed:
+            self.close()
+            self._client = aiohttp.ClientSession()
+            try:
+                async with asyncio.timeout(options.timeout_s):
+                    self._socket = await self._client.ws_connect(f"{options.url.rstrip('/')}/ws", max_msg_size=0)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise ConnectionError(
+                    f"env.args.url={options.url}: no OpenEnv server answers ({error or 'timeout'}): start it, or "
+                    "correct the address"
+                ) from error
+        data = await self._ask({"type": "reset", "data": {"seed": task_id, **options.reset}})
+        return self._shown(data), {}
+
+    async def step(self, action: str) -> Result:
+        options = self._suite.options
+        self._steps += 1
+        data = await self._ask({"type": "step", "data": {**options.action, options.action_field: action}})
+        reward = float(data.get("reward") or 0.0)
+        self._return += reward
+        ended = bool(data.get("done"))
+        truncated = not ended and self._steps >= options.max_steps
+        if not (ended or truncated):
+            return self._shown(data), reward, False, False, {}
+        share = (self._return - options.score_low) / (options.score_high - options.score_low)
+        stats = {"steps": float(self._steps), "return": self._return}
+        info = {"score": min(max(share, 0.0), 1.0), "success": share >= 1.0, "stats": stats}
+        return self._shown(data), reward, ended, truncated, info
+
+    def close(self) -> None:
+        """End the connection."""
+        client, self._client, self._socket = self._client, None, None
+        if client is not None:
+            task = asyncio.get_running_loop().create_task(client.close())
+            _closing.add(task)
+            task.add_done_callback(_closing.discard)
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message; return the data of the answer."""
+        assert self._socket is not None
+        async with asyncio.timeout(self._suite.options.timeout_s):
+            await self._socket.send_json(message)
+            answer = await self._socket.receive()
+        if answer.type is not aiohttp.WSMsgType.TEXT:
+            raise ConnectionError(f"env.args.url={self._suite.options.url}: the server has ended the session")
+        content = json.loads(answer.data)
+        data: dict[str, Any] = content.get("data") or {}
+        if content.get("type") == "error":
+            raise ValueError(f"the server answers {data.get('code')}: {data.get('message')} {data.get('errors', '')}")
+        return data
+
+    def _shown(self, data: dict[str, Any]) -> str:
+        observation, name = data.get("observation") or {}, self._suite.options.observation_field
+        if name and name not in observation:
+            raise ValueError(f"env.args.observation_field={name} is not there: choose one of {', '.join(observation)}")
+        return str(observation[name]) if name else json.dumps(observation, ensure_ascii=False)
+
+
+_closing: set[asyncio.Task[None]] = set()
+"""Connections that are being closed: a task that nobody holds may be dropped."""
