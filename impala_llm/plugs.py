@@ -57,6 +57,7 @@ ENVIRONMENTS = Kind(
         "textarena": "impala_llm.envs.textarena:TextArenaSuite",
         "textworld": "impala_llm.envs.textworld:TextWorldSuite",
         "scienceworld": "impala_llm.envs.scienceworld:ScienceWorldSuite",
+        "verifiers": "impala_llm.envs.verifiers:VerifiersSuite",
         "openenv": "impala_llm.envs.openenv:OpenEnvSuite",
         "reasoning_gym": "impala_llm.envs.reasoning_gym:ReasoningGymSuite",
     },

@@ -227,6 +227,53 @@ def test_scienceworld_serves_all_episodes_from_one_java() -> None:
         suite("env=scienceworld", "env.args.tasks=[fly]")
 
 
+# --- verifiers
+
+
+MODULE = """
+import verifiers as vf
+from datasets import Dataset
+
+def rows(first, number):
+    return Dataset.from_list([{"question": f"say {c}", "answer": c} for c in "abcdefgh"[first : first + number]])
+
+async def right(completion, answer):
+    said = [message.content for message in completion if message.role == "assistant"]
+    return sum(each.strip() == answer for each in said) / len(said)
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": f"again: {state['answer']}"}]
+
+def load_environment(num_turns=1, **kwargs):
+    shared = dict(dataset=rows(0, 4), eval_dataset=rows(4, 4), rubric=vf.Rubric(funcs=[right]), system_prompt="Obey.")
+    return vf.SingleTurnEnv(**shared) if num_turns == 1 else Twice(max_turns=num_turns, **shared)
+"""
+
+
+@pytest.mark.system
+def test_verifiers_environment_modules_as_they_are(user_folder: Path) -> None:
+    pytest.importorskip("verifiers.legacy", reason="verifiers below 0.4 is not installed")
+    (user_folder / "say_it.py").write_text(MODULE)
+    sys.path.insert(0, str(user_folder))
+    once, thrice = (suite("env=verifiers", "env.args.id=say_it", f"env.args.args.num_turns={n}") for n in (1, 3))
+    check_splits(once)
+    assert once.system_prompt == "Obey." and [len(once.tasks(s)) for s in ("train", "validation", "test")] == [4, 2, 2]
+    shown, info, rewards = play(once, 1, lambda _: "b")
+    assert (shown, rewards, info["score"], info["success"]) == (["say b", ""], [1.0], 1.0, True)
+    assert play(once, 1, lambda _: "c")[1]["score"] == 0.0
+    shown, info, rewards = play(thrice, 2, told(["c", "?", "c"]))
+    assert (shown, rewards) == (["say c", "again: c", "again: c", ""], [0.0, 0.0, pytest.approx(2 / 3)])
+    assert info["stats"]["right"] == info["score"] == pytest.approx(2 / 3) and info["stats"]["num_turns"] == 3.0
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*(episode(thrice, task % 8, lambda shown: shown[-1:]) for task in range(32))))
+
+    assert [info["score"] for _, info, _ in asyncio.run(together())] == [1.0] * 32
+    with pytest.raises(EnvironmentFault, match="chess_arena"):
+        suite("env=verifiers", "env.args.id=chess_arena")
+
+
 # --- OpenEnv
 
 
@@ -327,6 +374,7 @@ def test_openenv_without_a_server_is_named() -> None:
         ("textarena", "textarena", "textarena"),
         ("textworld", "textworld", "textworld"),
         ("scienceworld", "scienceworld", "scienceworld"),
+        ("verifiers env.args.id=x", "verifiers", "verifiers"),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(
@@ -334,4 +382,4 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EnvironmentFault, match=rf"{module} cannot be imported: pip install 'impala_llm\[{extra}\]'"):
-        suite(f"env={env}")
+        suite(*f"env={env}".split())
