@@ -52,6 +52,7 @@ ENVIRONMENTS = Kind(
         "webshop": "impala_llm.envs.webshop.suite:suite_from_config",
         "parrot": "impala_llm.envs.toy:ParrotSuite",
         "corridor": "impala_llm.envs.toy:CorridorSuite",
+        "mixture": "impala_llm.envs.mixture:MixtureSuite",
         "tasks": "impala_llm.envs.task_file:TaskFileSuite",
         "gymnasium": "impala_llm.envs.gymnasium_text:GymnasiumSuite",
         "textarena": "impala_llm.envs.textarena:TextArenaSuite",
@@ -77,7 +78,10 @@ VERIFIERS = Kind(
     "env.args.verifier",
     "env.args.verifier_args",
     "impala_llm.verifiers",
-    {name: f"impala_llm.envs.answers:{name}" for name in ("exact", "number", "maths")},
+    {
+        **{name: f"impala_llm.envs.answers:{name}" for name in ("exact", "number", "maths")},
+        "reward_model": "impala_llm.reward_model:score",
+    },
 )
 """Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
 AGENTS = Kind("agent.name", "", "impala_llm.agents", {})
