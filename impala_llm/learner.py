@@ -60,6 +60,7 @@ from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
+from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
 from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
@@ -130,12 +131,15 @@ class Learner:
         self.publisher.begin(self.version)
         suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
-        self.endpoint.listen(self.version, contract.tasks(suite, "train"), self.model.vocab_size, batch_size)
+        tasks, curriculum = contract.tasks(suite, "train"), None
+        if config.algorithm.curriculum is not None:
+            curriculum = Curriculum(contract.kinds(suite, tasks), config.algorithm.curriculum, config.run.seed)
+        self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size, curriculum)
         self.receiver = self.endpoint.receiver
         if (transport := server_transport(config, ranks, self.model, self.endpoint, stack)) is not None:
             self.publisher.transports.append(transport)
 
-        self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank)
+        self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
         self.writer, self.view = self.make_writer(stack), self.make_view(stack)
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
         self.meters = Meters(self.receiver, ranks, config.algorithm.max_staleness)

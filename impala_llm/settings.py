@@ -280,6 +280,9 @@ class AlgorithmConfig:
     """Groups whose episodes all have the same return (by the environment's rewards) have nothing to compare: they are
     dropped as they arrive, and others are played in their place, in an update at most this many times the groups of a
     batch. 0: none."""
+    curriculum: float | None = bounded(None, least=0.001, most=1)
+    """Pass over tasks whose kind, the environment's signature, mostly succeeds or mostly fails: with success rate p a
+    task is played with probability 4p(1 - p), and at least this. None: every task, once an epoch."""
     normalize_reward: bool = False
     """Divide rewards by the standard deviation of all returns so far."""
     overlong_tokens: int | None = bounded(None, least=1)

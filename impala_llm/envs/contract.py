@@ -31,6 +31,15 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
     return found
 
 
+def kinds(suite: Suite, tasks: Sequence[int]) -> dict[int, str]:
+    """The signature of each task."""
+    what = f"env {suite.name}: signature"
+    found = _call(what, lambda: {task: suite.signature(task) for task in tasks})
+    if wrong := [kind for kind in found.values() if not isinstance(kind, str)]:
+        raise EnvironmentFault(f"{what} returned {_shown(wrong[0])}: a str is expected")
+    return found
+
+
 async def reset(session: Session | AsyncSession, task_id: int, env: str) -> str:
     """The first observation of a task. env: name for messages."""
     result = await _call_session(f"env {env}: reset({task_id})", lambda: session.reset(task_id))

@@ -14,6 +14,7 @@ from typing import Any
 
 from impala_llm.algorithms.advantages import episode_return
 from impala_llm.config import ConfigError
+from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
@@ -67,11 +68,15 @@ class BatchSource:
     Args:
         batch_size: trajectories of a batch of this rank.
         seed: of the draws.
+        curriculum: is told how episodes ended; None: nobody is.
     """
 
-    def __init__(self, config: Config, receiver: Receiver, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, config: Config, receiver: Receiver, batch_size: int, seed: int, curriculum: Curriculum | None = None
+    ) -> None:
         replay, group_size = config.replay, config.algorithm.group_size
         self._receiver = receiver
+        self._curriculum = curriculum
         self._replay = replay
         self._group_size = group_size
         self._num_items = batch_size // group_size
@@ -177,6 +182,8 @@ class BatchSource:
         complete: list[tuple[Trajectory, ...]] = []
         for trajectory in arrived:
             self.received.append(trajectory)
+            if self._curriculum is not None and not trajectory.continues:
+                self._curriculum.observe(trajectory.signature, trajectory.success)
             if self._groups.is_closed(trajectory.group_id):
                 late.append(trajectory)
             elif (group := self._groups.add(trajectory)) is not None:

@@ -15,6 +15,7 @@ from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -129,7 +130,14 @@ class LearnerEndpoint:
                 *(num_lost, self._config.replay.capacity_mb),
             )
 
-    def listen(self, version: int, tasks: Sequence[int], vocab_size: int, batch_size: int) -> None:
+    def listen(
+        self,
+        version: int,
+        tasks: Sequence[int],
+        vocab_size: int,
+        batch_size: int,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         """Take actors in, here and, where `pipeline.bind` says so, from other hosts.
 
         Args:
@@ -137,6 +145,7 @@ class LearnerEndpoint:
             tasks: ids of the training tasks, of all ranks.
             vocab_size: token ids of trajectories must lie below.
             batch_size: trajectories of one update, of this rank.
+            curriculum: says which tasks are passed over; None: none.
         """
         if not self._leads:
             return
@@ -150,7 +159,7 @@ class LearnerEndpoint:
                 served_at = rank_endpoint(pipeline.bind, self._num_ranks)
                 self._stack.enter_context(serve_weights(run_dir.weights_path, served_at, keys))
         algorithm = config.algorithm
-        order = TaskOrder(tasks, algorithm.group_size, config.run.seed, self._rank, self._num_ranks)
+        order = TaskOrder(tasks, algorithm.group_size, config.run.seed, self._rank, self._num_ranks, curriculum)
         # Free running is bounded by what the buffer can hold.
         max_open = config.replay.capacity if algorithm.max_staleness is None else None
         journal = Journal(run_dir.journal_path(self._rank))

@@ -1,6 +1,6 @@
 """Order in which tasks are played: endless, reproducible, without gaps.
 
-Invariant: over all ranks together, each epoch holds every task exactly once.
+Invariant: over all ranks together, each epoch holds every task exactly once; with a curriculum, at most once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
+from impala_llm.pipeline.tickets.curriculum import Curriculum
+
+_MOST_PASSED = 10_000
+"""Groups that are passed over in a row at most, for the sake of whoever waits."""
 
 
 class TaskOrder:
@@ -21,13 +26,20 @@ class TaskOrder:
         tasks: ids, all different, the same on all ranks.
         group_size: tickets of a group.
         seed: of the shuffles and the tickets.
+        curriculum: says which groups are passed over; None: none.
 
     Raises:
         ValueError: there are no tasks or repeated ones, group_size is below 1, or rank is outside of the world.
     """
 
     def __init__(
-        self, tasks: Sequence[int], group_size: int = 1, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        tasks: Sequence[int],
+        group_size: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        curriculum: Curriculum | None = None,
     ) -> None:
         if not tasks:
             raise ValueError("tasks is empty: there is nothing to play")
@@ -42,15 +54,20 @@ class TaskOrder:
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
+        self._curriculum = curriculum
         self._num_taken = 0
         self._epoch = -1
         self._shuffled = self._tasks
 
     def next(self) -> tuple[int, int]:
         """Take the next (task_id, group_id) of this rank."""
-        group_id = self._num_taken * self._world_size + self._rank
-        self._num_taken += 1
-        return self.task_of(group_id), group_id
+        for _ in range(_MOST_PASSED):
+            group_id = self._num_taken * self._world_size + self._rank
+            self._num_taken += 1
+            task_id = self.task_of(group_id)
+            if self._curriculum is None or self._curriculum.plays(task_id, group_id):
+                break
+        return task_id, group_id
 
     def task_of(self, group_id: int) -> int:
         """Id of the task of a group."""
