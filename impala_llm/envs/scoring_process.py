@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -101,6 +102,7 @@ class ScoringProcess:
 
 def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
     """Serve standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it goes to all: this ends with its input
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints is no reply
     if memory_gib is not None:
