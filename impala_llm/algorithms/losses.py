@@ -23,29 +23,20 @@ from impala_llm.algorithms.checks import (
     require_same_floats,
     require_segment_ids,
 )
-from impala_llm.algorithms.importance import (
-    LOG_RATIO_LIMIT,
-    log_linear_proximal,
-    ratios,
-    segment_mean,
-    segment_sum,
-)
+from impala_llm.algorithms.importance import log_linear_proximal, ratios, segment_mean, segment_sum
 from impala_llm.algorithms.interface import Loss, LossOutput, Scored, loss
+from impala_llm.algorithms.loss_parts import (
+    CLIP_METRICS,
+    TRUNCATION_METRICS,
+    clipped,
+    in_dtype,
+    ratio_metrics,
+    require_loss_arguments,
+    share,
+    truncated,
+    where_free,
+)
 from impala_llm.settings import AlgorithmConfig, bounded, one_of
-
-RATIO_METRICS = {
-    "ratio_mean": "mean of the ratio that the loss bounds, per action token that teaches",
-    "ratio_max": "largest ratio that the loss bounds",
-    "clip_share": "share of the action tokens that teach where a bound of the loss has an effect",
-}
-TRUNCATION_METRICS = RATIO_METRICS | {
-    "truncated_share": "share of the action tokens that teach with a ratio above the cap of the weight",
-}
-CLIP_METRICS = RATIO_METRICS | {
-    "clip_high_share": "share of the action tokens that teach with A > 0 and a ratio above 1 + clip_high: no gradient",
-    "clip_low_share": "share of the action tokens that teach with A < 0 and a ratio below 1 - clip_low: no gradient",
-    "dual_clip_share": "share of the action tokens that teach with A < 0 and a ratio above dual_clip: no gradient",
-}
 
 
 @loss("reinforce")
@@ -84,11 +75,11 @@ def ppo_clip(
     Raises:
         TypeError, ValueError: wrong dtype, shape or bounds.
     """
-    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     ratio = ratios(log_probs - behaviour_log_probs.detach())
-    per_token, shares, weights = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
-    weights = _where_free(log_probs - behaviour_log_probs, weights)
-    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs), weights)
+    per_token, shares, weights = clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    weights = where_free(log_probs - behaviour_log_probs, weights)
+    return LossOutput(per_token, in_dtype(ratio_metrics(ratio) | shares, log_probs), weights)
 
 
 @loss("ppo_clip")
@@ -137,18 +128,18 @@ def decoupled_ppo(
     Raises:
         TypeError, ValueError: wrong dtype, shape, bounds or cap.
     """
-    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     require_same_floats(("log_probs", log_probs), ("proximal_log_probs", proximal_log_probs), ndim=1)
     require_positive("cap", cap)
     proximal_log_probs = proximal_log_probs.detach()
     ratio = ratios(log_probs - proximal_log_probs)
     weight = ratios(proximal_log_probs - behaviour_log_probs.detach())
-    per_token, shares, free = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
-    free = _where_free(log_probs - proximal_log_probs, free)
-    metrics = _ratio_metrics(ratio) | _ratio_metrics(weight, "weight") | shares
-    metrics["weight_truncated_share"] = _share(weight > cap)
+    per_token, shares, free = clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    free = where_free(log_probs - proximal_log_probs, free)
+    metrics = ratio_metrics(ratio) | ratio_metrics(weight, "weight") | shares
+    metrics["weight_truncated_share"] = share(weight > cap)
     weight = weight.clamp(max=cap)
-    return LossOutput(weight * per_token, _in_dtype(metrics, log_probs), weight * free)
+    return LossOutput(weight * per_token, in_dtype(metrics, log_probs), weight * free)
 
 
 @loss("decoupled_ppo")
@@ -211,15 +202,15 @@ def gspo(
     Raises:
         TypeError, ValueError: wrong dtype, shape, order or bounds.
     """
-    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     require_segment_ids("segment_ids", segment_ids, log_probs.shape[0])
     log_ratio = segment_mean(log_probs - behaviour_log_probs.detach(), segment_ids)
     ratio = ratios(log_ratio)[segment_ids]
-    per_token, shares, weights = _clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    per_token, shares, weights = clipped(ratio, advantages, clip_low, clip_high, dual_clip)
     # A token moves its row's ratio, and with it the terms of all tokens of the row.
     signs = torch.where(advantages < 0, -1.0, 1.0)
-    weights = signs * segment_mean(signs * _where_free(log_ratio[segment_ids], weights), segment_ids)[segment_ids]
-    return LossOutput(per_token, _in_dtype(_ratio_metrics(ratio) | shares, log_probs), weights)
+    weights = signs * segment_mean(signs * where_free(log_ratio[segment_ids], weights), segment_ids)[segment_ids]
+    return LossOutput(per_token, in_dtype(ratio_metrics(ratio) | shares, log_probs), weights)
 
 
 @loss("gspo")
@@ -308,9 +299,9 @@ def truncated_is(
     Raises:
         TypeError, ValueError: wrong dtype, shape or cap.
     """
-    _require_loss_arguments(log_probs, behaviour_log_probs, advantages)
+    require_loss_arguments(log_probs, behaviour_log_probs, advantages)
     require_positive("cap", cap)
-    return _truncated(log_probs, ratios((log_probs - behaviour_log_probs).detach()), advantages, cap)
+    return truncated(log_probs, ratios((log_probs - behaviour_log_probs).detach()), advantages, cap)
 
 
 @loss("truncated_is")
@@ -328,7 +319,7 @@ class TruncatedIS(Loss):
         if self.level == "token":
             return truncated_is(scored.log_probs, scored.behaviour_log_probs, advantages, self.cap)
         ratio = ratios(segment_sum(scored.log_ratio, scored.segment_ids)[scored.segment_ids])
-        return _truncated(scored.log_probs, ratio, advantages, self.cap)
+        return truncated(scored.log_probs, ratio, advantages, self.cap)
 
 
 def reference_penalty(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -388,63 +379,3 @@ def aggregate(
         counted = per_token if mode == "token_mean" else segment_ids.unique_consecutive()
         denominator = max(1, counted.numel())
     return total / denominator
-
-
-def _require_loss_arguments(log_probs: Tensor, behaviour_log_probs: Tensor, advantages: Tensor) -> None:
-    require_same_floats(
-        ("log_probs", log_probs), ("behaviour_log_probs", behaviour_log_probs), ("advantages", advantages), ndim=1
-    )
-
-
-def _truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> LossOutput:
-    """REINFORCE under constant ratios [N], truncated."""
-    metrics = _ratio_metrics(ratio)
-    metrics["truncated_share"] = metrics["clip_share"] = _share(ratio > cap)
-    weights = ratio.clamp(max=cap)
-    return LossOutput(-weights * advantages.detach() * log_probs, _in_dtype(metrics, log_probs), weights)
-
-
-def _clipped(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """PPO's clipped loss for any ratio [N], the shares of the tokens that each of its bounds holds, and the ratios with
-    0 where a bound does."""
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low is {clip_low}: it must lie in [0, 1]")
-    require_at_least("clip_high", clip_high, 0.0)
-    dual = math.inf if dual_clip is None else dual_clip
-    require_at_least("dual_clip", dual, 1.0)
-    advantages = advantages.detach()
-    gain, loss = advantages > 0, advantages < 0
-    # the minimum of the two products is a clamp of the ratio from above where A > 0, and from below where A < 0
-    effective = torch.where(loss, ratio.clamp(1.0 - clip_low, dual), ratio.clamp(max=1.0 + clip_high))
-    ratio = ratio.detach()
-    shares = {
-        "clip_high_share": _share(gain & (ratio > 1.0 + clip_high)),
-        "clip_low_share": _share(loss & (ratio < 1.0 - clip_low)),
-        "dual_clip_share": _share(loss & (ratio > dual)),
-    }
-    shares["clip_share"] = sum(shares.values(), start=torch.zeros_like(shares["dual_clip_share"]))
-    is_free = torch.where(loss, (ratio >= 1.0 - clip_low) & (ratio <= dual), ratio <= 1.0 + clip_high)
-    return -effective * advantages, shares, torch.where(is_free, ratio, 0.0)
-
-
-def _where_free(log_ratio: Tensor, weights: Tensor) -> Tensor:
-    """The weights, and 0 where the clamp of the log-ratio holds the gradient."""
-    return torch.where(log_ratio.detach().abs() <= LOG_RATIO_LIMIT, weights, 0.0)
-
-
-def _ratio_metrics(ratio: Tensor, name: str = "ratio") -> dict[str, Tensor]:
-    ratio = ratio.detach()
-    if ratio.numel() == 0:
-        zero = ratio.new_zeros(())
-        return {f"{name}_mean": zero, f"{name}_max": zero}
-    return {f"{name}_mean": ratio.mean(), f"{name}_max": ratio.max()}
-
-
-def _share(mask: Tensor) -> Tensor:
-    return mask.sum() / max(1, mask.numel())
-
-
-def _in_dtype(metrics: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-    return {name: value.to(like.dtype) for name, value in metrics.items()}
