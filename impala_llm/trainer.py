@@ -22,12 +22,12 @@ from impala_llm.learning.budget import TokenBudget
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective, score
+from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, objective, score
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
-from impala_llm.learning.update import Update
+from impala_llm.learning.update import Update, optimizer_steps, reason_left_out
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, StageTimer, declare
 from impala_llm.replay import ReplayBuffer, ReplayFraction
@@ -53,9 +53,9 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
         self.replay_fraction = replay_fraction
-        self.credit, loss = parts_of(config.algorithm)
+        self.credit, self.loss = parts_of(config.algorithm)
         declare("credit", self.credit.metrics)
-        declare("loss", loss.metrics)
+        declare("loss", self.loss.metrics)
         self.timer = StageTimer()
         # After its check, which is exact only in float32.
         model.compute_in(config.learner.precision, config.learner.activation_checkpointing)
@@ -92,7 +92,8 @@ class Trainer:
             update = self.prepare(batch, version)
         with self.timer.stage("forward"):
             self.monitor.begin(batch.trajectories, version)
-            steps = self.steps(update)
+            learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
+            steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
             whitens = self.config.algorithm.whiten_advantages
             if len(steps) > 1 or (whitens and not self.credit.of_episodes):
                 self.survey(update, keeps_log_probs=len(steps) > 1)
@@ -100,6 +101,8 @@ class Trainer:
                 update.whitening = self.whitening(update)
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
+            if self.loss.of_batch and rules.train_policy:
+                rules = replace(rules, batch_limit=self.batch_limit(update, part, rules))
             bad = self.accumulate(update, part, rules)
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
@@ -109,7 +112,9 @@ class Trainer:
         with self.timer.stage("log"):
             self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
             if update.culprits:
-                self.name([batch.trajectories[i] for i in sorted(update.culprits)], version)
+                culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
+                reason = reason_left_out(culprits, self.credit.discount, version)
+                self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
             self.steer(update.weight_sums)
@@ -158,17 +163,6 @@ class Trainer:
         advantages = None if prepared is None else prepared.advantages
         weights = self.draw_weights(batch)
         return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), endless)
-
-    def steps(self, update: Update) -> list[list[int]]:
-        """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own,
-        cut into minibatches; the same number of steps on every rank."""
-        learner = self.config.learner
-        found = []
-        for epoch in range(learner.epochs):
-            order = np.random.default_rng((self.config.run.seed, self.ranks.rank, self.num_updates, epoch))
-            places = order.permutation(len(update.batch.trajectories))
-            found += [sorted(part.tolist()) for part in np.array_split(places, learner.minibatches)]
-        return found
 
     def part_counts(self, update: Update, part: Sequence[int]) -> Denominators:
         """Return the denominators of one of several optimizer steps, over all ranks.
@@ -224,6 +218,19 @@ class Trainer:
         count, total, squares = self.ranks.sum(update.moments)
         mean = total / max(1.0, count)
         return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
+
+    def batch_limit(self, update: Update, part: Sequence[int], rules: Rules) -> float:
+        """What the loss finds over an optimizer step's batch, before its gradient pass; all ranks call it."""
+        members = sorted(set(part) & set(update.teaching))
+
+        def measure(cpu_micro: PackedBatch) -> torch.Tensor:
+            micro, rows = self.rows(update, cpu_micro, [members[i] for i in cpu_micro.members])
+            return measured(self.config, self.model, micro, rows, rules).cpu()
+
+        with self.timer.stage("forward"), torch.no_grad():
+            trajectories = [update.batch.trajectories[i] for i in members]
+            found = self.budget.run(trajectories, measure, take_part=self.take_part)
+        return self.loss.batch_limit(torch.cat([torch.zeros(0), *found]), self.ranks.sum)
 
     def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
@@ -407,17 +414,6 @@ class Trainer:
             if not norm.isfinite():
                 found.add(place)
         return found if self.ranks.sum([len(found)])[0] else set(part)
-
-    def name(self, culprits: Sequence[Trajectory], version: int) -> None:
-        """Say why a step is left out."""
-        first = culprits[0]
-        others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
-        self.warnings.log(
-            "A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE",
-            f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
-            f"{episode_return(first, self.credit.discount):g}){others}, at version {version}: check its rewards, or "
-            "set algorithm.normalize_reward=true or a lower learner.learning_rate",
-        )
 
     def steer(self, weight_sums: Sequence[float]) -> None:
         """Let the replayed share of the next batches follow the effective sample size of this one's weights."""

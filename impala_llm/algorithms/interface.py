@@ -7,6 +7,11 @@ A step of the learner calls them in this order, the first once for a batch and t
     worth = credit(scored, micro, prepared)          # advantages, and targets of values or None
     output = loss(scored, worth.advantages)          # a loss for each token, and every metric that it names
 
+A loss whose mask or weight depends on the whole batch (`Loss.of_batch`) is asked for it before the gradient pass:
+
+    measured = loss.measure(scored, worth.advantages)          # for each micro-batch, in a forward pass of its own
+    limit = loss.batch_limit(all_measured, sum_over_ranks)     # it comes back to the loss as `Scored.batch_limit`
+
 A part is a dataclass: its fields are its options, `algorithm.credit.*` and `algorithm.loss.*`. The built-in ones are
 registered under a short name; one of your own is named by its import path, `algorithm.loss=my_module:MyLoss`:
 
@@ -26,8 +31,8 @@ Invariant: only log π, entropies and values carry a gradient. A loss sees the t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,6 +108,8 @@ class Scored:
     """float32, by the reference policy; None where nothing asks for it."""
     teacher_log_probs: Tensor | None = None
     """float32, by the teacher; None where nothing asks for it."""
+    batch_limit: float | None = None
+    """What the loss has found over the batch of the optimizer step, see `Loss.batch_limit`; None: nothing."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -111,17 +118,8 @@ class Scored:
 
     def select(self, mask: Tensor) -> "Scored":
         """The tokens where bool[N] `mask` is true. Values keep their places in the whole micro-batch."""
-        others = (self.proximal_log_probs, self.reference_log_probs, self.teacher_log_probs)
-        return Scored(
-            self.log_probs[mask],
-            self.entropy[mask],
-            self.behaviour_log_probs[mask],
-            self.segment_ids[mask],
-            self.versions[mask],
-            self.version,
-            self.values,
-            *(None if other is None else other[mask] for other in others),
-        )
+        taken: dict[str, Any] = {name: value[mask] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **taken)
 
 
 @dataclass(frozen=True)
@@ -215,6 +213,26 @@ class Loss(LossSettings, ABC):
 
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
+    of_batch: ClassVar[bool] = False
+    """Whether the loss of a token depends on the others of the batch: `measure` and `batch_limit` are then called
+    before each optimizer step, at the cost of one more forward pass."""
+
+    def measure(self, scored: Scored, advantages: Tensor) -> Tensor:
+        """float32[n], any n: what `batch_limit` needs to know of the tokens that teach, of one micro-batch.
+
+        Args:
+            scored, advantages: as in `__call__`, without gradient.
+        """
+        raise NotImplementedError
+
+    def batch_limit(self, measured: Tensor, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> float:
+        """Return the number that `__call__` finds in `Scored.batch_limit`, the same on all ranks.
+
+        Args:
+            measured: float32: what `measure` gave, of all micro-batches of this rank.
+            sum_over_ranks: collective: all ranks call it together, and equally often.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:

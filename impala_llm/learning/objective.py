@@ -68,6 +68,8 @@ class Rules:
     """Mean and deviation of all advantages of the update, which make them mean 0 and deviation 1; None: left alone."""
     train_policy: bool = True
     """False while only the value head warms up."""
+    batch_limit: float | None = None
+    """What the loss has found over the whole batch of the step; None where it needs nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,10 @@ class Rows:
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
-    credit, policy_loss = parts_of(algorithm)
-    scored = score(model, batch, config.engine.temperature, rows, rules.version)
-    worth = whitened(credit(scored, batch, rows.prepared), rules.whitening)
-    keep = teaches(algorithm, scored, worth.advantages, rules.oldest_version)
+    scored, worth, keep = judged(config, model, batch, rows, rules)
     # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
     # is infinite is no number.
-    output = policy_loss(scored.select(keep), worth.advantages[keep])
+    output = parts_of(algorithm)[1](scored.select(keep), worth.advantages[keep])
 
     per_token, kl_metrics = _with_reference(algorithm, scored, output, keep)
     per_token = per_token * weights[batch.segment_ids]
@@ -156,6 +155,23 @@ def _outcome(
         compare(scored.log_probs, batch, scored.version),
         metrics,
     )
+
+
+def judged(
+    config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules
+) -> tuple[Scored, Worth, Tensor]:
+    """Score a micro-batch by one forward; return also its worth, and bool[N]: the action tokens that teach."""
+    scored = score(model, batch, config.engine.temperature, rows, rules.version)
+    worth = whitened(parts_of(config.algorithm)[0](scored, batch, rows.prepared), rules.whitening)
+    keep = teaches(config.algorithm, scored, worth.advantages, rules.oldest_version)
+    return replace(scored, batch_limit=rules.batch_limit), worth, keep
+
+
+@torch.no_grad()
+def measured(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Tensor:
+    """What the loss needs to know of a micro-batch before it can judge any token: see `Loss.measure`."""
+    scored, worth, keep = judged(config, model, batch, rows, rules)
+    return parts_of(config.algorithm)[1].measure(scored.select(keep), worth.advantages[keep])
 
 
 def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows, version: int) -> Scored:

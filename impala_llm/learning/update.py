@@ -7,8 +7,37 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from impala_llm.algorithms.advantages import episode_return
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import Denominators, Outcome
+from impala_llm.trajectory import Trajectory
+
+
+def optimizer_steps(
+    num_trajectories: int, num_epochs: int, num_minibatches: int, seed: tuple[int, ...]
+) -> list[list[int]]:
+    """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own, cut
+    into minibatches; as many steps whatever the batch is.
+
+    Args:
+        seed: of the orders, an element of each pass follows.
+    """
+    found = []
+    for epoch in range(num_epochs):
+        places = np.random.default_rng((*seed, epoch)).permutation(num_trajectories)
+        found += [sorted(part.tolist()) for part in np.array_split(places, num_minibatches)]
+    return found
+
+
+def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int) -> str:
+    """Why a step is left out: a sentence that names what has a number that is not finite."""
+    first = culprits[0]
+    others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
+    return (
+        f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
+        f"{episode_return(first, discount):g}){others}, at version {version}: check its rewards, or "
+        "set algorithm.normalize_reward=true or a lower learner.learning_rate"
+    )
 
 
 @dataclass

@@ -11,7 +11,9 @@ from impala_llm.algorithms.advantages import GAE, GroupRelative
 from impala_llm.algorithms.distillation import Distillation
 from impala_llm.algorithms.interface import Credit, Loss
 from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Reinforce, TruncatedIS
+from impala_llm.algorithms.stale_losses import M2PO, TOPR
 from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.config import load
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
 from impala_llm.learning.packing import PackedBatch, pack
@@ -96,6 +98,18 @@ def weights_by_definition(name: str, log_pi: Tensor, log_mu: Tensor, advantages:
         return torch.where(free, -weight.clamp(max=2.0) * step * advantages, 0.0)
     if name == "recomputed":  # π_prox is π: the ratio is 1, and the weight is all
         return -ratio.clamp(max=2.0) * advantages
+    if name == "m2po":
+        departs = (rising & (ratio > 1)) | (falling & (ratio < 1))
+        squares = (log_pi - log_mu).square()
+        left = squares[departs].sort().values.tolist()
+        while sum(left) / len(left) > 0.5:
+            left.pop()
+        return torch.where(departs & (squares > left[-1]), 0.0, -ratio * advantages)
+    if name == "topr":
+        total = torch.stack([(log_pi - log_mu)[rows == row].sum() for row in rows])
+        return -torch.where(falling, total.exp().clamp(max=1.0), 1.0) * advantages
+    if name == "topr_token":
+        return -torch.where(falling, ratio.clamp(0.1, 0.7), ratio.clamp(0.5, 2.0)) * advantages
     assert name == "gspo"
     result = torch.zeros_like(ratio)
     for row in rows.unique():
@@ -116,6 +130,9 @@ LOSSES: dict[str, Loss] = {
     "decoupled_ppo": DecoupledPPO(proximal_cap=2.0),
     "recomputed": DecoupledPPO(proximal="recomputed", proximal_cap=2.0),
     "gspo": GSPO(clip_low=0.2, clip_high=0.28),
+    "m2po": M2PO(threshold=0.5),
+    "topr": TOPR(),
+    "topr_token": TOPR("", "token", 0.5, 2.0, 0.1, 0.7),
 }
 
 
@@ -144,6 +161,26 @@ def test_what_is_rejected_does_not_teach(model: PolicyModel, batch: PackedBatch)
     assert share == pytest.approx(1 - keep.float().mean().item())
     num_kept = int(keep.sum())
     assert outcome.weight_sums == pytest.approx((len(keep), num_kept, num_kept)), "1 each, and 0 for what is left out"
+
+
+def test_icepop_weighs_by_the_ratio_and_leaves_tokens_out_on_both_of_its_sides(
+    model: PolicyModel, batch: PackedBatch
+) -> None:
+    """Ring-1T (arXiv 2510.18855): the weight of a token is π/μ where that lies in [0.5, 5], and 0 elsewhere."""
+    preset = load(["model=scratch", "algorithm=icepop"]).algorithm
+    how = {"reject": preset.reject, "reject_low": preset.reject_low, "reject_high": preset.reject_high}
+    assert how == {"reject": "token", "reject_low": 0.5, "reject_high": 5.0}
+    batch = dataclasses.replace(batch, behaviour_log_probs=batch.behaviour_log_probs - 1)
+    found = []
+    for loss in (preset.loss, TruncatedIS(cap=5.0)):  # a cap that no token that is kept reaches
+        assert isinstance(loss, Loss)
+        outcome = run(settings(loss, **how), model, batch, ADVANTAGES)
+        found.append(gradient(model))
+    ratio = (outcome.log_probs - batch.behaviour_log_probs).exp()
+    assert bool((ratio < 0.5).any()) and bool((ratio > 5).any())
+    weights = torch.where((ratio >= 0.5) & (ratio <= 5.0), -ratio * ADVANTAGES[batch.segment_ids], 0.0)
+    for each in found:
+        torch.testing.assert_close(each, expected(model, batch, weights), atol=1e-5, rtol=1e-3)
 
 
 def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: PackedBatch) -> None:

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.algorithms.advantages import GAE, GroupRelative, episode_return
-from impala_llm.algorithms.interface import Credit, LossOutput, Scored
+from impala_llm.algorithms.interface import Credit, Loss, LossOutput, Scored
 from impala_llm.algorithms.losses import PPOClip, Reinforce
 from impala_llm.algorithms.registry import LOSSES
+from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
@@ -472,14 +473,14 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("credit", [GAE(), GroupRelative()], ids=["gae", "group"])
-def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: Credit) -> None:
+@pytest.mark.parametrize(("credit", "loss"), [(GAE(), PPOClip()), (GroupRelative(), M2PO(threshold=0.5))], ids=str)
+def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: Credit, loss: Loss) -> None:
     """With whitened advantages and two passes: what is summed over ranks, before the first step and in each."""
     save_lm(tmp_path)
     whole = [dataclasses.replace(t, ticket_id=i, group_id=i % 2) for i, t in enumerate(make_batch())]
 
     def trained(ranks: Ranks, rows: list[Trajectory]) -> list[torch.Tensor]:
-        config = make_config(credit, PPOClip(), whiten_advantages=True, max_staleness=None)
+        config = make_config(credit, loss, whiten_advantages=True, max_staleness=None)
         config.learner = LearnerConfig(warmup_updates=0, decay="constant", epochs=2)
         with lock:
             model = PolicyModel.from_pretrained(tmp_path)
@@ -555,6 +556,47 @@ def test_loss_and_gradient_are_those_of_the_whole_batch_however_it_is_cut(
     assert found["optimizer/gradient_norm"] == pytest.approx(norm, rel=1e-4)
     advantages = np.repeat(group_advantages(batch), [t.num_action_tokens for t in batch.trajectories])
     assert found["advantage/mean"] == pytest.approx(advantages.mean(), abs=1e-5), "a mean over tokens"
+
+
+@dataclass
+class WatchingM2PO(M2PO):
+    """Remembers what it is given, and which tokens it leaves out."""
+
+    def __post_init__(self) -> None:
+        self.seen: list[tuple[Scored, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        output = super().__call__(scored, advantages)
+        self.seen.append((scored, advantages, output.weights == 0))
+        return output
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("token_budget", [41, 1000], ids=["cut", "whole"])
+def test_the_second_moment_is_that_of_all_tokens_of_an_optimizer_step_however_it_is_cut(
+    tmp_path: Path, token_budget: int, minibatches: int
+) -> None:
+    loss = WatchingM2PO(threshold=0.5)
+    config = make_config(GroupRelative(), loss, whiten_advantages=True, max_staleness=None)
+    config.learner = LearnerConfig(
+        learning_rate=0.0, warmup_updates=0, decay="constant", token_budget=token_budget, minibatches=minibatches
+    )
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer.update(varied(), version=3, progress=0.0)
+    limits = list(dict.fromkeys(scored.batch_limit for scored, _, _ in loss.seen))
+    assert len(limits) == minibatches
+    for limit in limits:
+        seen = [each for each in loss.seen if each[0].batch_limit == limit]
+        assert len(seen) > 1 or token_budget == 1000
+        squares = torch.cat([departures(s.log_probs, s.behaviour_log_probs, a) for s, a, _ in seen])
+        assert limit == pytest.approx(second_moment_limit(squares[squares > 0], 0.5), rel=1e-4)
+        is_masked = torch.cat([masked for _, _, masked in seen])
+        kept = squares[~is_masked & (squares > 0)]
+        assert is_masked.any() and float(kept.mean()) <= 0.5
+        largest_kept, smallest_masked = float(kept.max()), float(squares[is_masked].min())
+        assert largest_kept < smallest_masked
+        assert (float(kept.sum()) + smallest_masked) / (len(kept) + 1) > 0.5, "no more is left out than must be"
 
 
 class Priorities(NoPriorities):
