@@ -17,12 +17,14 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from impala_llm.observability.intervals import mean_interval
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 COLUMNS = (
     "rollout/score", "rollout/success_rate", "rollout/turns", "rollout/length_tokens", "env/options_matched",
-    "env/invalid_actions", "loss/policy", "loss/value", "loss/entropy",
+    "env/attributes_matched", "env/bought", "env/invalid_actions", "loss/policy", "loss/value", "loss/entropy",
     "optimizer/gradient_norm", "optimizer/learning_rate",
     "ratio/mean", "ratio/max", "ratio/pg_clip_share", "ratio/ess", "ratio/k1", "ratio/k3", "staleness/oldest",
     "staleness/mean", "staleness/newest", "actor/generated_tokens_per_s", "actor/idle_share",
@@ -74,24 +76,35 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def interval(result: dict, name: str) -> str:
-    low, high = result[f"{name}_interval"]
-    return f"{result[name]:.3f} [{low:.3f}, {high:.3f}]"
+def interval(low: float, high: float) -> str:
+    return f"[{low:.3f}, {high:.3f}]"
+
+
+def gain(before: list[float], after: list[float]) -> str:
+    """The mean difference of two policies on the same tasks, with its interval."""
+    change = np.subtract(after, before)
+    low, high = mean_interval(change)
+    return f"{change.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def table(evaluations: dict[str, list[dict]]) -> str:
-    lines = [
-        "| run | tasks | n | score before | score after | success before | success after |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for run, results in evaluations.items():
-        for tasks in dict.fromkeys(result["tasks"] for result in results):
-            before, after = (
-                next(r for r in results if r["tasks"] == tasks and r["label"] == label) for label in ("before", "after")
-            )
-            cells = [run, tasks, str(before["num_tasks"])]
-            cells += [interval(r, name) for name in ("score", "success") for r in (before, after)]
-            lines.append("| " + " | ".join(cells) + " |")
+    """A row for each policy and baseline; what is the same in several runs stands there once."""
+    lines = ["| tasks | who | score | gain, paired | success | gain, paired | turns |", "|---|---|---|---|---|---|---|"]
+    for tasks in dict.fromkeys(r["tasks"] for results in evaluations.values() for r in results):
+        shown = set()
+        for run, results in evaluations.items():
+            rows = {r["label"]: r for r in results if r["tasks"] == tasks}
+            for label, r in rows.items():
+                gains = ["", ""]
+                if label == "after":
+                    scores = [rows[label]["scores"] for label in ("before", "after")]
+                    gains = [gain(*scores), gain(*([float(score == 1.0) for score in each] for each in scores))]
+                cells = [f"{r['score']:.3f} {interval(*r['score_interval'])}", gains[0]]
+                cells += [f"{r['success']:.3f} {interval(*r['success_interval'])}", gains[1], f"{r['turns']:.1f}"]
+                row = " | ".join([tasks, f"after, {run}" if label == "after" else label, *cells])
+                if row not in shown:
+                    lines.append(f"| {row} |")
+                shown.add(row)
     return "\n".join(lines)
 
 
@@ -105,7 +118,8 @@ def main() -> None:
         steps, results = load_run(run)
         curves[run.name], evaluations[run.name] = steps, results
         write_csv(steps, OUT / f"{run.name}.csv")
-        (OUT / f"{run.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+        kept = [{key: value for key, value in result.items() if key != "scores"} for result in results]
+        (OUT / f"{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
         shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
     plot(curves, OUT / "curve.png")
     print(table(evaluations))
