@@ -6,6 +6,7 @@ tokens are never made from its text again.
 """
 
 import contextlib
+import functools
 import json
 import re
 import secrets
@@ -20,6 +21,11 @@ from impala_llm.rollout import ChatFormat
 Message = Mapping[str, Any]
 
 _LETTERS = "abcdefghij"
+_MARKS = re.compile(r"(qzmessage[a-j]+qz)")
+"""Words in place of contents: of letters only, so that no template alters them."""
+_ANSWER = "qzanswerqz"
+_MOST_KINDS = 1024
+"""Conversations that differ in more than what users and tools say, whose templates are kept."""
 
 
 class TemplateRefused(ValueError):
@@ -60,6 +66,7 @@ class ChatTokens:
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_token_ids = ChatFormat(tokenizer).stop_token_ids
+        self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
         self._tool_parser = self._reasoning_parser = None
         if (tool_parser, reasoning_parser) != ("none", "none"):
             try:
@@ -80,8 +87,8 @@ class ChatTokens:
         Raises:
             TemplateRefused: the template cannot render it.
         """
-        text, marked = self._render(messages, tools)
-        return self._encode(text, marked)
+        marked, contents = _mark_contents(messages)
+        return self._filled(self._pieces(_frozen(marked), _frozen(tools), ""), contents)
 
     def following(self, messages: Sequence[Message], tools: Sequence[Any], last_token: int) -> list[int]:
         """Tokens between an answer that ended with `last_token` and the next one, with the messages in between.
@@ -89,13 +96,9 @@ class ChatTokens:
         Raises:
             TemplateRefused: the template cannot render them there.
         """
-        answer = _mark(0)
-        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
-        text, marked = self._render([*before, *messages], tools)
-        _, found, rest = text.partition(answer)
-        if not found:
-            raise TemplateRefused("the chat template drops an assistant's message")
-        tokens = self._encode(rest, marked)
+        marked, contents = _mark_contents(messages)
+        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
+        tokens = self._filled(self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER), contents)
         stops = self.stop_token_ids
         # The policy generated the token that ends its answer.
         return tokens[1:] if tokens and last_token in stops and tokens[0] in stops else tokens
@@ -127,39 +130,62 @@ class ChatTokens:
         reasoning, content = self._reasoning_parser.extract(whole)
         return Reply(self.text(ids) if reasoning is None else content.strip(), reasoning, calls)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, dict[str, str]]:
-        """Text of a conversation, with marks in place of what users and tools say; and what stands for each mark."""
-        marked: dict[str, str] = {}
-        rendered = []
-        for number, message in enumerate(messages, start=1):
-            message = _for_template(message)
-            if message["role"] in ("user", "tool") and message["content"]:
-                mark = _mark(number)
-                marked[mark], message["content"] = message["content"], mark
-            rendered.append(message)
+    def _render_pieces(self, messages: str, tools: str, after: str) -> list[str | tuple[int, ...]]:
+        """Render a conversation whose contents are marks.
+
+        Args:
+            messages, tools: as JSON.
+            after: only what follows this text.
+
+        Returns:
+            Marks, and between them the tokens of the template.
+        """
         try:
             text = self.tokenizer.apply_chat_template(
-                rendered, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                json.loads(messages), tools=json.loads(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is other people's code
             reason = " ".join(str(error).split())
             raise TemplateRefused(f"the chat template refuses these messages: {reason}") from error
         assert isinstance(text, str)
-        return text, marked
+        _, found, rest = text.partition(after) if after else ("", "", text)
+        if after and not found:
+            raise TemplateRefused("the chat template drops an assistant's message")
+        pieces: list[str | tuple[int, ...]] = []
+        for piece in _MARKS.split(rest):
+            if _MARKS.fullmatch(piece):
+                pieces.append(piece)
+            elif piece:
+                pieces.append(tuple(self.tokenizer.encode(piece, add_special_tokens=False)))
+        return pieces
 
-    def _encode(self, text: str, marked: Mapping[str, str]) -> list[int]:
-        pieces = re.split("(" + "|".join(marked) + ")", text) if marked else [text]
+    def _filled(self, pieces: list[str | tuple[int, ...]], contents: Mapping[str, str]) -> list[int]:
+        """Tokens with the contents in place of their marks."""
         tokens: list[int] = []
         for piece in pieces:
-            if piece in marked:
-                tokens += self.encode(marked[piece])
-            elif piece:
-                tokens += self.tokenizer.encode(piece, add_special_tokens=False)
+            tokens += self.encode(contents[piece]) if isinstance(piece, str) else piece
         return tokens
 
 
+def _frozen(value: object) -> str:
+    return json.dumps(value)
+
+
+def _mark_contents(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Messages with marks in place of what users and tools say, and what stands for each mark."""
+    contents: dict[str, str] = {}
+    marked = []
+    for number, message in enumerate(messages):
+        message = _for_template(message)
+        if message["role"] in ("user", "tool") and message["content"]:
+            mark = _mark(number)
+            contents[mark], message["content"] = message["content"], mark
+        marked.append(message)
+    return marked, contents
+
+
 def _mark(number: int) -> str:
-    """A word of letters only, which no template alters, and which no other mark begins with."""
+    """The mark of a message, see `_MARKS`."""
     return f"qzmessage{''.join(_LETTERS[int(digit)] for digit in str(number))}qz"
 
 

@@ -4,6 +4,7 @@ Invariant: a history that was seen keeps its tokens, sampled ones included; only
 history was not seen, or not so, begins a branch at the last answer up to which it agrees. No I/O here.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -85,9 +86,16 @@ def _digest(before: str, value: Any) -> str:
 
 
 def _essence(message: Message) -> list[Any]:
-    """The parts of a message that clients give back as they got them: not the reasoning, which most leave out."""
+    """The parts of a message that clients give back as they got them: not the reasoning, which most leave out, nor the
+    spaces in the arguments of a call, which some write anew."""
     calls = [
-        [call.get("id"), call["function"]["name"], call["function"].get("arguments")]
+        [call.get("id"), call["function"]["name"], _value(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
     return [message["role"], text_of(message.get("content")), calls, message.get("tool_call_id"), message.get("name")]
+
+
+def _value(arguments: Any) -> Any:
+    with contextlib.suppress(TypeError, ValueError):
+        return json.loads(arguments)
+    return arguments

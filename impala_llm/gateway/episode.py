@@ -122,7 +122,7 @@ class GatewayEpisode:
         """
         if self._is_over:
             raise EpisodeOver("this episode has ended")
-        length = len(place.read) + (0 if place.parent is None else len(place.parent.tokens))
+        length = len(place.read) + (0 if place.parent is None else place.parent.num_tokens)
         tree = self.conversation.tree
         answer = tree.begin(place.parent, place.read)
         room = min(self.limits.max_length - length, self._max_tokens - tree.num_tokens)

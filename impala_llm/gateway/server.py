@@ -183,6 +183,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 async def _sample_all(episode: GatewayEpisode, places: list[Place], wish: Wish) -> list[Answer]:
     """An answer for each place, all at once."""
+    if len(places) == 1:
+        return [await episode.sample(places[0], wish.limit, wish.stop, wish.seed)]
     seeds = [None if wish.seed is None else wish.seed + number for number in range(len(places))]
     calls = [
         asyncio.ensure_future(episode.sample(place, wish.limit, wish.stop, seed))
@@ -207,7 +209,7 @@ def _reason(answer: Answer) -> str:
 
 
 def _usage(places: list[Place], answers: list[Answer]) -> dict[str, int]:
-    read = sum(len(place.read) + (0 if place.parent is None else len(place.parent.tokens)) for place in places)
+    read = sum(len(place.read) + (0 if place.parent is None else place.parent.num_tokens) for place in places)
     said = sum(len(answer.generation.tokens) for answer in answers if answer.generation is not None)
     return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
 

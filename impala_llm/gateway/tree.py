@@ -30,27 +30,38 @@ class Answer:
     """Reward of this turn, beside that of the episode."""
 
     @property
+    def path(self) -> "list[Answer]":
+        """The answers from the first one of its history to itself."""
+        found, answer = [self], self.parent
+        while answer is not None:
+            found.append(answer)
+            answer = answer.parent
+        return found[::-1]
+
+    @property
     def history(self) -> list[int]:
         """All tokens before its own."""
-        return [*(() if self.parent is None else self.parent.tokens), *self.read]
+        tokens: list[int] = []
+        for answer in self.path[:-1]:
+            tokens += answer.read
+            tokens += answer.sampled
+        return [*tokens, *self.read]
 
     @property
     def tokens(self) -> list[int]:
         """All tokens up to its end."""
-        return self.history if self.generation is None else [*self.history, *self.generation.tokens.tolist()]
+        return [*self.history, *self.sampled]
 
     @property
-    def path(self) -> "list[Answer]":
-        """The answers from the first one of its history to itself."""
-        return [*(() if self.parent is None else self.parent.path), self]
+    def sampled(self) -> list[int]:
+        """Its own tokens; none while it is under way."""
+        return [] if self.generation is None else self.generation.tokens.tolist()
 
     @property
-    def most_tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens up to its end, or that it may have then."""
-        own = self.limit if self.generation is None else len(self.generation.tokens)
-        return (
-            sum(len(a.read) + len(a.generation.tokens) for a in self.path[:-1] if a.generation) + len(self.read) + own
-        )
+        generations = ((answer, answer.generation) for answer in self.path)
+        return sum(len(a.read) + (a.limit if g is None else len(g.tokens)) for a, g in generations)
 
 
 class ConversationTree:
@@ -64,7 +75,7 @@ class ConversationTree:
     @property
     def num_tokens(self) -> int:
         """Tokens of the trajectory that this may become at most, once all that is under way has ended."""
-        return sum(answer.most_tokens for answer in self._leaves([*self.answers, *self._under_way]))
+        return sum(answer.num_tokens for answer in self._leaves([*self.answers, *self._under_way]))
 
     def begin(self, parent: Answer | None, read: Sequence[int], limit: int = 0) -> Answer:
         """Begin an answer.
@@ -123,7 +134,7 @@ class ConversationTree:
                 assert answer.generation is not None
                 rows.add_context(answer.read)
                 if id(answer) in learned:
-                    rows.add_context(answer.generation.tokens.tolist())
+                    rows.add_context(answer.sampled)
                 else:
                     rows.add_answer(answer.generation, answer.reward)
                     learned.add(id(answer))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from impala_llm.engines.base import Generation
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
+from impala_llm.gateway.tree import ConversationTree
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 from impala_llm.trajectory import CONTEXT_START, Trajectory
@@ -166,6 +168,17 @@ def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: Cha
         return len(engine.params)
 
     assert asyncio.run(asyncio.wait_for(play(), 60)) == 4 + 5 * 4 * 3
+
+
+def test_a_conversation_of_thousands_of_turns_is_one_context() -> None:
+    tree, last = ConversationTree(), None
+    one = Generation(np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    for _ in range(3000):
+        last = tree.begin(last, [7])
+        tree.end(last, one)
+    trajectory = tree.trajectory(SPEC, reward=1.0, score=1.0, success=True, stats={})
+    assert trajectory.tokens.tolist() == [7, 5] * 3000 and tree.num_tokens == 6000
+    assert len(trajectory.turns) == 3000 and len(trajectory.context_lengths) == 1
 
 
 def test_the_last_answer_of_an_episode_is_the_last_of_its_trajectory(chat: ChatTokens) -> None:

@@ -1,0 +1,137 @@
+"""Tools and reasoning in both directions: what the policy writes becomes calls, and what they gave becomes tokens."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from impala_llm.gateway.chat import ChatTokens
+from impala_llm.rollout import EpisodeLimits
+from tests.gateway import test_server
+from tests.gateway.engines import RandomEngine
+from tests.gateway.test_conversations import assert_exact
+from tests.gateway.test_server import serving
+from tests.gateway.tool_policy import ACT, CALL, CALLED, CALLS, END, make_tool_policy
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
+    tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path_factory.mktemp("tools") / "policy"))
+    return ChatTokens(tokenizer, tool_parser="qwen3")
+
+
+class Scripted(RandomEngine):
+    """Says given tokens."""
+
+    def __init__(self, chat: ChatTokens, *answers: list[str]) -> None:
+        super().__init__(random.Random(0), [])
+        self.script = [chat.tokenizer.convert_tokens_to_ids(answer) for answer in answers]
+
+    async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
+        tokens = self.script.pop(0)
+        serials = list(range(len(self.sampled), len(self.sampled) + len(tokens)))
+        self.sampled += [(token, [*history, *tokens[:place]]) for place, token in enumerate(tokens)]
+        self.sessions[session_id] = [*history, *tokens]
+        return self._generation(tokens, serials, "stop")
+
+
+def ids(chat: ChatTokens, *tokens: str) -> list[int]:
+    return chat.tokenizer.convert_tokens_to_ids(list(tokens))
+
+
+def test_a_call_and_its_result_go_both_ways_and_keep_the_sampled_tokens(chat: ChatTokens) -> None:
+    engine = Scripted(chat, [CALL, CALLS[0], CALLED, END], ["7", END])
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            messages: list[Any] = [{"role": "user", "content": "a ?"}]
+            first = (await served.say(messages, tools=[TOOL])).choices[0]
+            assert first.finish_reason == "tool_calls" and first.message.content is None
+            (call,) = first.message.tool_calls
+            assert call.function.name == "look_up" and json.loads(call.function.arguments) == {"key": "a"}
+            again = first.message.model_dump(exclude_none=True)
+            again["tool_calls"][0]["function"]["arguments"] = '{"key":"a"}'  # as some clients write it anew
+            messages += [again, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+            second = (await served.say(messages, tools=[TOOL])).choices[0]
+            assert (second.message.content, second.finish_reason) == ("7", "stop")
+            trajectory = await served.end()
+        assert_exact(trajectory, engine)
+        opening = ids(chat, "tools", "a", "?", ACT)
+        assert trajectory.tokens.tolist() == [
+            *opening, *ids(chat, CALL, CALLS[0], CALLED, END), *ids(chat, "7", ACT), *ids(chat, "7", END)
+        ]  # fmt: skip
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("broken", [[CALL, "7", CALLED], [CALL, CALLS[0]], [CALL, CALLS[0], CALLED, CALL, "7", CALLED]])
+def test_a_broken_call_stays_text(chat: ChatTokens, broken: list[str]) -> None:
+    reply = chat.reply(ids(chat, *broken, END))
+    assert reply.tool_calls == [] and reply.content == "".join(broken)
+
+
+def test_calls_stream_in_their_own_places(chat: ChatTokens) -> None:
+    engine = Scripted(chat, [CALL, CALLS[0], CALLED, CALL, CALLS[1], CALLED, END])
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            calls = {}
+            async for event in await served.say([{"role": "user", "content": "a"}], tools=[TOOL], stream=True):
+                for call in event.choices[0].delta.tool_calls or ():
+                    calls[call.index] = json.loads(call.function.arguments)
+            assert calls == {0: {"key": "a"}, 1: {"key": "b"}}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_that_was_never_sampled_is_context(chat: ChatTokens) -> None:
+    """As where an agent begins with examples, or compacts a conversation and keeps its calls."""
+    engine = Scripted(chat, ["7", END])
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"key": "b"}'}}
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            await served.say(
+                [
+                    {"role": "user", "content": "b"},
+                    {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "1", "content": "3"},
+                ]
+            )
+            trajectory = await served.end()
+        assert_exact(trajectory, engine)
+        context = ["b", ACT, CALL, CALLS[1], CALLED, END, "3", ACT]
+        assert trajectory.tokens.tolist() == [*ids(chat, *context), *ids(chat, "7", END)]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    chat = ChatTokens(tokenizer, reasoning_parser="think")
+    said = tokenizer.encode("<think>a letter</think>\n\nb", add_special_tokens=False)
+    engine = Scripted(chat)
+    engine.script = [[*said, tokenizer.eos_token_id], [*chat.encode("c"), tokenizer.eos_token_id]]
+    limits, test_server.LIMITS = test_server.LIMITS, EpisodeLimits(0.7, 100, 400)
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            messages: list[Any] = [{"role": "user", "content": "say b"}]
+            message = (await served.say(messages)).choices[0].message
+            assert (message.content, message.reasoning_content) == ("b", "a letter")
+            messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "and c"}]
+            await served.say(messages)
+            trajectory = await served.end()
+        assert_exact(trajectory, engine)
+        assert len(trajectory.context_lengths) == 1  # the client has left the reasoning out, the policy has not
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        test_server.LIMITS = limits
