@@ -47,7 +47,7 @@ _HONOURED = {
 }
 _WITHOUT_EFFECT = {
     *("stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
-    *("safety_identifier", "verbosity", "prompt_cache_retention", "temperature", "system", "stop_sequences"),
+    *("safety_identifier", "verbosity", "prompt_cache_retention", "temperature"),
 }
 
 

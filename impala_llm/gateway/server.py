@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's protocol over HTTP on loopback, for the agents of one actor.
+"""The gateway: OpenAI's protocol, and Anthropic's, over HTTP on loopback, for the agents of one actor.
 
 Invariant: a request is answered for the episode whose key it carries, and for none where it carries no valid one. A bad
 request, or a client that goes away, ends nothing but itself.
@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from impala_llm.engines.base import EngineError
+from impala_llm.gateway import anthropic
 from impala_llm.gateway.chat import Reply, TemplateRefused
 from impala_llm.gateway.conversation import Place
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode
@@ -55,6 +56,7 @@ class Gateway:
         routes: dict[str, _Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completions,
+            "/v1/messages": self._messages,
             "/v1/reward": self._reward,
             "/reward": self._reward,
         }
@@ -89,8 +91,8 @@ class Gateway:
         """A handler that is called with the episode of the request, and whose errors are answers."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            episode = self._episodes.get(key) if scheme == "Bearer" else None
+            key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            episode = self._episodes.get(key or request.headers.get("x-api-key", ""))
             if episode is None:
                 self.counters["refused_keys"] += 1
                 return _error(401, "no valid key: send the key of an episode that is under way as a bearer token")
@@ -124,7 +126,22 @@ class Gateway:
         return web.json_response({"ok": True})
 
     async def _chat(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
-        body = await _body(request)
+        wish, completion = await self._complete_chat(await _body(request), episode)
+        return await _stream(request, completion, wish) if wish.stream else web.json_response(completion)
+
+    async def _messages(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        wish, completion = await self._complete_chat(anthropic.chat_body(await _body(request)) | {"n": 1}, episode)
+        answer = anthropic.answer_of(completion)
+        if not wish.stream:
+            return web.json_response(answer)
+        response = await _begin_stream(request)
+        for event in anthropic.events_of(answer):
+            await _send(response, event, event["type"])
+        await response.write_eof()
+        return response
+
+    async def _complete_chat(self, body: dict[str, Any], episode: GatewayEpisode) -> tuple[Wish, dict[str, Any]]:
+        """Answer a chat request: what was asked for, and the completion."""
         wish = self._readers[episode.key].read(body)
         conversation = episode.conversation
         place = conversation.place(messages_of(body), wish.tools)
@@ -138,7 +155,7 @@ class Gateway:
             conversation.remember(place, answer, message)
             reason = "tool_calls" if reply.tool_calls else _reason(answer)
             choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
-        answer_body = {
+        return wish, {
             "id": episode.completion_id(answers, "chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
@@ -146,7 +163,6 @@ class Gateway:
             "choices": choices,
             "usage": _usage([place], answers),
         }
-        return await _stream(request, answer_body, wish) if wish.stream else web.json_response(answer_body)
 
     async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         body = await _body(request)
@@ -216,8 +232,7 @@ def _usage(places: list[Place], answers: list[Answer]) -> dict[str, int]:
 
 async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> web.StreamResponse:
     """Send a whole answer as a stream of server-sent events: each choice in one piece, then its end."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
+    response = await _begin_stream(request)
     is_chat = body["object"] == "chat.completion"
     head = {key: body[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
@@ -240,10 +255,20 @@ async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> 
     return response
 
 
-async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+async def _begin_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    return response
+
+
+async def _send(response: web.StreamResponse, event: Mapping[str, Any], name: str | None = None) -> None:
+    named = f"event: {name}\n" if name else ""
+    await response.write(f"{named}data: {json.dumps(event)}\n\n".encode())
 
 
 def _error(status: int, sentence: str, code: str | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": sentence, "type": kind, "param": None, "code": code}}, status=status)
+    # `type` is for clients of Anthropic's protocol.
+    return web.json_response(
+        {"type": "error", "error": {"message": sentence, "type": kind, "param": None, "code": code}}, status=status
+    )
