@@ -68,10 +68,12 @@ class ScoringProcess:
 
     def _ask(self, request: bytes) -> float:
         with self._lock:
-            if self._process is None:
-                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                self._exchange(b"", _START_TIMEOUT_S)
-            return float(self._exchange(request, self._timeout_s))
+            if self._process is not None:
+                return self._exchange(request, self._timeout_s)
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._exchange(b"", _START_TIMEOUT_S)
+            # With its first answer a verifier loads what it needs, which on a busy machine takes longer than an answer.
+            return self._exchange(request, max(_START_TIMEOUT_S, self._timeout_s))
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
         process = self._process
