@@ -15,12 +15,20 @@ from impala_llm.settings import Config
 GROUPS = ("experiment", "algorithm")
 
 
+OF_THE_USER = {
+    "pretrained": ["model.path=tiny_shopper"],
+    "smollm2": ["model.path=tiny_shopper"],  # a script fetches its own
+    "tasks": ["env.args.file=tasks.jsonl"],
+    "verifiers": ["env.args.id=a_module"],
+}
+"""Settings that a preset leaves to its user."""
+
+
 def test_every_group_and_experiment_composes():
     for folder in config_folder().iterdir():
         if folder.is_dir():
             for path in folder.glob("*.yaml"):
-                # model=pretrained has no model of its own, and the other one is to be fetched
-                own = ["model.path=tiny_shopper"] if path.stem in ("pretrained", "smollm2") else []
+                own = OF_THE_USER.get(path.stem, [])
                 assert isinstance(load([f"{folder.name}={path.stem}", *own]), Config), path
 
 
