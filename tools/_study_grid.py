@@ -1,4 +1,4 @@
-"""Which runs each part of the study consists of.
+"""Runs of each part of the first study; those of the second: _study_plan.py.
 
 Invariant: inside a part, runs of one task and seed differ in the lag and in what their method names, and in nothing
 else: the same network, tasks, numbers of episodes and updates, learning-rate schedule and entropy bonus.
@@ -55,7 +55,7 @@ CRITICS: dict[str, tuple[str, ...]] = {
 trunk. A head that does not fit the starting policy's begins at zero."""
 
 START = (*COMMON, "learner.batch_size=32", "learner.learning_rate=2e-3")
-SHAPE = ("engine.max_new_tokens", "model.scratch.hidden_size", "model.scratch.num_layers")
+SHAPE = ("engine.max_new_tokens", "engine.max_length", "model.scratch.hidden_size", "model.scratch.num_layers")
 """Settings that a run shares with the one that made its starting policy."""
 WARM_UPDATES = 100
 
@@ -74,7 +74,7 @@ REPLAYS: dict[str, tuple[str, ...]] = {
 
 def part_a(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     return [
-        _corridor("a", "corridor", lag, method, overrides, seed, num_updates)
+        corridor("a", "corridor", lag, method, overrides, seed, num_updates)
         for lag in LAGS
         for method, overrides in METHODS.items()
         for seed in seeds
@@ -83,7 +83,7 @@ def part_a(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
 
 def part_d(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     return [
-        _corridor("d", "corridor", LAGS[-1], method, (*METHODS["V-trace turn"], *overrides), seed, num_updates)
+        corridor("d", "corridor", LAGS[-1], method, (*METHODS["V-trace turn"], *overrides), seed, num_updates)
         for method, overrides in VARIANTS.items()
         for seed in seeds
     ]
@@ -91,7 +91,7 @@ def part_d(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
 
 def part_e(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     return [
-        _corridor("e", f"critic: {critic}", lag, method, (*METHODS[method], *overrides), seed, num_updates)
+        corridor("e", f"critic: {critic}", lag, method, (*METHODS[method], *overrides), seed, num_updates)
         for critic, overrides in CRITICS.items()
         for lag in (LAGS[0], LAGS[-1])
         for method in ("no correction", "PPO clip", "V-trace turn, PPO clip")
@@ -99,9 +99,10 @@ def part_e(seeds: Sequence[int], num_updates: int = 600) -> list[RunSettings]:
     ]
 
 
-def _corridor(
+def corridor(
     part: str, task: str, lag: int, method: str, overrides: tuple[str, ...], seed: int, num_updates: int
 ) -> RunSettings:
+    """A run on the corridor from a starting policy that all methods share."""
     return RunSettings(
         part=part,
         task=task,
@@ -171,13 +172,14 @@ def start_of(settings: RunSettings) -> RunSettings | None:
     return RunSettings(
         part="start", task="start", method="on-policy", lag=0, seed=settings.seed,
         overrides=(*START, *(word for word in settings.overrides if word.split("=")[0] in SHAPE)),
-        num_updates=settings.warm_updates, evaluate_every=settings.warm_updates,
-        evaluation_tasks=settings.evaluation_tasks,
+        num_updates=settings.warm_updates, num_turns=settings.num_turns, evaluate_every=settings.warm_updates,
+        evaluation_tasks=settings.evaluation_tasks, evaluate_on="validation",
     )  # fmt: skip
 
 
 def quick(settings: RunSettings) -> RunSettings:
     """The same run, cut to what shows that it runs at all."""
-    return replace(settings, num_updates=3, warm_updates=2, evaluate_every=2, evaluation_tasks=4, overrides=(
+    warm_updates = min(2, settings.warm_updates)
+    return replace(settings, num_updates=3, warm_updates=warm_updates, evaluate_every=2, evaluation_tasks=4, overrides=(
         *settings.overrides, "model.scratch.hidden_size=32", "model.scratch.num_layers=1", "learner.batch_size=8"
     ))  # fmt: skip

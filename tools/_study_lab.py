@@ -25,6 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import load
 from impala_llm.engines import make_engine
+from impala_llm.envs import make_suite
+from impala_llm.envs.base import Split, Suite
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.learning.batch_source import BatchSource
 from impala_llm.learning.model import PolicyModel, policy_files
@@ -49,7 +51,7 @@ class RunSettings:
     """Settings that determine a run, to the last bit."""
 
     part: str
-    """Part of the study: a | c | d | start."""
+    """Part of the study, or start."""
     task: str
     """Label of the task and the learning rate."""
     method: str
@@ -70,6 +72,8 @@ class RunSettings:
     evaluate_every: int = 20
     """Updates between two evaluations; one more comes at the end."""
     evaluation_tasks: int = 128
+    evaluate_on: Split = "test"
+    """Split whose first tasks are played: validation where something is chosen by the score."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,9 +110,11 @@ class TaskStream:
         rare_share: see `RunSettings`.
     """
 
-    def __init__(self, suite: CorridorSuite, group_size: int, rare_share: float, seed: int) -> None:
+    def __init__(self, suite: Suite, group_size: int, rare_share: float, seed: int) -> None:
         self._tasks = np.array(suite.tasks("train"))
-        weights = np.array([rare_share ** suite.signature(task).count("-") for task in self._tasks.tolist()])
+        weights = np.ones(len(self._tasks))
+        if rare_share != 1.0:
+            weights = np.array([rare_share ** suite.signature(task).count("-") for task in self._tasks.tolist()])
         self._probabilities = weights / weights.sum()
         self._rng = np.random.default_rng(seed)
         self._group_size = group_size
@@ -125,9 +131,9 @@ class TaskStream:
 
 
 class Player:
-    """The embedded engine on the corridor."""
+    """The embedded engine on the tasks of a suite."""
 
-    def __init__(self, config: Config, settings: RunSettings, suite: CorridorSuite) -> None:
+    def __init__(self, config: Config, settings: RunSettings, suite: Suite) -> None:
         policy = resolve_policy(config)
         self.suite = suite
         self.tasks = TaskStream(suite, config.algorithm.group_size, settings.rare_share, settings.seed)
@@ -135,7 +141,7 @@ class Player:
         self._chat = ChatFormat(AutoTokenizer.from_pretrained(policy), suite.system_prompt)
         self._config = config
         self._seed = settings.seed << 32
-        self._held_out = list(suite.tasks("test"))[: settings.evaluation_tasks]
+        self._held_out = list(suite.tasks(settings.evaluate_on))[: settings.evaluation_tasks]
 
     async def play(self, num_episodes: int) -> list[Trajectory]:
         """The next episodes of the training tasks, sampled at the training temperature."""
@@ -151,7 +157,9 @@ class Player:
         settings = self._config.engine
         limits = EpisodeLimits(settings.temperature, settings.max_new_tokens, settings.max_length, greedy)
         specs = [
-            EpisodeSpec(f"episode-{n}", task, group, n, seed + n, self.suite.name, "lab", self.suite.signature(task))
+            EpisodeSpec(
+                f"episode-{n}", task, group, n, seed + n, self._config.env.name, "lab", self.suite.signature(task)
+            )
             for task, group, n in jobs
         ]
         return await asyncio.gather(
@@ -183,7 +191,8 @@ def run(settings: RunSettings, start: Path | None = None, save: Path | None = No
 
 async def _train(config: Config, settings: RunSettings, save: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
-    suite = CorridorSuite(settings.num_words, settings.num_turns)
+    is_corridor = config.env.name == "corridor"
+    suite = CorridorSuite(settings.num_words, settings.num_turns) if is_corridor else make_suite(config.env)
     player = Player(config, settings, suite)
     model = PolicyModel.from_pretrained(
         resolve_policy(config), config.model.value_hidden_size, config.model.value_trunk_gradient

@@ -172,7 +172,7 @@ def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, pa
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score on held-out tasks, sampled")
     axes[0][0].legend(fontsize=7)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def trace_table(results: Sequence[dict[str, Any]]) -> str:
@@ -209,10 +209,10 @@ def plot_trace(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("credit that is left")
     axes[0].legend(fontsize=7)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

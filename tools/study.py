@@ -3,23 +3,28 @@
 
     python tools/study.py --jobs 2                 # everything, into docs/results/off_policy/
     python tools/study.py --part a --seeds 9       # only what is missing runs
+    python tools/study.py --part rates --minutes 90    # begins no run after 90 minutes; the same command goes on
     python tools/study.py --report                 # data, tables and plots of what has finished
 
-Parts: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
-truncated weights it is that breaks at a large lag; e, what the critic has to do with it. A finished run is one file
-under --runs, named by its settings: a second call runs only what is missing, and changed settings run anew.
-Needs the extra `plots`. Text and conclusions: docs/results/off_policy.md.
+First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
+truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
+the ones before it: rates, screen, main, long, shop-rates, shop (tools/_study_plan.py). A finished run is one file under
+--runs, named by its settings: a second call runs only what is missing, and changed settings run anew.
+Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
+docs/results/study_plan.md.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +35,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tools import _study_grid as grid  # noqa: E402
 from tools import _study_lab as lab  # noqa: E402
+from tools import _study_plan as plan  # noqa: E402
 from tools import _study_trace as trace  # noqa: E402
 
-SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5}
+SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5, **plan.SEEDS}
 """Number of seeds of each part."""
 
 
@@ -58,35 +64,85 @@ def run_one(settings: lab.RunSettings, path: Path) -> float:
     return float(result["seconds"])
 
 
-def run_missing(wanted: Sequence[lab.RunSettings], folder: Path, num_jobs: int) -> list[str]:
-    """Returns what failed, in words."""
+def run_missing(
+    wanted: Sequence[lab.RunSettings], folder: Path, num_jobs: int, deadline: float = math.inf
+) -> list[str]:
+    """Returns what failed, in words.
+
+    Args:
+        deadline: on time.monotonic; no run begins after it.
+    """
     # Seed by seed: whatever is finished is then a whole comparison.
     ordered = sorted(wanted, key=lambda s: s.seed)
     missing = [(s, path) for s in ordered if not (path := run_path(folder, s)).exists()]
     print(f"study: {len(missing)} of {len(wanted)} runs to do, {num_jobs} at a time", flush=True)
     if not missing:
         return []
-    failures = []
+    failures: list[str] = []
     started = time.monotonic()
     # A process for each run would import PyTorch each time; a fork would inherit its threads.
     with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(run_one, settings, path): settings for settings, path in missing}
-        for number, future in enumerate(as_completed(futures), 1):
-            s = futures[future]
-            label = f"{s.part} · {s.task} · {s.method} · lag {s.lag} · seed {s.seed}"
-            if error := future.exception():
-                failures.append(f"{label}: {error!r}")
-                outcome = f"FAILED: {error!r}"
-            else:
-                outcome = f"{future.result():.0f} s"
-            minutes = (time.monotonic() - started) / 60
-            print(f"study: {number}/{len(missing)} after {minutes:.1f} min: {label}: {outcome}", flush=True)
+        left = iter(missing)
+        running: dict[Future[float], lab.RunSettings] = {}
+        number = 0
+        while True:
+            while len(running) < num_jobs and time.monotonic() < deadline and (job := next(left, None)):
+                running[pool.submit(run_one, *job)] = job[0]
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number += 1
+                s = running.pop(future)
+                label = f"{s.part} · {s.task} · {s.method} · lag {s.lag} · seed {s.seed}"
+                if error := future.exception():
+                    failures.append(f"{label}: {error!r}")
+                    outcome = f"FAILED: {error!r}"
+                else:
+                    outcome = f"{future.result():.0f} s"
+                minutes = (time.monotonic() - started) / 60
+                print(f"study: {number}/{len(missing)} after {minutes:.1f} min: {label}: {outcome}", flush=True)
+    if number < len(missing):
+        print(f"study: time is up, {len(missing) - number} runs are left: the same command goes on", flush=True)
     return failures
 
 
 def finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, Any]]:
     paths = [run_path(folder, settings) for settings in wanted]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def all_finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, Any]]:
+    """As `finished`, for what rests on every one of them.
+
+    Raises:
+        Missing: one has not finished.
+    """
+    found = finished(wanted, folder)
+    if len(found) < len(wanted):
+        part = wanted[0].part
+        number = len(wanted) - len(found)
+        raise plan.Missing(f"{number} of {len(wanted)} runs of --part {part} have not finished: run that part first")
+    return found
+
+
+def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = None) -> list[lab.RunSettings]:
+    """Runs of a part.
+
+    Args:
+        folder: of finished runs, on which later phases of the second study rest.
+        policy: for its phases on WebShop, a Hugging Face directory; None: tiny_shopper.
+
+    Raises:
+        Missing: what it rests on has not finished.
+    """
+    of_first = {"a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e, "rates": plan.rates}
+    if part in of_first:
+        return of_first[part](seeds)
+    done = partial(all_finished, folder=folder)
+    if part in ("shop-rates", "shop"):
+        return (plan.shop if part == "shop" else plan.shop_rates)(seeds, done, policy)
+    on_corridor = {"screen": plan.screen, "main": plan.main, "long": plan.long}
+    return on_corridor[part](seeds, done) if part in on_corridor else []
 
 
 def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], runs: Path, out: Path) -> str:
@@ -106,9 +162,26 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
         reporting.write_lines(out / f"{name}.jsonl", results)
         reporting.plot_curves(results, ("task", "lag"), "update", out / f"{name}.svg")
         return reporting.lag_table(results)
+    if part in plan.SEEDS:
+        return report_of_second(part, results, out)
     reporting.write_lines(out / "replay.jsonl", results)
     reporting.plot_curves(results, ("task", "lag"), "episodes", out / "replay.svg")
     return reporting.replay_table(results)
+
+
+def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str:
+    """Write the data and plots of a phase of the second study; returns its tables."""
+    from tools import _study_contrasts as contrasts
+    from tools import _study_report as reporting
+
+    reporting.write_lines(out / f"{part}.jsonl", results)
+    if part in ("rates", "shop-rates"):
+        return contrasts.rate_table(results)
+    contrasts.plot_by_lag(results, out / f"{part}.svg")
+    tables = [contrasts.score_table(results)]
+    if part != "screen":  # nothing is concluded from what chooses
+        tables.append(contrasts.contrast_table(results))
+    return "\n\n".join(tables)
 
 
 def main() -> int:
@@ -120,21 +193,25 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="run nothing that trains")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "study", help="folder of finished runs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "off_policy", help="data and plots")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--policy", help="Hugging Face directory that shop-rates and shop start from")
     arguments = parser.parse_args()
-    seeds = {part: range(1 if arguments.quick else arguments.seeds or default) for part, default in SEEDS.items()}
-    planned = {"a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e}
-    plans = {part: planned[part](seeds[part]) if part in planned else [] for part in SEEDS}
-    if arguments.quick:
-        plans = {part: [grid.quick(settings) for settings in runs] for part, runs in plans.items()}
-    parts = arguments.part or list(SEEDS)
-    wanted = [settings for part in parts for settings in plans[part]]
+    deadline = time.monotonic() + 60 * arguments.minutes
     failures = []
-    if not arguments.report:
-        starts = dict.fromkeys(start for settings in wanted if (start := grid.start_of(settings)))
-        failures = run_missing(list(starts), arguments.runs, arguments.jobs)
-        failures += run_missing(wanted, arguments.runs, arguments.jobs)
-    for part in parts:
-        print(f"\n{report(part, plans[part], seeds[part], arguments.runs, arguments.out)}")
+    for part in arguments.part or list(SEEDS):
+        seeds = range(1 if arguments.quick else arguments.seeds or SEEDS[part])
+        try:
+            wanted = planned(part, seeds, arguments.runs, arguments.policy)
+        except plan.Missing as error:
+            print(f"study: part {part} cannot be planned: {error}", file=sys.stderr)
+            return 1
+        if arguments.quick:
+            wanted = [grid.quick(settings) for settings in wanted]
+        if not arguments.report:
+            starts = dict.fromkeys(start for settings in wanted if (start := grid.start_of(settings)))
+            failures += run_missing(list(starts), arguments.runs, arguments.jobs, deadline)
+            failures += run_missing(wanted, arguments.runs, arguments.jobs, deadline)
+        print(f"\n{report(part, wanted, seeds, arguments.runs, arguments.out)}")
     for failure in failures:
         print(f"study: failed: {failure}", file=sys.stderr)
     return 1 if failures else 0

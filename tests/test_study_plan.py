@@ -1,0 +1,155 @@
+"""Statistics of the study against their definitions, and what its phases choose from what earlier ones have found."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impala_llm.config import load
+from tools import _study_contrasts as contrasts
+from tools import _study_grid as grid
+from tools import _study_lab as lab
+from tools import _study_plan as plan
+from tools import _study_stats as stats
+from tools import study
+
+
+def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
+    assert float(stats.interquartile_mean(np.array([9.0, 1.0, 2.0, 4.0]))) == 3.0
+    assert float(stats.interquartile_mean(np.array([100.0, 1.0, 2.0, 3.0, -50.0]))) == 2.0, "one of five at each end"
+    assert float(stats.interquartile_mean(np.array([1.0, 2.0, 6.0]))) == 3.0, "none of three"
+    assert stats.interquartile_mean(np.array([[0.0, 1.0, 2.0, 9.0], [5.0, 5.0, 5.0, 5.0]])).tolist() == [1.5, 5.0]
+
+
+def test_bootstrap_intervals_have_the_width_that_theory_gives_them() -> None:
+    """Of a mean: 1.96 standard errors; of a constant: none; of pairs: draws keep them together."""
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    low, high = stats.bootstrap_interval(values, lambda drawn: drawn.mean(axis=-1))
+    half = 1.96 * values.std() / 20
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
+    assert stats.bootstrap_interval(np.full(7, 0.5)) == (0.5, 0.5)
+    pairs = np.stack([0.9 * values, values], axis=1)
+    assert stats.bootstrap_interval(pairs, stats.kept_share) == pytest.approx((0.9, 0.9)), "a ratio that never varies"
+    assert np.isnan(stats.bootstrap_interval(np.array([1.0]))).all()
+
+
+def test_the_p_value_is_the_share_of_signs_that_are_as_extreme() -> None:
+    differences = [0.3, 0.1, -0.05, 0.2, 0.4]
+    observed = abs(sum(differences))
+    count = 0
+    for signs in itertools.product([1, -1], repeat=5):
+        count += abs(sum(sign * value for sign, value in zip(signs, differences, strict=True))) >= observed - 1e-12
+    assert stats.paired_p_value(differences) == count / 32
+    assert stats.paired_p_value([0.0] * 6) == 1.0
+    assert stats.paired_p_value([0.1] * 10) == 2 / 2**10, "all of one sign: that draw and its mirror image"
+
+
+def test_the_p_value_of_many_pairs_is_small_where_they_differ_and_even_where_they_do_not() -> None:
+    generator = np.random.default_rng(3)
+    assert stats.paired_p_value((0.5 + generator.normal(0, 0.3, 30)).tolist()) < 0.001
+    found = np.array([stats.paired_p_value(generator.normal(0, 1, 20).tolist()) for _ in range(60)])
+    assert 0.3 < found.mean() < 0.7 and (found < 0.05).mean() < 0.15
+
+
+def test_holm_is_its_worked_example() -> None:
+    """Of 0.01, 0.04, 0.03 and 0.005: 4 · 0.005, 3 · 0.01, 2 · 0.03, and no less than that before it."""
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.6, 0.7]) == [1.0, 1.0] and stats.holm([]) == []
+
+
+def result_of(settings: lab.RunSettings, score: float) -> dict:
+    """A run with this score in all its evaluations."""
+    points = [
+        {"update": n, "episodes": 32 * n, "sampled": score, "greedy": score, "loss/entropy": 1.0} for n in range(6)
+    ]
+    data = json.loads(json.dumps(settings.as_dict()))
+    return {"settings": data, "curve": points, "episodes": 160, "action_tokens": 960, "seconds": 2.0}
+
+
+def as_scored(score: dict[str, float]):  # type: ignore[no-untyped-def]
+    """Results in which a method scores what is said here at a rate of 1e-3, less at others, and half of it at a lag of
+    64."""
+
+    def finished(wanted: Sequence[lab.RunSettings]) -> list[dict]:
+        found = []
+        for run in wanted:
+            of_lag = score.get(run.method, 0.3) * (0.5 if run.lag == 64 else 1.0)
+            found.append(result_of(run, of_lag - 100 * abs(plan.rate_of(vars(run)) - 1e-3)))
+        return found
+
+    return finished
+
+
+def test_the_best_rate_of_each_lag_is_chosen_and_of_equal_ones_the_lowest() -> None:
+    runs = [run for run in plan.rates(range(2)) if run.method == "M2PO"]
+    best = {0: 2e-3, 16: 5e-4}
+    results = [result_of(run, 0.8 if plan.rate_of(vars(run)) == best[run.lag] else 0.4) for run in runs]
+    assert plan.chosen_rates(results) == {"M2PO": best}
+    assert plan.chosen_rates([result_of(run, 0.4) for run in runs]) == {"M2PO": {0: 5e-4, 16: 5e-4}}
+
+
+def test_the_rivals_are_those_that_bear_a_lag_of_64_best_beside_the_fixed_methods() -> None:
+    finished = as_scored({"PPO clip": 0.9, "M2PO": 0.8, "CISPO": 0.7, "TOPR": 0.6})
+    screened = plan.screen(range(2), finished)
+    assert plan.rivals(finished(screened)) == ["M2PO", "CISPO"]
+    reported = plan.main(range(2), finished)
+    assert {run.method for run in reported} == {*plan.FIXED, "M2PO", "CISPO"}
+    assert {run.lag for run in reported} == set(plan.LAGS)
+
+
+def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
+    finished = as_scored({})
+    choosing = [*plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished)]
+    reported = [
+        *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished)
+    ]  # fmt: skip
+    assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
+    assert not {run.seed for run in choosing} & {run.seed for run in reported}
+
+
+def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods_differ_in_nothing_else() -> None:
+    finished = as_scored({})
+    plans = [
+        plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
+        plan.shop_rates([0], finished), plan.shop([0], finished),
+    ]  # fmt: skip
+    for overrides in {run.overrides for runs in plans for run in runs}:
+        load(overrides)
+    for runs in plans:
+        assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
+        assert len({replace(run, method="", lag=0, task="", overrides=()) for run in runs}) == 1
+    starts = {start for runs in plans[:4] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[4:] for run in runs)
+    for start in starts:
+        load(start.overrides)
+
+
+def test_a_phase_waits_for_the_runs_that_it_rests_on(tmp_path: Path) -> None:
+    with pytest.raises(plan.Missing, match="420 of 420 runs of --part rates have not finished"):
+        study.planned("screen", range(1), tmp_path)
+
+
+def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) -> None:
+    finished = as_scored({"PPO clip": 0.9, "M2PO": 0.8, "CISPO": 0.7})
+    chosen = contrasts.rate_table(finished(plan.rates(range(2))))
+    assert "| M2PO | 16 | 0.750 [0.750, 0.750] | **0.800 [0.800, 0.800]** | 0.700 [0.700, 0.700] |" in chosen
+    runs = plan.main(range(4), finished)
+    tables = study.report_of_second("main", finished(runs), tmp_path)
+    difference = "0.050 [0.050, 0.050]"
+    assert f"| PPO clip less M2PO | 64 | 4 | {difference} | {difference} | 0.1250 | 1.0000 |" in tables, "2 of 16 signs"
+    assert "50 % [50, 50]" in tables
+    assert len((tmp_path / "main.jsonl").read_text().splitlines()) == len(runs)
+    assert (tmp_path / "main.svg").read_text().startswith("<?xml")
+
+
+def test_no_run_begins_when_time_is_up_and_the_same_call_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = plan.rates([0])[:2]
+    assert study.run_missing(runs, tmp_path, 1, deadline=0.0) == []
+    assert "2 runs are left: the same command goes on" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,136 @@
+"""From the runs of the second study to its tables and plots: scores by lag, shares kept, and contrasts paired by seed.
+
+Invariant: as in _study_report.py nothing is chosen here after the fact: which methods are contrasted, where, and how
+the family of tests is corrected stands in docs/results/study_plan.md.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tools import _study_plan as plan
+from tools import _study_report as reporting
+from tools import _study_stats as stats
+from tools._study_report import Result
+
+CONTRASTED_LAGS = (16, 64, 256)
+"""Lags of the tests that are corrected together."""
+
+
+def scores_by_seed(runs: Sequence[Result]) -> dict[int, float]:
+    return {run["settings"]["seed"]: reporting.final_score(run) for run in runs}
+
+
+def with_interval(values: np.ndarray, statistic: stats.Statistic = stats.interquartile_mean) -> str:
+    low, high = stats.bootstrap_interval(values, statistic)
+    return f"{float(statistic(values)):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def kept(at_lag: dict[int, float], at_zero: dict[int, float]) -> str:
+    """Share of the score at lag 0 that is left, over the seeds that both have."""
+    seeds = sorted(set(at_lag) & set(at_zero))
+    if not seeds:
+        return ""
+    pairs = np.array([[at_lag[seed], at_zero[seed]] for seed in seeds])
+    low, high = stats.bootstrap_interval(pairs, stats.kept_share)
+    return f"{100 * float(stats.kept_share(pairs.T)):.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def score_table(results: Sequence[Result]) -> str:
+    """A row for each task (with its rate), lag and method; scores are interquartile means with 95 % intervals."""
+    groups = reporting.group_by(results, "task", "lag", "method")
+    rows = []
+    for (task, lag, method), runs in groups.items():
+        scores, own = scores_by_seed(runs), scores_by_seed(groups.get((task, 0, method), []))
+        zero = float(np.mean(list(own.values()))) if own else float("nan")
+        broken = sum(
+            reporting.final_score(run) < reporting.BREAKS_BELOW * zero or reporting.has_collapsed(run) for run in runs
+        )
+        greedy = np.array([reporting.final_score(run, "greedy") for run in runs])
+        rows.append(
+            [
+                task, str(lag), method, str(len(runs)), with_interval(np.array(list(scores.values()))),
+                with_interval(greedy), with_interval(np.array([reporting.area(run) for run in runs])),
+                kept(scores, own) if lag else "", f"{broken} of {len(runs)}",
+                f"{reporting.figure_of(runs, 'ratio/ess'):.2f}", f"{reporting.figure_of(runs, 'ratio/k3'):.3f}",
+                f"{np.mean([run['action_tokens'] for run in runs]):.0f}",
+                f"{np.mean([run['seconds'] for run in runs]):.0f}",
+            ]
+        )  # fmt: skip
+    header = [
+        "task", "lag", "method", "seeds", "score, sampled", "score, greedy", "mean over the run",
+        "kept of its own at lag 0",
+        "broken", "ESS", "k3", "action tokens", "seconds",
+    ]  # fmt: skip
+    return reporting.table(header, rows)
+
+
+def rate_table(results: Sequence[Result]) -> str:
+    """A row for each method and lag: the score at each learning rate; the chosen one is bold."""
+    chosen = plan.chosen_rates(results)
+    rates = sorted({plan.rate_of(result["settings"]) for result in results})
+    rows = []
+    for (method, lag), runs in reporting.group_by(results, "method", "lag").items():
+        cells = []
+        for rate in rates:
+            scores = [reporting.final_score(run) for run in runs if plan.rate_of(run["settings"]) == rate]
+            cell = with_interval(np.array(scores)) if scores else ""
+            cells.append(f"**{cell}**" if rate == chosen[method][lag] else cell)
+        rows.append([method, str(lag), *cells])
+    return reporting.table(["method", "lag", *(f"rate {rate:g}" for rate in rates)], rows)
+
+
+def contrast_table(results: Sequence[Result], shipped: str = plan.FIXED[0]) -> str:
+    """What ships less each other method at the lags of the family, paired by seed; p of the mean by signs, and
+    corrected by Holm's method over all rows."""
+    by_method = {
+        key: scores_by_seed(runs)
+        for key, runs in reporting.group_by(results, "method", "lag").items()
+        if key[1] in CONTRASTED_LAGS
+    }
+    rows: list[list[str]] = []
+    p_values: list[float] = []
+    for (method, lag), scores in by_method.items():
+        ours = by_method.get((shipped, lag), {})
+        seeds = sorted(set(ours) & set(scores))
+        if method == shipped or not seeds:
+            continue
+        differences = np.array([ours[seed] - scores[seed] for seed in seeds])
+        p_values.append(stats.paired_p_value(differences.tolist()))
+        rows.append(
+            [
+                f"{shipped} less {method}",
+                str(lag),
+                str(len(seeds)),
+                with_interval(differences, stats.mean),
+                with_interval(differences),
+            ]
+        )
+    for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True):
+        row += [f"{p:.4f}", f"{corrected:.4f}"]
+    return reporting.table(["contrast", "lag", "pairs", "mean", "interquartile mean", "p", "p, Holm"], rows)
+
+
+def plot_by_lag(results: Sequence[Result], path: Path) -> None:
+    """Final score over the lag, a line for each method with its interval as a band; of several rates at a lag the one
+    that all lags have."""
+    plt = reporting.plt
+    lags = sorted({result["settings"]["lag"] for result in results})
+    figure, axis = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    for number, ((method,), runs) in enumerate(reporting.group_by(results, "method").items()):
+        of_task = max(reporting.group_by(runs, "task").values(), key=len)
+        by_lag = {lag: found for (lag,), found in reporting.group_by(of_task, "lag").items()}
+        places = [place for place, lag in enumerate(lags) if lag in by_lag]
+        scores = [np.array(list(scores_by_seed(by_lag[lags[place]]).values())) for place in places]
+        means = [float(stats.interquartile_mean(found)) for found in scores]
+        edges = np.array([stats.bootstrap_interval(found) for found in scores])
+        axis.plot(places, means, marker="o", markersize=3, label=method, color=f"C{number}", linewidth=1.4)
+        axis.fill_between(places, edges[:, 0], edges[:, 1], color=f"C{number}", alpha=0.15, linewidth=0)
+    axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+    axis.set_xlabel("versions between playing and training")
+    axis.set_ylabel("score at the end, sampled, on tasks never trained on")
+    axis.set_ylim(0, 1)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    reporting.save_figure(figure, path)
