@@ -20,10 +20,12 @@ EVALUATED = frozenset(
     {
         *("binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens"),
         *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+        "coin_flip",
     }
 )
 """Datasets whose scorers run the answer as Python, by `eval` or sympy's `parse_expr`: an answer such as `exit()`, or
-`9**9**9**9`, would end or stop its actor. They are scored in a process of their own."""
+`9**9**9**9`, would end or stop its actor. They are scored in a process of their own. So is coin_flip, which makes a
+fraction of the answer: 1e999999999 is one of a milliard digits."""
 
 
 class ReasoningGymSuite:
@@ -64,9 +66,6 @@ class ReasoningGymSuite:
         self._options, self._extract = options, utils.extract_answer
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
         size = self._splits["test"].stop
-        self._scoring: ScoringProcess | None = None
-        if options.task in EVALUATED:
-            self._scoring = ScoringProcess("impala_llm.envs.reasoning_gym:verify", memory_gib=4.0)
         try:
             config = dict(options.config)
             if options.task == "composite":  # the one configuration that is not of plain values
@@ -75,6 +74,10 @@ class ReasoningGymSuite:
             self._dataset = library.create_dataset(options.task, seed=options.seed, size=size, **config)
         except (TypeError, AssertionError, ValueError) as error:
             raise ValueError(f"env.args.config={options.config} does not suit {options.task}: {error}") from error
+        self._scoring: ScoringProcess | None = None
+        if options.task in EVALUATED:
+            example = [asdict(options), self._dataset[0]], {}
+            self._scoring = ScoringProcess("impala_llm.envs.reasoning_gym:verify", memory_gib=4.0, example=example)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]

@@ -10,13 +10,16 @@ Invariant: a request has one reply, or the process is ended and a new one takes 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import IO, Any
@@ -37,14 +40,23 @@ class ScoringProcess:
 
     Args:
         verifier: short name or import path.
-        timeout_s: for one answer; then the process is killed.
+        timeout_s: for one answer; then the process is killed, with all that it has started.
         memory_gib: largest address space of the process; None: without limit.
+        example: task and arguments with which an empty answer is scored before the first one, so that the time in which
+            the verifier imports its libraries is no answer's; its score is of no interest. None: none is.
     """
 
-    def __init__(self, verifier: str, timeout_s: float = 10.0, memory_gib: float | None = None) -> None:
+    def __init__(
+        self,
+        verifier: str,
+        timeout_s: float = 10.0,
+        memory_gib: float | None = None,
+        example: tuple[Any, Mapping[str, Any]] | None = None,
+    ) -> None:
         limit = [] if memory_gib is None else [str(memory_gib)]
         self._command = [sys.executable, "-m", "impala_llm.envs.scoring_process", verifier, str(timeout_s), *limit]
         self._timeout_s = timeout_s
+        self._example = None if example is None else _request("", *example)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,9 +69,7 @@ class ScoringProcess:
         Raises:
             ScoringError: the verifier raised, took too long, or its process has died.
         """
-        return await asyncio.to_thread(
-            self._ask, json.dumps([answer, task, dict(arguments)], default=str).encode() + b"\n"
-        )
+        return await asyncio.to_thread(self._ask, _request(answer, task, arguments))
 
     def close(self) -> None:
         """End the process."""
@@ -68,43 +78,74 @@ class ScoringProcess:
 
     def _ask(self, request: bytes) -> float:
         with self._lock:
-            if self._process is not None:
-                return self._exchange(request, self._timeout_s)
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._exchange(b"", _START_TIMEOUT_S)
-            # With its first answer a verifier loads what it needs, which on a busy machine takes longer than an answer.
-            return self._exchange(request, max(_START_TIMEOUT_S, self._timeout_s))
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
+                self._exchange(b"", _START_TIMEOUT_S)
+                if self._example is not None:
+                    with contextlib.suppress(ScoringError):
+                        self._exchange(self._example, _START_TIMEOUT_S)
+            return self._exchange(request, self._timeout_s)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(timeout_s, process.kill)
-        timer.start()
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            line = process.stdout.readline()
-            score, error = json.loads(line) if line else (None, "the process has died, or took too long")
+            score, error = json.loads(self._line(request, time.monotonic() + timeout_s))
         except (OSError, ValueError) as problem:
-            line, score, error = b"", None, str(problem)
-        finally:
-            timer.cancel()
-        if not line:
             self._end()
+            raise ScoringError(str(problem)) from None
         if score is None:
             raise ScoringError(error)
         return float(score)
 
+    def _line(self, request: bytes, deadline: float) -> bytes:
+        """Send a request and return the line of its reply. OSError where none comes.
+
+        Nothing waits for the end of a pipe: a process that the verifier has started may hold it open for ever.
+        """
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise OSError("the process has died")
+        source, sink = process.stdout.fileno(), process.stdin.fileno()
+        os.set_blocking(sink, False)
+        poll, reply = select.poll(), b""
+        poll.register(source, select.POLLIN)
+        if request:
+            poll.register(sink, select.POLLOUT)
+        while not reply.endswith(b"\n"):
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                raise OSError("the answer took too long")
+            for descriptor, _ in ready:
+                if descriptor == source:
+                    if not (part := os.read(source, 1 << 16)):
+                        raise OSError("the process has died")
+                    reply += part
+                elif not (request := request[os.write(sink, request) :]):
+                    poll.unregister(sink)
+        return reply
+
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _request(answer: str, task: Any, arguments: Mapping[str, Any]) -> bytes:
+    return json.dumps([answer, task, dict(arguments)], default=str).encode() + b"\n"
 
 
 def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
     """Serve standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it goes to all: this ends with its input
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    process_id = os.getpid()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints is no reply
     if memory_gib is not None:
@@ -122,9 +163,20 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         try:
             answer, task, arguments = json.loads(line)
-            _reply(replies, float(verify(answer, task, **arguments)), None)
+            score, reason = float(verify(answer, task, **arguments)), None
         except BaseException as error:  # SystemExit too, which an answer may spell
-            _reply(replies, None, f"{type(error).__name__}: {error}")
+            score, reason = None, f"{type(error).__name__}: {error}"
+        if os.getpid() != process_id:  # a fork of the verifier's: a request has one reply
+            os._exit(0)
+        _reply(replies, score, reason)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and what it has started, when its parent is gone: a verifier may wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def _reply(replies: IO[str], score: float | None, error: str | None) -> None:
@@ -133,3 +185,4 @@ def _reply(replies: IO[str], score: float | None, error: str | None) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else None)
+    _end_with(0)

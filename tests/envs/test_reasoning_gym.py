@@ -47,6 +47,11 @@ def test_every_dataset_shows_its_question_and_scores_its_answer(name: str) -> No
 
 
 @pytest.mark.system
+def test_an_answer_that_takes_hours_to_score_is_given_up() -> None:
+    assert play(suite("env.args.task=coin_flip"), 1, "1e999999999")[1]["stats"]["scoring_errors"] == 1.0
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["countdown", "n_queens", "composite"])
 def test_scorers_that_run_the_answer_do_so_elsewhere(name: str) -> None:
     gym = suite(f"env.args.task={name}", *([f"env.args.config={COMPOSITE}"] if name == "composite" else []))

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,15 @@ def odd(answer, task):
     if answer == "die":
         os._exit(3)
     if answer == "hang":
+        open("pid", "w").write(f"{os.getpid()};")
         time.sleep(600)
+    if answer == "hang with a child":
+        os.fork()
+        time.sleep(600)
+    if answer == "fork":
+        if os.fork():
+            os.wait()  # the child has gone on as this process would
+        return -1.0
     return float("nan") if answer == "nan" else 7.0
 
 no_function = 3
@@ -144,10 +155,51 @@ def test_verifiers_score_where_they_can_harm_nobody(folder: Path) -> None:
     with_args = suite(f"env.args.file={path}", "env.args.verifier=mine:longer", "env.args.verifier_args.least=2")
     assert [score(with_args, 1, answer) for answer in ("222", "2222")] == [(0.0, 0.0), (1.0, 0.0)]
     assert score(suite(f"env.args.file={path}", "env.args.verifier=mine:waiting"), 1, "") == (0.5, 0.0)
-    odd = suite(f"env.args.file={path}", "env.args.verifier=mine:odd", "env.args.timeout_s=5")
-    for answer in ("raise", "exit", "die", "nan", "hang"):
+    odd = suite(f"env.args.file={path}", "env.args.verifier=mine:odd", "env.args.timeout_s=2")
+    assert [score(odd, 1, answer)[0] for answer in ("fork", "fine", "fork")] == [0.0, 1.0, 0.0], "each has its own"
+    for answer in ("raise", "exit", "die", "nan", "hang", "hang with a child"):
         assert score(odd, 1, answer) == (0.0, 1.0), answer
         assert score(odd, 1, "fine") == (1.0, 0.0), f"scores go on after {answer}, and 7 counts as 1"
+
+
+SLOW_IMPORT = """
+import time
+
+def verify(answer, task):
+    global imported
+    if "imported" not in globals():
+        time.sleep(1.5)
+        imported = True
+    return 1.0
+"""
+
+
+@pytest.mark.system
+def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW_IMPORT)
+    scoring = ScoringProcess("slow:verify", timeout_s=0.5, example=({}, {}))
+    assert asyncio.run(scoring.score("a", {})) == 1.0
+    scoring.close()
+
+
+@pytest.mark.system
+def test_a_verifier_that_waits_ends_with_its_actor(folder: Path) -> None:
+    program = """import asyncio
+from impala_llm.envs.scoring_process import ScoringProcess
+asyncio.run(ScoringProcess("mine:odd", timeout_s=600).score("hang", {}))"""
+    actor = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 120
+
+    def wait_for(done: Callable[[], bool]) -> None:
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_for(lambda: (folder / "pid").is_file() and (folder / "pid").read_text().endswith(";"))
+    actor.kill()
+    actor.wait()
+    scoring = Path("/proc") / (folder / "pid").read_text().rstrip(";") / "cmdline"
+    wait_for(lambda: not scoring.exists() or not scoring.read_text())
 
 
 @pytest.mark.system
