@@ -240,6 +240,9 @@ class _Watched:
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return await self._keep(self._session.step(action))
 
+    def close(self) -> None:
+        contract.close(self._session)
+
     async def _keep(self, result: Any) -> Any:
         self.last = await result if inspect.isawaitable(result) else result
         return self.last

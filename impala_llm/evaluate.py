@@ -150,13 +150,16 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
 async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, int]:
     """Play a task with a script. Returns score, success and number of turns."""
     session = suite.session(False)
-    started = session.reset(task)
-    observation, info = await started if inspect.isawaitable(started) else started
     turns, ended = 0, False
-    while not ended:
-        action = script.act(observation, info)
-        observation, _, terminated, truncated, info = await contract.step(session, action, suite.name)
-        turns, ended = turns + 1, terminated or truncated
+    try:
+        started = session.reset(task)
+        observation, info = await started if inspect.isawaitable(started) else started
+        while not ended:
+            action = script.act(observation, info)
+            observation, _, terminated, truncated, info = await contract.step(session, action, suite.name)
+            turns, ended = turns + 1, terminated or truncated
+    finally:
+        contract.close(session)
     return float(info["score"]), bool(info["success"]), turns
 
 

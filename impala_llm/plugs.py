@@ -8,6 +8,7 @@ Invariant: a name means one object, or is an error that says which names there a
 named.
 """
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -295,13 +296,15 @@ def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[
 def _parameters(part: Any) -> type | None:
     """The parameters that a part is called with, as a dataclass; None where it has none.
 
-    A parameter whose type OmegaConf does not know takes any value.
+    A parameter whose type OmegaConf does not know takes any value. One whose default is no plain value keeps it.
     """
     try:
         parameters = list(inspect.signature(part).parameters.values())
-        hints = get_type_hints(inspect.getattr_static(part, "__init__") if isinstance(part, type) else part)
-    except (TypeError, ValueError, NameError):  # of what is no Python function, or names types that are not there
+    except (TypeError, ValueError):  # of what is no Python function
         return None
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, NameError):  # of types that are imported for type checkers alone
+        hints = get_type_hints(inspect.getattr_static(part, "__init__") if isinstance(part, type) else part)
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     found = []
     for each in named:
@@ -309,12 +312,13 @@ def _parameters(part: Any) -> type | None:
         if each.default is not each.empty:
             is_mutable = isinstance(each.default, list | dict)
             given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
-        hint = hints.get(each.name, Any)
-        try:
-            OmegaConf.structured(make_dataclass("Parameter", [(each.name, hint, field(**given))]))
-        except (OmegaConfBaseException, ValueError, TypeError):
-            hint = Any
-        found.append((each.name, hint, field(**given)))
+        for hint in (hints.get(each.name, Any), Any):
+            try:
+                OmegaConf.structured(make_dataclass("Parameter", [(each.name, hint, field(**given))]))
+            except (OmegaConfBaseException, ValueError, TypeError):
+                continue
+            found.append((each.name, hint, field(**given)))
+            break
     return make_dataclass("Parameters", found, kw_only=True) if found else None
 
 

@@ -30,10 +30,70 @@ class WithoutScore:
         return "the end", 1.0, True, False, {"success": True}
 
 
+class Exits:
+    def step(self, action: str) -> None:
+        raise SystemExit(3)
+
+
+class CancelsItself:
+    async def step(self, action: str) -> None:
+        raise asyncio.CancelledError
+
+
+class Waits:
+    is_closed = False
+
+    async def step(self, action: str) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.is_closed = True
+
+
 def fault(word: str = "door") -> EnvironmentFault:
     with pytest.raises(EnvironmentFault) as caught:
         asyncio.run(contract.step(Broken(), word, "maze"))  # type: ignore[arg-type]
     return caught.value
+
+
+@pytest.mark.parametrize(("session", "said"), [(Exits(), "SystemExit: 3"), (CancelsItself(), "CancelledError")])
+def test_an_environment_that_ends_its_process_or_its_task_is_a_fault_as_others(session: Any, said: str) -> None:
+    with pytest.raises(EnvironmentFault, match=f"env maze: step raised {said}"):
+        asyncio.run(contract.step(session, "go", "maze"))
+
+
+def test_an_episode_that_is_given_up_is_no_fault_and_its_end_may_take_time() -> None:
+    async def give_up() -> Waits:
+        session: Any = Waits()
+        playing = asyncio.create_task(contract.step(session, "go", "maze"))
+        await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        contract.close(session)
+        while not session.is_closed:
+            await asyncio.sleep(0)
+        return session
+
+    assert asyncio.run(asyncio.wait_for(give_up(), 60)).is_closed
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (range(2**31), "at most 10000000 tasks"),
+        ([1, 2, 1], "each task id once"),
+        ([0, -1], "task ids from 0 to"),
+        ([2**63], "task ids from 0 to"),
+        ([], "a sequence of task ids"),
+        (["a"], "a sequence of task ids"),
+    ],
+)
+def test_tasks_that_no_run_can_play_are_refused(given: Any, said: str) -> None:
+    suite: Any = SimpleNamespace(name="maze", tasks=lambda split: given)
+    with pytest.raises(EnvironmentFault, match=rf"tasks\('train'\) returned .*: .*{said}"):
+        contract.tasks(suite, "train")
 
 
 def test_a_storm_ends_the_actor_and_an_outage_does_not() -> None:

@@ -14,7 +14,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 class Session(Protocol):
     """One episode at a time. Used from one thread.
 
-    It may have a method `close()`, which is called when the episode is over, or was given up: to end connections.
+    It may have a method `close()`, which is called when the episode is over, or was given up: to end connections. That
+    may be a coroutine function, for which nobody waits.
     """
 
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:

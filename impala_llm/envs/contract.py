@@ -3,9 +3,10 @@
 Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
 """
 
+import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,6 +17,10 @@ from impala_llm.envs.base import AsyncSession, Session, Split, Suite
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
 """Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
+_MOST_TASKS = 10_000_000
+"""They are listed: more take gigabytes."""
+_closing: set[asyncio.Future[Any]] = set()
+"""Calls of `close` that are under way: what nobody holds may be dropped."""
 
 
 class EnvironmentFault(ValueError):
@@ -25,9 +30,16 @@ class EnvironmentFault(ValueError):
 def tasks(suite: Suite, split: Split) -> Sequence[int]:
     """The task ids of a split: at least one."""
     what = f"env {suite.name}: tasks({split!r})"
-    found = _call(what, lambda: list(suite.tasks(split)))
+    given = _call(what, lambda: suite.tasks(split))
+    if isinstance(given, Sequence) and _call(what, lambda: len(given)) > _MOST_TASKS:
+        raise EnvironmentFault(f"{what} returned {_shown(given)}: at most {_MOST_TASKS} tasks are expected")
+    found: list[int] = _call(what, lambda: list(given))
     if not found or not all(isinstance(task, int | np.integer) for task in found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: a sequence of task ids (int) is expected")
+    if min(found) < 0 or max(found) >= 2**63:
+        raise EnvironmentFault(f"{what} returned {_shown(found)}: task ids from 0 to 2^63 - 1 are expected")
+    if len(set(found)) < len(found):
+        raise EnvironmentFault(f"{what} returned {_shown(found)}: each task id once is expected")
     return found
 
 
@@ -85,10 +97,21 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
 
 
 def close(session: Session | AsyncSession) -> None:
-    """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over."""
+    """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
+
+    Where it is a coroutine function it goes on in the event loop, and nobody waits for it.
+    """
     if (method := getattr(session, "close", None)) is not None:
         with contextlib.suppress(Exception):
-            method()
+            if inspect.isawaitable(found := method()):
+                task = asyncio.ensure_future(_suppressed(found))
+                _closing.add(task)
+                task.add_done_callback(_closing.discard)
+
+
+async def _suppressed(call: Awaitable[Any]) -> None:
+    with contextlib.suppress(Exception):
+        await call
 
 
 def _call(what: str, function: Callable[[], Any]) -> Any:
@@ -100,12 +123,15 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
 
 async def _call_session(what: str, function: Callable[[], Any]) -> Any:
     """Call a method that may be a coroutine function."""
-    result = _call(what, function)
-    if not inspect.isawaitable(result):
-        return result
     try:
-        return await result
-    except Exception as error:
+        result = function()
+        return await result if inspect.isawaitable(result) else result
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # the episode is given up
+        raise EnvironmentFault(f"{what} raised CancelledError: what it waited for was cancelled") from error
+    except (Exception, SystemExit) as error:  # a library may call sys.exit()
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
 
 

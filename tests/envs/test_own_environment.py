@@ -32,6 +32,10 @@ class Plain:
     class Options:
         size = 1
 
+class Typed:
+    def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
+        self.names, self.size = names, size
+
 def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0.5], other: "object" = None):
     return {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
 """
@@ -85,6 +89,11 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
     assert load(["experiment=saved.yaml"]) == config
     changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
     assert changed == args | {"extra": {"side": {"left": 2, "right": 3}}, "size": 2}
+
+
+def test_parameters_whose_types_or_defaults_are_no_settings_harm_no_others(own: Path) -> None:
+    suite = make_suite(load(["model=scratch", "env=odd:Typed", "env.args.size=3"]).env)
+    assert (suite.size, suite.names) == (3, {"a"})
 
 
 def test_a_toy_has_settings_too() -> None:
