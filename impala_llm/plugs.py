@@ -322,6 +322,16 @@ def _parameters(part: Any) -> type | None:
     return make_dataclass("Parameters", found, kw_only=True) if found else None
 
 
+def check_call(kind: Kind, name: str, part: Any, *given: Any, **arguments: Any) -> None:
+    """Raise ValueError unless a part can be called with these arguments. arguments: options, by name."""
+    try:
+        inspect.signature(part).bind(*given, **arguments)
+    except TypeError as error:
+        raise ValueError(f"{kind.key}={name} cannot be called: {error}: correct {kind.options_key}.*") from None
+    except ValueError:  # it does not say what it takes
+        pass
+
+
 def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:
     """The option that may be meant, or the parts that have it."""
     parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}

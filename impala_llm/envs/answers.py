@@ -25,8 +25,20 @@ def exact(answer: str, task: Mapping[str, Any]) -> float:
 def number(answer: str, task: Mapping[str, Any]) -> float:
     """1 where the last number of the answer is that of the task, to nine digits. Thousands may have commas."""
     found = [word for word in _NUMBER.findall(final(answer)) if any(map(str.isdigit, word))]
-    wanted = float(str(task["answer"]).replace(",", ""))
+    wanted = _number(task["answer"])
     return float(bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=1e-9, abs_tol=1e-12))
+
+
+def is_number(answer: object) -> bool:
+    """Whether the answer of a task is one that `number` can compare with."""
+    try:
+        return math.isfinite(_number(answer))
+    except ValueError:
+        return False
+
+
+def _number(answer: object) -> float:
+    return float(str(answer).replace(",", ""))
 
 
 def maths(answer: str, task: Mapping[str, Any]) -> float:

@@ -16,7 +16,6 @@ from impala_llm.envs.single_turn import Result, check_task, split_sizes
 from impala_llm.settings import bounded
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
-_WORD = re.compile(r"-?\w+")
 
 
 class GymnasiumSuite:
@@ -73,7 +72,11 @@ class GymnasiumSuite:
             raise ValueError(f"env.args.id={options.id} takes neither a discrete action nor a text: wrap it")
         if options.actions and len(options.actions) != self.num_actions:
             raise ValueError(f"env.args.actions has {len(options.actions)} names: {self.num_actions} are needed")
-        self.actions = [*options.actions] or [str(k) for k in range(self.first, self.first + (self.num_actions or 0))]
+        numbers = {str(k): k for k in range(self.first, self.first + (self.num_actions or 0))}
+        self.actions = [*options.actions] or [*numbers]
+        self._choices = numbers | {name.lower(): k for k, name in enumerate(self.actions, self.first)}
+        longest_first = sorted(map(re.escape, self._choices), key=len, reverse=True)
+        self._choice = re.compile(rf"(?<![\w-])(?:{'|'.join(longest_first)})(?!\w)")
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -99,10 +102,8 @@ class GymnasiumSuite:
         """The action that an answer holds: None where there is none."""
         if self.num_actions is None:
             return text if env.action_space.contains(text) else None
-        names = {name.lower(): number for number, name in enumerate(self.actions, self.first)}
-        numbers = {str(number): number for number in names.values()}
-        words = _WORD.findall(text.lower())
-        return next((found for word in words if (found := names.get(word, numbers.get(word))) is not None), None)
+        found = self._choice.search(text.lower())
+        return self._choices[found.group()] if found else None
 
 
 class GymnasiumSession:

@@ -6,7 +6,7 @@ these splits.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import SPLITS, Split, Suite
 from impala_llm.envs.single_turn import Result
-from impala_llm.plugs import ENVIRONMENTS, name_part
+from impala_llm.plugs import ENVIRONMENTS, make_options, name_part
 from impala_llm.settings import EnvConfig, WebShopConfig
+from impala_llm.settings_checks import field_problems
 
 _MOST_TASKS = 1_000_000
 
@@ -50,7 +51,7 @@ class MixtureSuite:
         self._is_one_prompt = len(prompts) == 1
         self.system_prompt = prompts.pop() if self._is_one_prompt else ""
         train = [contract.tasks(suite, "train") for suite in self.suites]
-        sizes = _sizes([len(tasks) for tasks in train], weights)
+        sizes = _sizes(dict(zip(self.part_names, map(len, train), strict=True)), weights)
         # Of each part: its task ids, one after the other those of training, as often as they come, validation, test.
         self._ids: list[np.ndarray] = []
         self._splits: dict[Split, list[int]] = {split: [] for split in SPLITS}
@@ -129,13 +130,29 @@ def _weight(name: str, part: Any) -> float:
 def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
     """The settings of a part as those of an environment of its own."""
     args = dict(part.get("args") or {})
-    if part["name"] == "webshop":
-        return EnvConfig(name="webshop", webshop=WebShopConfig(**args))
-    chosen, options = name_part(ENVIRONMENTS, str(part["name"]), args, [])
-    return EnvConfig(name=chosen, args=options)
+    here, key = f"env.args.parts.{name}", f"{ENVIRONMENTS.options_key}."
+    try:
+        if part["name"] == "webshop":
+            config = EnvConfig(name="webshop", webshop=make_options(ENVIRONMENTS, "webshop", WebShopConfig, args))
+            found = field_problems(config.webshop, key)
+        else:
+            chosen, options = name_part(ENVIRONMENTS, str(part["name"]), args, [])
+            config = EnvConfig(name=chosen, args=options)
+            found = field_problems(options, key) if is_dataclass(options) else []
+        if found:
+            raise ValueError(found[0])
+    except ValueError as error:
+        raise ValueError(str(error).replace(key, f"{here}.args.").replace(ENVIRONMENTS.key, f"{here}.name")) from None
+    return config
 
 
-def _sizes(present: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """How many tasks of each part make an epoch: in the ratio of the weights, and all of each, up to a million."""
-    total = min(max(size * sum(weights) / weight for size, weight in zip(present, weights, strict=True)), _MOST_TASKS)
-    return [max(1, round(total * weight / sum(weights))) for weight in weights]
+def _sizes(present: Mapping[str, int], weights: Sequence[float]) -> list[int]:
+    """How many tasks of each part make an epoch: in the ratio of the weights, and all of each."""
+    sums = {name: size * sum(weights) / weight for (name, size), weight in zip(present.items(), weights, strict=True)}
+    rarest = max(sums, key=sums.__getitem__)
+    if sums[rarest] > _MOST_TASKS:
+        raise ValueError(
+            f"env.args.parts.{rarest} has {present[rarest]} tasks and so small a weight that an epoch with all of them "
+            f"has {sums[rarest]:.0f}, of {_MOST_TASKS} at most: raise its weight, or give it fewer tasks"
+        )
+    return [max(1, round(sums[rarest] * weight / sum(weights))) for weight in weights]

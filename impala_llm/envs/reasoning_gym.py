@@ -76,8 +76,11 @@ class ReasoningGymSuite:
             raise ValueError(f"env.args.config={options.config} does not suit {options.task}: {error}") from error
         self._scoring: ScoringProcess | None = None
         if options.task in EVALUATED:
-            example = [asdict(options), self._dataset[0]], {}
-            self._scoring = ScoringProcess("impala_llm.envs.reasoning_gym:verify", memory_gib=4.0, example=example)
+            self._scoring = ScoringProcess(
+                "impala_llm.envs.reasoning_gym:verify",
+                memory_gib=4.0,
+                example=([asdict(options), self._dataset[0]], {}),
+            )
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]

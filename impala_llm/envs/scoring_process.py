@@ -79,14 +79,20 @@ class ScoringProcess:
     def _ask(self, request: bytes) -> float:
         with self._lock:
             if self._process is None:
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-                )
-                self._exchange(b"", _START_TIMEOUT_S)
+                self._start()
                 if self._example is not None:
                     with contextlib.suppress(ScoringError):
                         self._exchange(self._example, _START_TIMEOUT_S)
+                    if self._process is None:  # the verifier does not bear an empty answer
+                        self._example = None
+                        self._start()
             return self._exchange(request, self._timeout_s)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
         try:

@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from impala_llm.envs.base import Split
+from impala_llm.limited_warnings import RateLimitedWarnings
+
+_warnings = RateLimitedWarnings(interval_s=30.0)
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -17,7 +20,7 @@ class SingleTurnSession:
         begin: returns the question of a task id, and the task as `score` wants it.
         score: of an answer to a task, 0 to 1; it may be a coroutine function. What is below or above counts as 0 or 1.
             Where it raises, or is no number, the answer scores 0 and `scoring_errors` is counted: an answer that
-            nobody has thought of must not end the run.
+            nobody has thought of must not end the run. The reason is logged now and then.
     """
 
     def __init__(
@@ -37,7 +40,8 @@ class SingleTurnSession:
             score = float(await found if inspect.isawaitable(found) else found)
             if math.isnan(score):
                 raise ValueError("the score is not a number")
-        except Exception:  # a scorer is other people's code, and reads what a policy writes
+        except Exception as error:  # a scorer is other people's code, and reads what a policy writes
+            _warnings.log("an answer cannot be scored, and scores 0", f"{type(error).__name__}: {error}"[:300])
             score, stats["scoring_errors"] = 0.0, 1.0
         score = min(max(score, 0.0), 1.0)
         return "", score, True, False, {"score": score, "success": score == 1.0, "stats": stats}

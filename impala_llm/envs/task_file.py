@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from impala_llm.envs.answers import is_number
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.scoring_process import ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
-from impala_llm.plugs import VERIFIERS, load
+from impala_llm.plugs import VERIFIERS, check_call, load
 from impala_llm.settings import bounded
 
 _VALIDATION, _TEST = 5, 5
@@ -63,11 +64,12 @@ class TaskFileSuite:
         self._prompts = [self._prompt(number, row) for number, row in enumerate(self._rows, 1)]
         self._splits = _splits(self._rows, self._prompts, options.file)
         self._verify = load(VERIFIERS, options.verifier)
+        check_call(VERIFIERS, options.verifier, self._verify, "", {}, **options.verifier_args)
+        self._check_answers()
         self._scoring: ScoringProcess | None = None
         if not inspect.iscoroutinefunction(self._verify):
-            self._scoring = ScoringProcess(options.verifier, options.timeout_s)
-        if options.verifier == "maths":
-            needed("math_verify", "maths")
+            example = self._begin(0)[1], options.verifier_args
+            self._scoring = ScoringProcess(options.verifier, options.timeout_s, example=example)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -82,12 +84,34 @@ class TaskFileSuite:
     def _begin(self, task_id: int) -> tuple[str, dict[str, Any]]:
         if not 0 <= task_id < len(self._rows):
             raise ValueError(f"task_id is {task_id}: {self._options.file} has the tasks 0 to {len(self._rows) - 1}")
-        return self._prompts[task_id], self._rows[task_id]
+        prompt = self._prompts[task_id]
+        return prompt, {**self._rows[task_id], "prompt": prompt}
 
     async def _score(self, answer: str, task: dict[str, Any]) -> float:
         if self._scoring is None:
             return float(await self._verify(answer, task, **self._options.verifier_args))
         return await self._scoring.score(answer, task, self._options.verifier_args)
+
+    def _check_answers(self) -> None:
+        """Raise ValueError where a packaged verifier could score no answer."""
+        file, verifier, path = self._options.file, self._options.verifier, self._options.verifier_args.get("path")
+        if verifier == "maths":
+            needed("math_verify", "maths")
+        if verifier == "reward_model" and not (Path(str(path)) / "config.json").is_file():
+            raise ValueError(
+                f"env.args.verifier_args.path={path} has no config.json: give the directory of a sequence classifier"
+            )
+        for number, row in enumerate(self._rows, 1) if verifier in ("exact", "number", "maths") else ():
+            if row.get("answer") is None:
+                raise ValueError(
+                    f"{file}, line {number}: it has no 'answer', which env.args.verifier={verifier} needs: add it, or "
+                    "name a verifier of your own"
+                )
+            if verifier == "number" and not is_number(row["answer"]):
+                raise ValueError(
+                    f"{file}, line {number}: answer {row['answer']!r} is no number, which env.args.verifier=number "
+                    "needs: correct it, or choose another verifier"
+                )
 
     def _prompt(self, number: int, row: dict[str, Any]) -> str:
         prompt = row.get(self._options.prompt_field)
@@ -105,9 +129,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         found: list[Any] = needed("pyarrow.parquet", "parquet").read_table(path).to_pylist()
     else:
         found = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = path.read_text(encoding="utf-8-sig").rstrip()
+        # Not splitlines, which parts a line where a prompt has one of Unicode's separators.
+        for number, line in enumerate(text.split("\n") if text else (), 1):
             try:
-                found.append(json.loads(line) if line.strip() else None)
+                found.append(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: this is not JSON ({error}): correct it") from None
     for number, row in enumerate(found, 1):

@@ -14,7 +14,7 @@ from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.own_random import OwnRandom
 from impala_llm.envs.single_turn import Result, check_task, split_sizes
-from impala_llm.plugs import OPPONENTS, load
+from impala_llm.plugs import OPPONENTS, check_call, load
 from impala_llm.settings import bounded
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]+\]")
@@ -79,6 +79,7 @@ class TextArenaSuite:
         self.name, self.system_prompt, self.options = f"textarena-{options.id}", "", options
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
         self.opponent = load(OPPONENTS, options.opponent)
+        check_call(OPPONENTS, options.opponent, self.opponent, seed=0, **options.opponent_args)
         self.make()  # an id that does not exist is refused here
 
     def tasks(self, split: Split) -> Sequence[int]:

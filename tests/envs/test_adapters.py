@@ -77,6 +77,13 @@ def test_gymnasium_shows_what_it_renders_and_plays_names_and_numbers() -> None:
     assert info == {"score": 1.0, "success": True, "stats": stats}
 
 
+def test_names_of_actions_may_have_several_words() -> None:
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    lake = suite(*LAKE, "env.args.actions=[go,go down,turn right,look-up]")
+    said = ["go", "I Go Down now", "turn right.", "look-up", "2", "downgo", "no-go"]
+    assert [lake.action(text, None) for text in said] == [0, 1, 2, 3, 2, None, None]
+
+
 def test_gymnasium_counts_what_it_cannot_read_and_cuts_long_episodes() -> None:
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     shown, info, _ = play(suite(*LAKE, "env.args.max_steps=3"), 3, lambda _: "swim")
@@ -170,6 +177,7 @@ def test_textarena_plays_against_a_frozen_policy(tiny_model: Path) -> None:
     [
         (["env.args.id=Chess-v7"], "Chess-v7 not found"),
         (["env.args.seat=2"], "env.args.seat=2"),
+        (["env.args.opponent=policy"], "opponent=policy cannot be called: .*'path': correct env.args.opponent_args"),
         (["env.args.opponent=strong"], "env.args.opponent=strong is not known.*random, policy"),
     ],
 )

@@ -73,6 +73,13 @@ def test_what_was_saved_loads_again(tmp_path: Any) -> None:
         ([], "has no parts"),
         (["env.args.parts.a={weight: 1}"], "env.args.parts.a="),
         (["env.args.parts.a={name: parrot, wait: 1}"], "env.args.parts.a="),
+        (["env.args.parts.a={name: webshop, args: {catalog: hard}}"], "parts.a.args.catalog=hard .*args.catalogue"),
+        (
+            ["env.args.parts.a={name: webshop, args: {catalogue_seed: x}}"],
+            "parts.a.args.catalogue_seed=x has the wrong",
+        ),
+        (["env.args.parts.a={name: webshop, args: {max_steps: 0}}"], r"parts\.a\.args\.max_steps=0 is out of range"),
+        (["env.args.parts.a={name: corridor, weight: 1e-6}", PARTS[0]], r"parts\.a has .* raise its weight"),
         (["env.args.parts.a={name: parrot, weight: 0}"], "env.args.parts.a.weight=0"),
         (["env.args.parts.a={name: parot}"], "did you mean parrot"),
         (["env.args.parts.a={name: parrot, args: {words: 3}}"], "num_words"),

@@ -14,8 +14,10 @@ import pytest
 from impala_llm.config import ConfigError, load
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.answers import exact, maths, number
+from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
+from impala_llm.envs.single_turn import SingleTurnSession
 
 VERIFIERS = """
 import asyncio, os, sys, time
@@ -49,7 +51,7 @@ def odd(answer, task):
 
 no_function = 3
 """
-THREE = [json.dumps({"prompt": prompt}) for prompt in "abc"]
+THREE = [json.dumps({"prompt": prompt, "answer": "1"}) for prompt in "abc"]
 
 
 def rows(number: int) -> list[dict[str, Any]]:
@@ -114,6 +116,30 @@ def test_the_file_may_say_the_splits(folder: Path) -> None:
     assert [list(tasks.tasks(split)) for split in ("train", "validation", "test")] == [[1, 3], [2], [0]]
 
 
+def test_lines_of_a_file_may_have_all_that_json_may(folder: Path) -> None:
+    text = '{"prompt": "a\u2028b\x85c", "answer": "1"}'
+    Path("tasks.jsonl").write_text("\ufeff" + "\r\n".join([text, *THREE]) + "\n\n", encoding="utf-8", newline="")
+    tasks = suite("env.args.file=tasks.jsonl")
+    assert sorted(k for split in SPLITS for k in tasks.tasks(split)) == [0, 1, 2, 3]
+    assert tasks.session(True).reset(0)[0] == "a\u2028b\x85c"
+
+
+def test_the_reason_why_an_answer_cannot_be_scored_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(answer: str, task: Any) -> float:
+        raise KeyError("wanted")
+
+    async def episode() -> None:
+        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: broken(answer, task))
+        session.reset(0)
+        await session.step("a")
+
+    for _ in range(3):
+        asyncio.run(episode())
+    assert [record.getMessage() for record in caplog.records] == [
+        "an answer cannot be scored, and scores 0: KeyError: 'wanted'"
+    ]
+
+
 def test_a_parquet_file_is_read_too(folder: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows(5)), "tasks.parquet")
@@ -131,6 +157,13 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
         (['{"prompt": "a", "split": "train"}', '{"prompt": "b"}'], [], "line 2: split is None"),
         (['{"prompt": "a"}'] * 9, [], "1 different prompts: at least 3 are needed"),
         ([], [], "has no tasks"),
+        (['{"prompt": "a"}', "", '{"prompt": "b"}'], [], "line 2: this is not JSON"),
+        ([*THREE, '{"prompt": "d"}'], [], "line 4: it has no 'answer'"),
+        ([*THREE, '{"prompt": "d", "answer": "#### 4"}'], ["env.args.verifier=number"], "answer '#### 4' is no num"),
+        (THREE, ["env.args.verifier_args.least=1"], "verifier=exact cannot be called: .*'least'.*verifier_args"),
+        (THREE, ["env.args.verifier=mine:longer", "env.args.verifier_args.lest=1"], "longer cannot be called: .*lest"),
+        (THREE, ["env.args.verifier=reward_model"], "reward_model cannot be called: .*'path'"),
+        (THREE, ["env.args.verifier=reward_model", "env.args.verifier_args.path=nowhere"], "path=nowhere has no"),
         (['{"prompt": "a"}'], ["env.args.file=other.jsonl"], "FileNotFoundError"),
         (THREE, ["env.args.verifier=exakt"], "did you mean exact"),
         (THREE, ["env.args.verifier=mine:no_function"], "name a class or a fun"),
@@ -163,10 +196,12 @@ def test_verifiers_score_where_they_can_harm_nobody(folder: Path) -> None:
 
 
 SLOW_IMPORT = """
-import time
+import os, time
 
 def verify(answer, task):
     global imported
+    if task.get("has to be answered") and not answer:
+        os._exit(3)
     if "imported" not in globals():
         time.sleep(1.5)
         imported = True
@@ -180,6 +215,9 @@ def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -
     scoring = ScoringProcess("slow:verify", timeout_s=0.5, example=({}, {}))
     assert asyncio.run(scoring.score("a", {})) == 1.0
     scoring.close()
+    other = ScoringProcess("slow:verify", timeout_s=60, example=({"has to be answered": True}, {}))
+    assert asyncio.run(other.score("a", {})) == 1.0, "an example that ends the process is left out"
+    other.close()
 
 
 @pytest.mark.system
