@@ -6,6 +6,8 @@ indices, so that no item is in two of them.
 
 import functools
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +28,15 @@ EVALUATED = frozenset(
 """Datasets whose scorers run the answer as Python, by `eval` or sympy's `parse_expr`: an answer such as `exit()`, or
 `9**9**9**9`, would end or stop its actor. They are scored in a process of their own. So is coin_flip, which makes a
 fraction of the answer: 1e999999999 is one of a milliard digits."""
+
+FROM_SETS = frozenset(
+    {
+        *("isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note"),
+        "word_ladder",
+    }
+)
+"""Datasets whose items depend on the order of sets, which Python changes unless PYTHONHASHSEED is set."""
+_log = logging.getLogger(__name__)
 
 
 class ReasoningGymSuite:
@@ -74,6 +85,8 @@ class ReasoningGymSuite:
             self._dataset = library.create_dataset(options.task, seed=options.seed, size=size, **config)
         except (TypeError, AssertionError, ValueError) as error:
             raise ValueError(f"env.args.config={options.config} does not suit {options.task}: {error}") from error
+        if options.task in FROM_SETS and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            _log.warning("the items of %s differ from process to process: set PYTHONHASHSEED=0", options.task)
         self._scoring: ScoringProcess | None = None
         if options.task in EVALUATED:
             self._scoring = ScoringProcess(

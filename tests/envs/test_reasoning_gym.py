@@ -79,6 +79,18 @@ def test_splits_are_disjoint_and_the_same_in_every_process() -> None:
         play(first, 507, "")
 
 
+@pytest.mark.parametrize(("seed", "task", "warned"), [(None, "ransom_note", True), ("0", "ransom_note", False),
+                                                      (None, "gcd", False)])  # fmt: skip
+def test_items_that_differ_from_process_to_process_are_warned_of(
+    seed: str | None, task: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    suite(f"env.args.task={task}")
+    assert ("set PYTHONHASHSEED=0" in caplog.text) == warned
+
+
 def test_its_configuration_and_prompts() -> None:
     words = ("env.args.config.min_terms=3", "env.args.config.max_terms=3", "env.args.system_prompt=direct")
     gym = suite(*words, "env.args.answer_tags=true")
