@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -223,4 +224,4 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
         await appears(agents / "left")
         del left
 
-    use(test, None, f"{sys.executable} {program}")
+    use(test, None, shlex.join([sys.executable, str(program)]))
