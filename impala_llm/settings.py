@@ -88,6 +88,9 @@ class WebShopConfig:
     """Show the instruction on the first page only, since the conversation holds it."""
     delta_pages: bool = False
     """After a click on an option show only what changed on the page."""
+    script_speaks: bool = False
+    """Hard catalogue: the scripted shopper says which of the wanted attributes a features page has before it acts, for
+    policies that learn from it."""
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
 

@@ -56,14 +56,18 @@ class ReadingShopper:
     `noise` 0 plays well; at 1 it forgets options, overlooks the price limit and buys unread. The seed draws its slips.
     It works with every page format.
 
+    Args:
+        speaks: before what it does on a features page, it says which of the wanted attributes it has found there.
+
     Raises:
         ValueError: a noise outside [0, 1].
     """
 
-    def __init__(self, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, noise: float = 0.0, seed: int = 0, speaks: bool = False) -> None:
         if not 0.0 <= noise <= 1.0:
             raise ValueError(f"noise is {noise}; choose between 0 (plays well) and 1 (sloppy)")
         self.noise = noise
+        self._speaks = speaks
         self._rng = random.Random(seed)
         self._episode: _Episode | None = None
 
@@ -139,10 +143,16 @@ class ReadingShopper:
 
     def _on_features_page(self, episode: _Episode, page: str) -> str:
         features = page.replace(episode.instruction, "")
-        found = sum(attribute in features for attribute in episode.attributes)
-        if found == len(episode.attributes):
+        found = [attribute for attribute in episode.attributes if attribute in features]
+        action = self._after_features(episode, len(found) - len(episode.attributes))
+        said = ", ".join(sorted(found, key=episode.wish.text.find))
+        return f"{said} {action}" if self._speaks and said else action
+
+    def _after_features(self, episode: _Episode, fit: int) -> str:
+        """fit: number of attributes that the product has, less those that are wanted."""
+        if fit == 0:
             return "click[< prev]"
-        episode.seen[episode.current] += found - len(episode.attributes)
+        episode.seen[episode.current] += fit
         if episode.page == 1:
             return _search(episode)
         episode.returning = True

@@ -87,7 +87,9 @@ class WebShopSuite:
 
     def script(self, noise: float = 0.0, seed: int = 0) -> Script:
         """The scripted shopper that fits the catalogue."""
-        return ReadingShopper(noise, seed) if self.catalogue.split_by_product else ScriptedShopper(noise, seed)
+        if not self.catalogue.split_by_product:
+            return ScriptedShopper(noise, seed)
+        return ReadingShopper(noise, seed, self.config.script_speaks)
 
     def baselines(self) -> dict[str, Callable[[], Script]]:
         """Scripts to compare policies with, by name; each is made anew for every episode."""

@@ -185,6 +185,26 @@ def test_noise_makes_the_shopper_sloppy(catalogues):
         suite.script(2.0)
 
 
+def test_a_speaking_shopper_plays_the_same_and_says_what_it_found(catalogues):
+    shown = {"observation_mode": "compact", "instruction_once": True}
+    silent = WebShopSuite(catalogues[0], WebShopConfig(**shown))
+    speaking = WebShopSuite(catalogues[0], WebShopConfig(**shown, script_speaks=True))
+    said = 0
+    for task in silent.tasks("train")[:40]:
+        assert play(speaking, speaking.script, task) == play(silent, silent.script, task)
+        session, script = speaking.session(training=False), speaking.script()
+        (observation, info), terminated = session.reset(task), False
+        wanted = speaking.goals[task].attributes
+        while not terminated:
+            answer = script.act(observation, info)
+            words, _, action = re.fullmatch(r"(.*?)( ?)((?:search|click)\[.*)", answer).groups()
+            found = [] if "\n By " not in f"\n{observation}" else [a for a in wanted if a in observation.lower()]
+            assert sorted(words.split(", ")) == sorted(found or [""])
+            said += len(found)
+            observation, _, terminated, _, info = session.step(answer)
+    assert said >= 100
+
+
 def test_the_setting_chooses_the_catalogue():
     hard = suite_from_config(WebShopConfig(catalogue="hard", num_products=40, catalogue_seed=3))
     assert set(hard.catalogue) == set(hard_catalogue(40, 3)) and hard.catalogue.split_by_product
