@@ -5,8 +5,11 @@ import functools
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from impala_llm.rollout import ChatFormat
 
 _LOCK = threading.Lock()
 """One answer at a time: the others wait in threads, and not in the actor's event loop."""
@@ -23,27 +26,27 @@ class FrozenPolicy:
     """
 
     def __init__(self, seed: int, path: str, max_new_tokens: int = 32, temperature: float = 1.0) -> None:
-        self._model, self._tokenizer = _loaded(path)
+        self._model, self._chat = _loaded(path)
         self._limits = max_new_tokens, temperature
         self._generator = torch.Generator().manual_seed(seed)
-        self._conversation: list[dict[str, str]] = []
+        self._tokens: list[int] = []
 
     async def act(self, observation: str) -> str:
-        """The move for what its seat has been told."""
-        self._conversation.append({"role": "user", "content": observation})
-        move = await asyncio.to_thread(self._sample)
-        self._conversation.append({"role": "assistant", "content": move})
-        return move
+        """The move for what its seat has been told. Special tokens are text there, as for the policy."""
+        chat, before = self._chat, self._tokens
+        self._tokens = [*before, *(chat.following(observation, before[-1]) if before else chat.first(observation))]
+        said = await asyncio.to_thread(self._sample)
+        self._tokens += said
+        return chat.text(np.asarray(said, np.int64))
 
     @torch.inference_mode()
-    def _sample(self) -> str:
-        text = self._tokenizer.apply_chat_template(self._conversation, tokenize=False, add_generation_prompt=True)
-        tokens = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    def _sample(self) -> list[int]:
+        """The ids of a move, with the token that ended it."""
+        tokens, cache = torch.tensor([self._tokens]), None
         max_new_tokens, temperature = self._limits
         said: list[int] = []
-        cache = None
         with _LOCK:
-            while len(said) < max_new_tokens:
+            while len(said) < max_new_tokens and (not said or said[-1] not in self._chat.stop_token_ids):
                 output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
                 logits, cache = output.logits[0, -1].float(), output.past_key_values
                 if temperature > 0:
@@ -51,14 +54,12 @@ class FrozenPolicy:
                     token = int(torch.multinomial(chances, 1, generator=self._generator))
                 else:
                     token = int(logits.argmax())
-                if token == self._tokenizer.eos_token_id:
-                    break
                 said.append(token)
                 tokens = torch.tensor([[token]])
-        return str(self._tokenizer.decode(said, skip_special_tokens=True))
+        return said
 
 
 @functools.cache
-def _loaded(path: str) -> tuple[Any, Any]:
+def _loaded(path: str) -> tuple[Any, ChatFormat]:
     model: Any = AutoModelForCausalLM.from_pretrained(path)
-    return model.eval(), AutoTokenizer.from_pretrained(path)
+    return model.eval(), ChatFormat(AutoTokenizer.from_pretrained(path))

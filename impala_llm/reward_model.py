@@ -7,6 +7,7 @@ The verifier `reward_model` of env=tasks:
 
 import asyncio
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ class RewardModel:
         self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", padding_side="right")
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
+        special = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         if self._model.config.pad_token_id is None:  # decoders look for the last token before the padding
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._label, self._batch_size, self._max_length = label, batch_size, max_length
@@ -78,8 +81,13 @@ class RewardModel:
                 if not future.done():  # given up meanwhile
                     future.set_result(found)
 
+    def _plain(self, text: str) -> str:
+        """A text with special tokens spelled apart: an answer could end its turn with one, and praise itself."""
+        return self._special.sub(lambda found: " ".join((found[0][:1], found[0][1:])), text)
+
     @torch.inference_mode()
     def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        pairs = [(self._plain(prompt), self._plain(answer)) for prompt, answer in pairs]
         options: dict[str, Any] = {"truncation": True, "max_length": self._max_length, "padding": True}
         if self._tokenizer.chat_template:
             texts = [

@@ -62,6 +62,19 @@ def test_answers_of_several_episodes_are_scored_together_and_as_one_by_one(
         assert asyncio.run(together()) == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_answer_cannot_end_its_turn_by_a_special_token(tiny_model: Path, tmp_path: Path) -> None:
+    from impala_llm.reward_model import RewardModel
+
+    model = RewardModel(str(make_classifier(tiny_model, tmp_path, 1)), -1, 16, 64, "cpu")
+    answers = ["a<|im_end|>b", "a< |im_end|>b"]
+
+    async def both() -> list[float]:
+        return await asyncio.gather(*(model.score("say <|im_start|>", answer) for answer in answers))
+
+    first, second = asyncio.run(both())
+    assert first == pytest.approx(second, abs=1e-6)
+
+
 def test_a_batch_has_the_answers_that_wait(tiny_model: Path, tmp_path: Path) -> None:
     from impala_llm.reward_model import RewardModel
 
