@@ -9,16 +9,20 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import psutil
 
+from impala_llm.gateway.descendants import WORKER, kill_started
 from impala_llm.gateway.tasks import Task
 
 _BLOCKED_S = 30.0
 """Silence after which a process counts as blocked."""
+_SILENT_PARTS = 3
 _GRACE_S = 5.0
 """Time in which an episode that was cancelled has to end."""
 _START_S = 120.0
@@ -71,14 +75,16 @@ class AgentPool:
         self._workers, self._retired = [], []
 
     async def _new(self) -> "_Process":
+        name = secrets.token_hex(8)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "impala_llm.gateway.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 24,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
+            start_new_session=True,  # an agent that signals its process group is not to end the actor
         )
-        worker = _Process(process)
+        worker = _Process(process, name)
         try:
             await worker.start(self._settings)
         except BaseException:
@@ -101,10 +107,10 @@ class AgentPool:
 
 
 class _Process:
-    """One process of the pool."""
+    """One process of the pool. name: the value of the variable that all below it have."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process, self._name = process, name
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -172,6 +178,7 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        await asyncio.to_thread(kill_started, WORKER, self._name)  # where it could not do so itself
         if self._reader is not None:
             self._reader.cancel()
 
@@ -189,10 +196,17 @@ class _Process:
         assert self._process.stdout is not None
         reason = "blocked it"
         with contextlib.suppress(TimeoutError, ValueError):
-            while line := await asyncio.wait_for(self._process.stdout.readline(), _BLOCKED_S):
+            while line := await self._next_line(self._process.stdout):
                 self._handle(json.loads(line))
             reason = f"ended it with status {await self._process.wait()}"
         self.end(f"an agent of the process {reason}")
+
+    async def _next_line(self, stream: asyncio.StreamReader) -> bytes:
+        """Raises TimeoutError after silence. A pause of this process's own loop is one of several parts of it."""
+        for _ in range(_SILENT_PARTS - 1):
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(stream.readline(), _BLOCKED_S / _SILENT_PARTS)
+        return await asyncio.wait_for(stream.readline(), _BLOCKED_S / _SILENT_PARTS)
 
     def _handle(self, event: dict[str, Any]) -> None:
         self.leaks = self.leaks or bool(event.get("leaks"))
@@ -208,3 +222,8 @@ class _Process:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
+
+
+def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which clients reach loopback without the proxy that the environment may name."""
+    return {name: ",".join(filter(None, [environment.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}

@@ -67,7 +67,7 @@ class Outcome:
 def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if not abs(number) <= 1e6:
         raise ValueError(f"its {name} is {value!r}: a number of at most 1e6 either way is expected")

@@ -1,7 +1,8 @@
 """A process of the pool: runs agents, many at once on one asyncio loop, for an actor (agent_pool.py).
 
 It reads commands on its standard input and writes events on what was its standard output, a JSON object a line; what
-agents print goes to the actor's log. It ends, and kills the programs that it has started, as soon as its input does.
+agents print goes to the actor's log. It ends, and kills all that it or its agents have started, as soon as its input
+does.
 
     start the pool's:  {"agent": name, "command": line or null}
     to it:             {"episode": n, "task": {...}, "url": ..., "key": ...}   {"cancel": n}
@@ -22,9 +23,11 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from impala_llm.gateway.descendants import WORKER, kill_started
 from impala_llm.gateway.tasks import Task
 from impala_llm.plugs import AGENTS, load
 
@@ -32,11 +35,15 @@ ALIVE_S = 1.0
 """Time between two signs of life."""
 _MOST_OUTPUT = 1 << 20
 """Bytes at the end of a program's output in which its reward is looked for."""
+_OUTPUT_GRACE_S = 1.0
+"""Time in which the output of a program that has ended is read: a process that outlives it may hold it open."""
+_MOST_THREADS = 4096
+_MOST_RESULT = 1 << 20
+"""Characters of a result as JSON."""
+_MOST_VARIABLE = 100_000
+"""Bytes of a variable: the kernel refuses more than 128 KiB."""
 
 _Run = Callable[[Task, str, str], Awaitable[Any]]
-
-_programs: set[int] = set()
-"""Process groups of programs that run."""
 
 
 class ThreadLeft(asyncio.CancelledError):
@@ -76,42 +83,65 @@ def command_runner(command: str) -> _Run:
 
     async def run(task: Task, url: str, key: str) -> Any:
         with tempfile.TemporaryDirectory(prefix="impala-agent-") as folder:
-            reward = Path(folder) / "reward.json"
+            reward, task_file, as_json = (
+                Path(folder) / "reward.json",
+                Path(folder) / "task.json",
+                json.dumps(vars(task)),
+            )
+            task_file.write_text(as_json)
             environment = {
                 **os.environ,
                 "OPENAI_BASE_URL": url,
                 "OPENAI_API_KEY": key,
-                "IMPALA_TASK": json.dumps(vars(task)),
+                "IMPALA_TASK_FILE": str(task_file),
                 "IMPALA_REWARD_FILE": str(reward),
+                **({"IMPALA_TASK": as_json} if len(as_json) <= _MOST_VARIABLE else {}),
             }
-            program = await asyncio.create_subprocess_exec(
-                *words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-            )
-            _programs.add(program.pid)
-            try:
-                output = await _tail(program)
-                status = await program.wait()
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(program.pid, signal.SIGKILL)  # with all that it has started
-                await program.wait()
-                _programs.discard(program.pid)
+            status, output = await _run_program(words, environment)
             if status:
                 raise AgentError(f"{words[0]} ended with status {status}")
             if reward.exists():
                 return json.loads(reward.read_text())
-            return _last_value(output)
+            return _last_value(output.decode(errors="replace"))
 
     return run
 
 
-async def _tail(program: asyncio.subprocess.Process) -> str:
-    """The end of a program's output."""
-    assert program.stdout is not None
-    output = b""
-    while piece := await program.stdout.read(1 << 16):
-        output = (output + piece)[-_MOST_OUTPUT:]
-    return output.decode(errors="replace")
+async def _run_program(words: list[str], environment: dict[str, str]) -> tuple[int, bytes]:
+    """Run a program to its end, then kill all that it has started. Returns its status, and the end of its output."""
+    output = bytearray()
+    # A pipe of our own: the end of asyncio's would be waited for, and a process that outlives the program may hold it.
+    reading, writing = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
+    )
+    keeping = asyncio.create_task(_keep_end(stream, output))
+    try:
+        try:
+            program = await asyncio.create_subprocess_exec(
+                *words, env=environment, stdin=subprocess.DEVNULL, stdout=writing, start_new_session=True
+            )
+        finally:
+            os.close(writing)
+        try:
+            status = await program.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            await asyncio.shield(asyncio.to_thread(kill_started, "OPENAI_API_KEY", environment["OPENAI_API_KEY"]))
+            await program.wait()
+        await asyncio.wait([keeping], timeout=_OUTPUT_GRACE_S)
+        return status, bytes(output)
+    finally:
+        keeping.cancel()
+        transport.close()
+
+
+async def _keep_end(stream: asyncio.StreamReader, output: bytearray) -> None:
+    while piece := await stream.read(1 << 16):
+        output += piece
+        del output[:-_MOST_OUTPUT]
 
 
 def _last_value(output: str) -> Any:
@@ -156,7 +186,10 @@ class Worker:
         try:
             result = await self._run(Task(**command["task"]), command["url"], command["key"])
             # An agent may return anything; numbers of numpy are numbers.
-            event = {"episode": number, "result": json.loads(json.dumps(result, default=float))}
+            as_json = json.dumps(result, default=float)
+            if len(as_json) > _MOST_RESULT:
+                raise AgentError(f"its result has {len(as_json)} characters as JSON: at most {_MOST_RESULT} are taken")
+            event = {"episode": number, "result": json.loads(as_json)}
         except asyncio.CancelledError as error:
             event["leaks"] = isinstance(error, ThreadLeft)
         except BaseException as error:  # of other people's code, sys.exit included
@@ -179,9 +212,7 @@ def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: 
     """In a thread, so that also a process whose loop is blocked ends with its actor."""
     for line in commands:
         loop.call_soon_threadsafe(handle, json.loads(line))
-    for group in list(_programs):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+    kill_started(WORKER, os.environ.get(WORKER, ""))
     os._exit(0)
 
 
@@ -205,6 +236,8 @@ async def main() -> None:
         return
     worker = Worker(run, say)
     loop = asyncio.get_running_loop()
+    # Agents that are no coroutines wait in their threads: asyncio has few, for as many as there are cores.
+    loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS))
     threading.Thread(target=_read_commands, args=(loop, commands, worker.handle), daemon=True).start()
     say({"ready": True})
     await worker.live()

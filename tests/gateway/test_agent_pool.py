@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
 from impala_llm.gateway.tasks import Task
 
 AGENTS = """
-import asyncio, os, time
+import asyncio, os, signal, subprocess, threading, time
+barrier = threading.Barrier(40)
 kept = []
 
 async def agent(task, client):
@@ -54,11 +56,22 @@ async def agent(task, client):
         return 1
     if what == "process":
         return os.getpid()
+    if what == "start":
+        return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+    if what == "signal":
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    if what == "large":
+        return {"stats": {str(number): 1 for number in range(2_000_000)}}
+    if what == "call":
+        import urllib.request
+        return float(urllib.request.urlopen(task.data["url"]).status)
 
 def plain(task, client):
     if task.data["what"] == "block":
         open(task.data["file"], "w").close()
         time.sleep(1000)
+    if task.data["what"] == "meet":
+        barrier.wait(60)
     return float(client.api_key == "sk-1")
 """
 DEADLINE_S = 120
@@ -185,9 +198,79 @@ def test_an_agent_that_is_not_there_is_named(agents: Path) -> None:
             use(lambda pool: play(pool, "number"), name)
 
 
+@pytest.mark.system
+def test_agents_that_are_no_coroutines_run_at_once_each_in_a_thread(agents: Path) -> None:
+    """Forty of them wait for each other."""
+
+    async def test(pool: AgentPool) -> None:
+        assert await asyncio.gather(*(play(pool, "meet") for _ in range(40))) == [1.0] * 40
+
+    use(test, "pool_agents:plain")
+
+
+@pytest.mark.system
+def test_what_an_agent_started_and_left_ends_with_its_process(agents: Path) -> None:
+    started = []
+
+    async def test(pool: AgentPool) -> None:
+        started.append(psutil.Process(await play(pool, "start")))
+        with pytest.raises(AgentFailed, match="ended it with status -9"):  # and this process lives
+            await play(pool, "signal")
+        started.append(psutil.Process(await play(pool, "start")))
+
+    use(test)
+    psutil.wait_procs(started, timeout=60)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+
+
+@pytest.mark.system
+def test_a_result_that_is_too_large_fails_its_own_episode(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        with pytest.raises(AgentFailed, match="its result has .* characters"):
+            await play(pool, "large")
+        assert await play(pool, "number") == 0.5 and pool.num_replaced == 0
+
+    use(test)
+
+
+@pytest.mark.system
+def test_a_pause_of_the_actor_is_no_silence_of_the_agents(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_pool, "_BLOCKED_S", 6.0)
+
+    async def test(pool: AgentPool) -> None:
+        waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
+        await appears(agents / "waits")
+        time.sleep(7.0)
+        assert await play(pool, "number") == 0.5 and pool.num_replaced == 0 and not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    use(test)
+
+
+@pytest.mark.system
+def test_agents_reach_the_gateway_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    async def test(pool: AgentPool) -> None:
+        async with await asyncio.start_server(_say_ok, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            assert await play(pool, "call", url=f"http://127.0.0.1:{port}/") == 200.0
+
+    use(test)
+
+
+async def _say_ok(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readline()
+    writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
 PROGRAM = """
 import json, os, sys, time, subprocess
-task = json.loads(os.environ["IMPALA_TASK"])
+task = json.loads(open(os.environ["IMPALA_TASK_FILE"]).read())
+assert json.loads(os.environ.get("IMPALA_TASK", "null")) in (None, task)
 assert os.environ["OPENAI_API_KEY"] == "sk-1" and os.environ["OPENAI_BASE_URL"].endswith("/v1")
 what = task["data"]["what"]
 if what == "file":
@@ -195,6 +278,9 @@ if what == "file":
 if what == "stdout":
     print("thinking")
     print(0.5)
+if what == "leave":  # it holds the output, in a session of its own
+    left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print(json.dumps({"stats": {"pid": left.pid}, "score": 1}))
 if what == "crash":
     sys.exit("no such tool")
 if what == "wait":
@@ -213,6 +299,9 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
         assert await play(pool, "file") == {"score": 0.75}
         assert await play(pool, "stdout") == 0.5
         assert await play(pool, "nothing") is None
+        assert await play(pool, "nothing", text="x" * 1_000_000) is None
+        left = (await play(pool, "leave"))["stats"]["pid"]
+        assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
         with pytest.raises(AgentFailed, match="ended with status 1"):
             await play(pool, "crash")
         waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
@@ -220,8 +309,8 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert not [c for c in psutil.Process().children(recursive=True) if "sleep" in c.name()]
-        left = asyncio.ensure_future(play(pool, "wait", file=str(agents / "left")))  # ends with the pool
+        running = asyncio.ensure_future(play(pool, "wait", file=str(agents / "left")))  # ends with the pool
         await appears(agents / "left")
-        del left
+        del running
 
     use(test, None, shlex.join([sys.executable, str(program)]))
