@@ -8,6 +8,7 @@ none is started.
 import importlib.util
 import math
 import re
+import shlex
 import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -551,6 +552,19 @@ def _agent_problems(config: Config) -> list[str]:
         return found
     if agent.name is not None and agent.command is not None:
         found.append(f"agent.name={agent.name} and agent.command={agent.command} exclude each other: leave one out")
+    if agent.max_tokens is not None and agent.max_tokens < config.engine.max_length:
+        found.append(
+            f"agent.max_tokens={agent.max_tokens} is of all contexts together, and one may have engine.max_length="
+            f"{config.engine.max_length}: raise it, or lower engine.max_length"
+        )
+    if agent.command is not None:
+        try:
+            program = (shlex.split(agent.command) or [""])[0]
+        except ValueError as error:
+            found.append(f"agent.command={agent.command} is no command line ({error}): correct its quotes")
+        else:
+            if shutil.which(program) is None:
+                found.append(f"agent.command={agent.command}: there is no program {program!r}: correct its path")
     if agent.tasks is not None and not Path(agent.tasks).expanduser().is_file():
         found.append(f"agent.tasks={agent.tasks} is no file: give JSON lines, an object for each task")
     for key, package in {"name": "openai", "tool_parser": "renderers", "reasoning_parser": "renderers"}.items():

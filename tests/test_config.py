@@ -142,6 +142,13 @@ def test_none_is_null_on_the_command_line() -> None:
     ("overrides", "words"),
     [
         (
+            ["agent.command=python agent.py", "agent.max_tokens=100"],
+            ["agent.max_tokens=100", "engine.max_length=", "raise"],
+        ),
+        (["agent.command='python \"agent.py'"], ["agent.command=", "correct its quotes"]),
+        (["agent.command=''"], ["agent.command=", "correct its path"]),
+        (["agent.command=no-such-program --fast"], ["agent.command=", "no-such-program", "correct its path"]),
+        (
             ["engine.max_length=8192", "learner.batch_size=2048", "algorithm.group_size=8", "replay.capacity_mb=512"],
             ["replay.capacity_mb=512", "6144 episodes", "822 MiB", "at least 822", "algorithm.max_staleness"],
         ),

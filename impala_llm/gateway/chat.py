@@ -24,8 +24,9 @@ _LETTERS = "abcdefghij"
 _MARKS = re.compile(r"(qzmessage[a-j]+qz)")
 """Words in place of contents: of letters only, so that no template alters them."""
 _ANSWER = "qzanswerqz"
-_MOST_KINDS = 1024
-"""Conversations that differ in more than what users and tools say, whose templates are kept."""
+_MOST_KINDS = 128
+"""Conversations that differ in more than what users and tools say, whose templates are kept: a system message of
+20,000 tokens takes 1 MB."""
 
 
 class TemplateRefused(ValueError):
@@ -66,6 +67,8 @@ class ChatTokens:
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_token_ids = ChatFormat(tokenizer).stop_token_ids
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
         self._tool_parser = self._reasoning_parser = None
         if (tool_parser, reasoning_parser) != ("none", "none"):
@@ -85,7 +88,7 @@ class ChatTokens:
         """Tokens of a conversation from its beginning up to the next answer.
 
         Raises:
-            TemplateRefused: the template cannot render it.
+            TemplateRefused: the template cannot render it, or leaves a part out.
         """
         marked, contents = _mark_contents(messages)
         return self._filled(self._pieces(_frozen(marked), _frozen(tools), ""), contents)
@@ -122,7 +125,9 @@ class ChatTokens:
         calls: list[dict[str, Any]] = []
         if self._tool_parser is not None:
             rest, parsed = self._tool_parser.extract(ids)
-            if parsed and all(str(call.status.value) == "ok" and call.name for call in parsed):
+            if parsed and all(
+                str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed
+            ):
                 ids, calls = list(rest), [_tool_call(call.name, call.arguments) for call in parsed]
         if self._reasoning_parser is None:
             return Reply(self.text(ids), None, calls)
@@ -157,6 +162,9 @@ class ChatTokens:
                 pieces.append(piece)
             elif piece:
                 pieces.append(tuple(self.tokenizer.encode(piece, add_special_tokens=False)))
+        for message in json.loads(messages):
+            if _MARKS.fullmatch(message["content"]) and message["content"] not in pieces:
+                raise TemplateRefused(f"the chat template leaves out what a message of role {message['role']!r} says")
         return pieces
 
     def _filled(self, pieces: list[str | tuple[int, ...]], contents: Mapping[str, str]) -> list[int]:
@@ -225,6 +233,20 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
+def texts_of(message: Message) -> list[str]:
+    """The texts of a message that grow with a conversation: its content, and the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    return [text_of(message.get("content")), *(str(call["function"].get("arguments")) for call in calls)]
+
+
 def _tool_call(name: str, arguments: Any) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _is_call(name: Any, arguments: Any) -> bool:
+    """Whether a call has a name, and an object of arguments, as clients and tools expect."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return isinstance(name, str) and name != "" and (arguments is None or isinstance(arguments, dict))

@@ -7,6 +7,7 @@ a slot for each episode never waits for ever.
 
 import asyncio
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,8 +61,13 @@ class Outcome:
             table = given.get(name) or {}
             if not isinstance(table, dict):
                 raise ValueError(f"its {name} are a {type(table).__name__}: a dict from names to numbers is expected")
+            if not all(isinstance(key, str) and key and "\0" not in key for key in table):
+                raise ValueError(f"its {name} have a name that is no text, or empty, or has a zero character")
             tables[name] = {str(key): _number(f"{name}[{key!r}]", value) for key, value in table.items()}
-        return cls(reward, score, bool(given.get("success", score == 1.0)), **tables)
+        success = given.get("success", score == 1.0)
+        if success not in (True, False):
+            raise ValueError(f"its success is {success!r}: true or false is expected")
+        return cls(reward, score, bool(success), **tables)
 
 
 def _number(name: str, value: Any) -> float:
@@ -150,6 +156,19 @@ class GatewayEpisode:
         except asyncio.CancelledError:
             self._abort(session)
             raise
+
+    def check_room(self, texts: Iterable[str]) -> None:
+        """Refuse texts that are too long for a context whatever their tokens are, before they block the event loop.
+
+        Raises:
+            ContextFull: they are.
+        """
+        size, longest = sum(1 + len(text) for text in texts), self.conversation.chat.longest_token
+        if size > self.limits.max_length * (1 + longest):
+            raise ContextFull(
+                f"no room for an answer: the conversation has about {size} characters, which are more than "
+                f"engine.max_length={self.limits.max_length} tokens of up to {longest}"
+            )
 
     def completion_id(self, answers: list[Answer], prefix: str) -> str:
         """A name for a completion, by which its turn may be rewarded: the last of its answers."""

@@ -12,7 +12,9 @@ from typing import Any
 from impala_llm.limited_warnings import RateLimitedWarnings
 
 MOST_ANSWERS = 64
-"""Limit of `n`."""
+"""Limit of `n`, and of the answers to all prompts of a request."""
+_MOST_TOOLS = 1 << 20
+"""Characters of `tools`: they are encoded on the actor's event loop."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -76,11 +78,11 @@ class RequestReader:
     Args:
         temperature: the only one that is accepted; None: whatever is asked for is passed over, as in evaluations.
         drops: drop what cannot be honoured, with a warning, in place of a refusal.
+        warnings: of all episodes, so that they fill no log together.
     """
 
-    def __init__(self, temperature: float | None, drops: bool) -> None:
-        self._temperature, self._drops = temperature, drops
-        self._warnings = RateLimitedWarnings(10.0)
+    def __init__(self, temperature: float | None, drops: bool, warnings: RateLimitedWarnings) -> None:
+        self._temperature, self._drops, self._warnings = temperature, drops, warnings
 
     def read(self, body: Mapping[str, Any]) -> Wish:
         """Check a body, apart from its messages or prompt. Raises BadRequest."""
@@ -97,6 +99,8 @@ class RequestReader:
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadRequest("tools is no list of objects: send them as OpenAI's protocol has them")
+        if len(json.dumps(tools)) > _MOST_TOOLS:
+            raise BadRequest(f"tools has more than {_MOST_TOOLS} characters: describe fewer tools, or more briefly")
         stream_options = body.get("stream_options") or {}
         return Wish(
             _integer(body, "n", 1, MOST_ANSWERS) or 1,
@@ -115,7 +119,8 @@ class RequestReader:
         )
         if not self._drops:
             raise BadRequest(f"{sentence} (or set agent.unsupported=drop)")
-        self._warnings.log("gateway", f"dropped: {sentence}")
+        known = key if key in _NEUTRAL or key == "temperature" else "another key"
+        self._warnings.log(f"gateway, {known}", f"dropped: {sentence}")
 
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ from aiohttp import web
 
 from impala_llm.engines.base import EngineError
 from impala_llm.gateway import anthropic
-from impala_llm.gateway.chat import Reply, TemplateRefused
+from impala_llm.gateway.chat import Reply, texts_of
 from impala_llm.gateway.conversation import Place
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode
-from impala_llm.gateway.requests import BadRequest, RequestReader, Wish, messages_of, prompts_of
+from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
+from impala_llm.limited_warnings import RateLimitedWarnings
 
 MODEL = "policy"
 """Name of the model in answers; requests may name any."""
@@ -42,6 +43,7 @@ class Gateway:
         self._vocab_size, self._drops = vocab_size, drops
         self._episodes: dict[str, GatewayEpisode] = {}
         self._readers: dict[str, RequestReader] = {}
+        self._warnings = RateLimitedWarnings(60.0)
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -79,7 +81,7 @@ class Gateway:
     def add(self, episode: GatewayEpisode, temperature: float | None) -> None:
         """Let an episode's key in. temperature: the one that its requests may ask for; None: any, without effect."""
         self._episodes[episode.key] = episode
-        self._readers[episode.key] = RequestReader(temperature, self._drops)
+        self._readers[episode.key] = RequestReader(temperature, self._drops, self._warnings)
 
     async def remove(self, episode: GatewayEpisode) -> None:
         """End an episode: its key is no longer valid, and what is under way is aborted."""
@@ -105,12 +107,18 @@ class Gateway:
                 return _error(401, str(error))
             except EngineError as error:
                 return _error(503, str(error))
-            except (BadRequest, TemplateRefused, ValueError, KeyError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
                 # Whatever a body holds that nobody thought of is its sender's.
                 self.counters["refused_requests"] += 1
                 return _error(400, str(error) if isinstance(error, ValueError) else f"malformed request: {error!r}")
 
         return handle
+
+    def _reader(self, episode: GatewayEpisode) -> RequestReader:
+        """The reader of an episode's bodies. EpisodeOver where it has ended while the body came."""
+        if episode.key not in self._readers:
+            raise EpisodeOver("this episode has ended")
+        return self._readers[episode.key]
 
     async def _models(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         name = request.match_info.get("model")
@@ -142,9 +150,10 @@ class Gateway:
 
     async def _complete_chat(self, body: dict[str, Any], episode: GatewayEpisode) -> tuple[Wish, dict[str, Any]]:
         """Answer a chat request: what was asked for, and the completion."""
-        wish = self._readers[episode.key].read(body)
-        conversation = episode.conversation
-        place = conversation.place(messages_of(body), wish.tools)
+        wish = self._reader(episode).read(body)
+        conversation, messages = episode.conversation, messages_of(body)
+        episode.check_room(said for message in messages for said in texts_of(message))
+        place = conversation.place(messages, wish.tools)
         answers = await _sample_all(episode, [place] * wish.n, wish)
         choices = []
         for index, answer in enumerate(answers):
@@ -166,9 +175,13 @@ class Gateway:
 
     async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         body = await _body(request)
-        wish = self._readers[episode.key].read(body)
-        conversation = episode.conversation
-        places = [conversation.place_text(prompt) for prompt in prompts_of(body, self._vocab_size)]
+        wish = self._reader(episode).read(body)
+        conversation, prompts = episode.conversation, prompts_of(body, self._vocab_size)
+        if len(prompts) * wish.n > MOST_ANSWERS:
+            raise BadRequest(f"prompt and n ask for {len(prompts) * wish.n} answers: at most {MOST_ANSWERS} are given")
+        for prompt in prompts:
+            episode.check_room([prompt] if isinstance(prompt, str) else [""] * len(prompt))
+        places = [conversation.place_text(prompt) for prompt in prompts]
         answers = await _sample_all(episode, [place for place in places for _ in range(wish.n)], wish)
         choices = []
         for index, answer in enumerate(answers):

@@ -72,7 +72,7 @@ def suite_of(config: Config) -> Suite:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.expanduser().read_text().splitlines()
+        lines = path.expanduser().read_text("utf-8").split("\n")  # not splitlines: a text may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise EnvironmentFault(f"agent.tasks={path} cannot be read ({error}): correct the path") from error
     found = []

@@ -146,7 +146,7 @@ async def _keep_end(stream: asyncio.StreamReader, output: bytearray) -> None:
 
 def _last_value(output: str) -> Any:
     """The last line of an output, if it is a JSON number or object; None: it is not, and the reward came otherwise."""
-    lines = output.strip().splitlines()
+    lines = output.strip().split("\n")
     with contextlib.suppress(ValueError):
         value = json.loads(lines[-1]) if lines else None
         if isinstance(value, int | float | dict):

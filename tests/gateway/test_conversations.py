@@ -1,8 +1,11 @@
 """Conversations that branch in every way: what was sampled is learned from once, behind what it was sampled after."""
 
 import asyncio
+import copy
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from impala_llm.engines.base import Generation
-from impala_llm.gateway.chat import ChatTokens
+from impala_llm.gateway.chat import ChatTokens, TemplateRefused
 from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
+from impala_llm.gateway.tasks import AgentSuite
 from impala_llm.gateway.tree import ConversationTree
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
@@ -170,6 +174,25 @@ def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: Cha
     assert asyncio.run(asyncio.wait_for(play(), 60)) == 4 + 5 * 4 * 3
 
 
+def test_a_template_that_leaves_out_what_a_tool_says_is_refused(chat: ChatTokens) -> None:
+    """Else the policy learns from answers to what it never read."""
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    said = "message.content if message.role != 'tool' else ''"
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", said)
+    deaf = ChatTokens(tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    with pytest.raises(TemplateRefused, match="leaves out what a message of role 'tool' says"):
+        deaf.opening(messages, [])
+    assert deaf.opening(messages[:1], []) == chat.opening(messages[:1], [])
+
+
+def test_tasks_may_hold_any_text(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("a\u2028b", "\x85", "c\x0bd")]
+    (tmp_path / "tasks.jsonl").write_text("\r\n".join(lines) + "\n", "utf-8")
+    suite = AgentSuite(str(tmp_path / "tasks.jsonl"), 3)
+    assert [suite.data(number)["text"] for number in range(3)] == ["a\u2028b", "\x85", "c\x0bd"]
+
+
 def test_a_conversation_of_thousands_of_turns_is_one_context() -> None:
     tree, last = ConversationTree(), None
     one = Generation(np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -230,7 +253,11 @@ def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> N
 
 
 @pytest.mark.parametrize(
-    "result", [None, "much", float("nan"), {"score": 2.0}, {"reward": 1, "colour": 3}, {"stats": {}}]
+    "result",
+    [
+        *(None, "much", float("nan"), 10**400, {"score": 2.0}, {"reward": 1, "colour": 3}, {"stats": {}}),
+        *({"reward": 1, "success": "false"}, {"reward": 1, "stats": {"": 1}}, {"reward": 1, "stats": {"a\0b": 1}}),
+    ],
 )
 def test_results_that_are_none_are_refused(result: Any) -> None:
     with pytest.raises(ValueError, match="its "):

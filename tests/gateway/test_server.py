@@ -253,6 +253,10 @@ BAD: list[tuple[str, Any]] = [
     ("/chat/completions", {"messages": ASK, "seed": "one"}),
     ("/chat/completions", {"messages": ASK, "stop": [5]}),
     ("/chat/completions", {"messages": ASK, "tools": 5}),
+    ("/chat/completions", b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    ("/chat/completions", {"messages": ASK, "tools": [{"description": "x" * (2 << 20)}]}),
+    ("/completions", {"prompt": ["a"] * 33, "n": 2}),
+    ("/messages", {"messages": ASK, "tool_choice": "auto"}),
     ("/completions", {"prompt": []}),
     ("/completions", {"prompt": [-1]}),
     ("/completions", {"prompt": [10**9]}),
@@ -281,6 +285,77 @@ def test_a_conversation_that_is_too_long_is_named_so(chat: ChatTokens) -> None:
         assert caught.value.code == "context_length_exceeded"
 
     run(chat, use)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "word " * 400_000}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2_000_000}]}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 100_000}),
+        ("/completions", {"prompt": "word " * 400_000}),
+        ("/completions", {"prompt": [5] * 100_000}),
+    ],
+    ids=["text", "parts", "messages", "prompt", "ids"],
+)
+def test_what_is_too_long_by_far_is_refused_before_it_is_encoded(
+    chat: ChatTokens, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two megabytes take twenty seconds, in which the actor's loop stands still and its learner gives it up."""
+    encoded: list[int] = []
+
+    class Watched(ChatTokens):
+        def encode(self, text: str) -> list[int]:
+            encoded.append(len(text))
+            return super().encode(text)
+
+        def text(self, tokens: Any) -> str:
+            encoded.append(len(tokens))
+            return super().text(tokens)
+
+    async def use(served: Served) -> None:
+        status, answer = await served.post(path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "engine.max_length=400" in answer["error"]["message"] and max(encoded) < 10
+
+    run(Watched(chat.tokenizer), use)
+
+
+def test_a_request_whose_body_comes_after_the_end_of_its_episode_is_refused_as_that(chat: ChatTokens) -> None:
+    async def use(served: Served) -> None:
+        came, ended = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            came.set()
+            await ended.wait()
+            yield b'{"messages": [{"role": "user", "content": "a"}]}'
+
+        headers = {"Authorization": f"Bearer {served.episode.key}", "Expect": "100-continue"}
+        async with aiohttp.ClientSession() as session:
+            url = served.gateway.url + "/chat/completions"
+            posting = asyncio.ensure_future(session.post(url, data=body(), headers=headers))
+            await came.wait()  # and so the server has begun to answer
+            while not served.gateway.counters["requests"]:
+                await asyncio.sleep(0.01)
+            await served.gateway.remove(served.episode)
+            ended.set()
+            response = await posting
+            assert response.status == 401 and served.episode.key not in await response.text()
+
+    run(chat, use)
+
+
+def test_what_is_dropped_is_logged_once_for_all_episodes(chat: ChatTokens, caplog: pytest.LogCaptureFixture) -> None:
+    async def use(served: Served) -> None:
+        for _ in range(20):
+            episode = GatewayEpisode(SPEC, served.engine, Conversation(chat), LIMITS, 10_000)
+            served.gateway.add(episode, LIMITS.temperature)
+            client = openai.AsyncOpenAI(base_url=served.gateway.url, api_key=episode.key)
+            await client.chat.completions.create(model="any", messages=ASK, top_p=0.9, presence_penalty=0.5)
+            await served.gateway.remove(episode)
+
+    run(chat, use, drops=True)
+    assert caplog.text.count("dropped: top_p=") == 1 and caplog.text.count("dropped: presence_penalty=") == 1
 
 
 def test_an_engine_that_fails_is_the_servers_fault_and_ends_the_episode_without_a_trajectory(chat: ChatTokens) -> None:

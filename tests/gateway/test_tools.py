@@ -135,3 +135,12 @@ def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_pa
         asyncio.run(asyncio.wait_for(main(), 60))
     finally:
         test_server.LIMITS = limits
+
+
+@pytest.mark.parametrize("arguments", ['"b"', "[1]", "5", '"[1]"'])
+def test_a_call_whose_arguments_are_no_object_stays_text(tiny_model: Path, arguments: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    chat = ChatTokens(tokenizer, tool_parser="qwen3")
+    text = f'<tool_call>\n{{"name": "look_up", "arguments": {arguments}}}\n</tool_call>'
+    reply = chat.reply(tokenizer.encode(text, add_special_tokens=False))
+    assert reply.tool_calls == [] and "look_up" in reply.content
