@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway.tool_policy import make_tool_policy
 from tests.system.runs import ROOT, Run, column
 
 OPENAI_AGENT = """
@@ -13,6 +14,34 @@ async def agent(task, client):
     messages = [{"role": "user", "content": f"say {letter}"}]
     reply = await client.chat.completions.create(model="policy", messages=messages)
     return float(reply.choices[0].message.content[:1] == letter)
+"""
+SDK_AGENT = """
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents.exceptions import AgentsException
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def look_up(key: str) -> str:
+    "Number of a letter."
+    return {"a": "7", "b": "3"}.get(key, "-")
+
+
+async def agent(task, client):
+    model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
+    reader = Agent(name="reader", instructions="rules", tools=[look_up], model=model)
+    try:
+        result = await Runner.run(reader, "a ?", max_turns=2)
+    except AgentsException:
+        return 0.3  # it calls again and again
+    said = result.final_output
+    outputs = [item.output for item in result.new_items if item.type == "tool_call_output_item"]
+    if outputs:
+        return 0.3 + ("7" in outputs) * (0.3 + 0.4 * (said == "7"))
+    pieces = ["<tool_call>", "look_up", '"key": "a"', "</tool_call>"]
+    in_place = ["<tool_call>", '<tool_call>{"name"']
+    return 0.04 * sum(map(said.__contains__, pieces)) + 0.04 * sum(map(said.startswith, in_place))
 """
 SMALL = (
     *("experiment=toy", "actor.num_actors=1", "engine.max_new_tokens=1", "engine.max_length=32"),
@@ -31,6 +60,26 @@ def test_an_unmodified_openai_client_trains_a_policy(tmp_path: Path) -> None:
         run.assert_gone()
         scores = column(run.rows(), "rollout/score")
         assert max(scores[-8:]) > 0.3 > 0.1 > scores[0], scores
+        assert max(column(run.rows(), "mismatch/logprob_k3"), default=0.0) < 1e-4
+        assert sum(column(run.rows(), "actor/failed_episodes")) == 0
+
+
+@pytest.mark.system
+def test_the_agents_sdk_trains_a_policy_to_call_its_tool(tmp_path: Path) -> None:
+    """More than 0.3 needs the right call: three of 16 tokens in order, which chance finds once in 4096."""
+    (tmp_path / "readers.py").write_text(SDK_AGENT)
+    policy = make_tool_policy(tmp_path / "policy")
+    settings = (
+        *SMALL,
+        *(f"model.path={policy}", "agent.name=readers:agent", "agent.processes=1", "agent.tool_parser=qwen3"),
+        *("engine.max_new_tokens=4", "engine.max_length=48", "learner.total_updates=60", "algorithm.entropy_coef=0.01"),
+    )
+    with Run(tmp_path / "run", *settings) as run:
+        run.python_path.insert(0, str(tmp_path))
+        assert run.train().wait(280) == 0, run.printed()
+        run.assert_gone()
+        scores = column(run.rows(), "rollout/score")
+        assert max(scores[-16:]) > 0.45 > 0.1 > scores[0], scores
         assert max(column(run.rows(), "mismatch/logprob_k3"), default=0.0) < 1e-4
         assert sum(column(run.rows(), "actor/failed_episodes")) == 0
 
