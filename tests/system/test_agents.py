@@ -79,7 +79,10 @@ def test_the_agents_sdk_trains_a_policy_to_call_its_tool(tmp_path: Path) -> None
         assert run.train().wait(280) == 0, run.printed()
         run.assert_gone()
         scores = column(run.rows(), "rollout/score")
-        assert max(scores[-16:]) > 0.45 > 0.1 > scores[0], scores
+        assert column(run.rows(), "rollout/window_score")[-1] > 0.2 > 0.1 > scores[0], scores
+        assert max(scores[-16:]) > 0.45, (
+            scores
+        )  # episodes of two turns come later than others, so in batches of their own
         assert max(column(run.rows(), "mismatch/logprob_k3"), default=0.0) < 1e-4
         assert sum(column(run.rows(), "actor/failed_episodes")) == 0
 
