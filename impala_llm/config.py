@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from impala_llm.plugs import (
+    AGENTS,
     ENGINES,
     ENVIRONMENTS,
     METRIC_WRITERS,
@@ -104,6 +105,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
         }
         for writer in composed.run.metric_writers:
             check(METRIC_WRITERS, writer)
+        if composed.agent.name is not None:
+            check(AGENTS, composed.agent.name)
         env, engine = _with_part(composed.env, ENVIRONMENTS, overrides), _with_part(composed.engine, ENGINES, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from None

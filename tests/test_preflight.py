@@ -276,3 +276,7 @@ def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: C
     said = refused(f"model.path={model}", "model.lora.rank=4", "model.lora.targets=[q_proj,v_porj]")
     assert "model.lora.targets=['q_proj', 'v_porj']" in said and "is named v_porj: choose from " in said
     assert "q_proj" in said.split("choose from")[1] and "all-linear" in said
+
+
+def test_an_agent_that_cannot_be_imported_is_refused(refused: Callable[..., str]) -> None:
+    assert "agent.name=no_module:agent cannot be imported" in refused("agent.name=no_module:agent", "--dry-run")

@@ -10,14 +10,17 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from impala_llm.gateway.descendants import WORKER, kill_started
+from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.tasks import Task
 
 _BLOCKED_S = 30.0
@@ -178,9 +181,15 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        await asyncio.to_thread(kill_started, WORKER, self._name)  # where it could not do so itself
+        await asyncio.to_thread(self._clear)
         if self._reader is not None:
             self._reader.cancel()
+
+    def _clear(self) -> None:
+        """End what it has started, and remove its folders, where it could not do so itself."""
+        kill_started(WORKER, self._name)
+        for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(self._name)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _cancel(self, number: int, future: "asyncio.Future[Any]") -> None:
         if not self.is_alive:

@@ -18,3 +18,8 @@ def kill_started(variable: str, value: str) -> None:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(variable) == value:
                 process.kill()
+
+
+def folder_prefix(worker: str) -> str:
+    """Beginning of the names of the temporary folders that a process of the pool makes, one for each program."""
+    return f"impala-agent-{worker}-"

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from impala_llm.gateway.descendants import WORKER, kill_started
+from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.tasks import Task
 from impala_llm.plugs import AGENTS, load
 
@@ -82,7 +82,7 @@ def command_runner(command: str) -> _Run:
     words = shlex.split(command)
 
     async def run(task: Task, url: str, key: str) -> Any:
-        with tempfile.TemporaryDirectory(prefix="impala-agent-") as folder:
+        with tempfile.TemporaryDirectory(prefix=folder_prefix(os.environ.get(WORKER, ""))) as folder:
             reward, task_file, as_json = (
                 Path(folder) / "reward.json",
                 Path(folder) / "task.json",

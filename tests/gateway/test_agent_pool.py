@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -314,3 +315,24 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
         del running
 
     use(test, None, shlex.join([sys.executable, str(program)]))
+
+
+@pytest.mark.system
+def test_folders_of_programs_go_with_a_process_that_is_killed(agents: Path) -> None:
+    program = agents / "program.py"
+    program.write_text(PROGRAM)
+    before = set(Path(tempfile.gettempdir()).glob("impala-agent-*"))
+    of_others = set(psutil.Process().children())
+
+    async def test(pool: AgentPool) -> None:
+        workers = set(psutil.Process().children()) - of_others
+        waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
+        await appears(agents / "waits")
+        assert set(Path(tempfile.gettempdir()).glob("impala-agent-*")) - before
+        for worker in workers:
+            worker.kill()
+        with pytest.raises(AgentFailed):
+            await waiting
+
+    use(test, None, shlex.join([sys.executable, str(program)]))
+    assert set(Path(tempfile.gettempdir()).glob("impala-agent-*")) <= before
