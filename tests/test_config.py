@@ -18,6 +18,7 @@ GROUPS = ("experiment", "algorithm")
 OF_THE_USER = {
     "pretrained": ["model.path=tiny_shopper"],
     "smollm2": ["model.path=tiny_shopper"],  # a script fetches its own
+    "chain_sum": ["model.path=tiny_shopper"],  # the same
     "tasks": ["env.args.file=tasks.jsonl"],
     "verifiers": ["env.args.id=a_module"],
 }
@@ -63,7 +64,7 @@ def test_a_model_keeps_its_learning_rate_in_every_experiment():
 def test_every_algorithm_goes_with_every_experiment():
     names = {group: [path.stem for path in (config_folder() / group).glob("*.yaml")] for group in GROUPS}
     for experiment in names["experiment"]:
-        own = ["model.path=tiny_shopper"] if experiment == "smollm2" else []
+        own = OF_THE_USER.get(experiment, [])
         for algorithm in names["algorithm"]:
             assert load([f"experiment={experiment}", *own, f"algorithm={algorithm}"])
 
@@ -89,7 +90,7 @@ def saved(tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml")))
 def test_a_preset_beside_a_file_is_that_of_the_command_line(experiment: str, saved: Callable[..., str]) -> None:
     """The file of an experiment with a preset becomes what the experiment itself becomes."""
-    own = ["model.path=tiny_shopper"] if experiment == "smollm2" else []  # its own is to be fetched
+    own = OF_THE_USER.get(experiment, [])
     file = saved(f"experiment={experiment}", "algorithm=dpo", *own)
     for choice in ("algorithm=vtrace", "algorithm=group_relative", "replay=prioritised"):
         words = [f"experiment={experiment}", *own, *(["algorithm=dpo"] if choice.startswith("replay") else []), choice]
