@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from impala_llm.config import ConfigError, load
-from impala_llm.envs import contract, make_suite
+from impala_llm.envs import contract, make_suite, single_turn
 from impala_llm.envs.answers import exact, maths, number
 from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
+from impala_llm.limited_warnings import RateLimitedWarnings
 
 VERIFIERS = """
 import asyncio, os, sys, time
@@ -124,7 +125,12 @@ def test_lines_of_a_file_may_have_all_that_json_may(folder: Path) -> None:
     assert tasks.session(True).reset(0)[0] == "a\u2028b\x85c"
 
 
-def test_the_reason_why_an_answer_cannot_be_scored_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_why_an_answer_cannot_be_scored_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Warnings are limited in a process, and another test may have had the first one.
+    monkeypatch.setattr(single_turn, "_warnings", RateLimitedWarnings(interval_s=30.0))
+
     async def broken(answer: str, task: Any) -> float:
         raise KeyError("wanted")
 
