@@ -220,7 +220,7 @@ class Trainer:
         return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
 
     def batch_limit(self, update: Update, part: Sequence[int], rules: Rules) -> float:
-        """What the loss finds over an optimizer step's batch, before its gradient pass; all ranks call it."""
+        """Return `Loss.batch_limit` of an optimizer step's batch, before its gradient pass; all ranks call it."""
         members = sorted(set(part) & set(update.teaching))
 
         def measure(cpu_micro: PackedBatch) -> torch.Tensor:

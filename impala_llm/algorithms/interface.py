@@ -109,7 +109,7 @@ class Scored:
     teacher_log_probs: Tensor | None = None
     """float32, by the teacher; None where nothing asks for it."""
     batch_limit: float | None = None
-    """What the loss has found over the batch of the optimizer step, see `Loss.batch_limit`; None: nothing."""
+    """Limit that the loss has found over the batch of the optimizer step, see `Loss.batch_limit`; None: none."""
 
     @property
     def log_ratio(self) -> Tensor:

@@ -98,7 +98,7 @@ class GatewayEpisode:
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         self.spec, self.limits, self.conversation = spec, limits, conversation
         self.result: Any = None
-        """What was posted as the result of the episode; None: nothing was."""
+        """Result of the episode that was posted; None: none was."""
         self.failure: EngineError | None = None
         """Error of the engine, after which the episode is not to be learned from."""
         self.num_calls = 0

@@ -14,7 +14,7 @@ from impala_llm.settings import Config
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent is to do."""
+    """A task for an agent."""
 
     id: int
     seed: int

@@ -69,7 +69,7 @@ class Rules:
     train_policy: bool = True
     """False while only the value head warms up."""
     batch_limit: float | None = None
-    """What the loss has found over the whole batch of the step; None where it needs nothing of it."""
+    """Limit that the loss has found over the whole batch of the step; None where it needs none."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def judged(
 
 @torch.no_grad()
 def measured(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Tensor:
-    """What the loss needs to know of a micro-batch before it can judge any token: see `Loss.measure`."""
+    """Return `Loss.measure` of a micro-batch, float32[n], which the loss needs before it can judge any token."""
     scored, worth, keep = judged(config, model, batch, rows, rules)
     return parts_of(config.algorithm)[1].measure(scored.select(keep), worth.advantages[keep])
 
