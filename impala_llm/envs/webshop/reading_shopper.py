@@ -25,9 +25,9 @@ MAX_STEPS = 15
 MAX_PAGES = 3
 
 # Chances of each slip at noise 1.
-FORGET_OPTION = 0.25
+FORGET_OPTION = 0.5
 OVERLOOK_PRICE = 0.3
-BUY_UNREAD = 0.5
+BUY_UNREAD = 0.6
 
 _ALL_ATTRIBUTES = tuple(dict.fromkeys(attribute for own in ATTRIBUTES.values() for attribute in own))
 _QUERIES = {name: query for query, other in SYNONYMS.items() for name in (query, other)}
@@ -57,7 +57,7 @@ class ReadingShopper:
     It works with every page format.
 
     Args:
-        speaks: before what it does on a features page, it says which of the wanted attributes it has found there.
+        speaks: before what it does on a features page, it says of each wanted attribute whether it is there.
 
     Raises:
         ValueError: a noise outside [0, 1].
@@ -145,8 +145,11 @@ class ReadingShopper:
         features = page.replace(episode.instruction, "")
         found = [attribute for attribute in episode.attributes if attribute in features]
         action = self._after_features(episode, len(found) - len(episode.attributes))
-        said = ", ".join(sorted(found, key=episode.wish.text.find))
-        return f"{said} {action}" if self._speaks and said else action
+        if not self._speaks:
+            return action
+        wanted = sorted(episode.attributes, key=episode.wish.text.find)
+        said = [f"{attribute} {'yes' if attribute in found else 'no'}" for attribute in wanted]
+        return " ".join([*said, action])
 
     def _after_features(self, episode: _Episode, fit: int) -> str:
         """fit: number of attributes that the product has, less those that are wanted."""
