@@ -89,8 +89,8 @@ class WebShopConfig:
     delta_pages: bool = False
     """After a click on an option show only what changed on the page."""
     script_speaks: bool = False
-    """Hard catalogue: before the scripted shopper acts on a features page, it says of each wanted attribute whether it is
-    there, such as "sugar free yes vegan no click[< prev]": policies that learn from it learn to judge."""
+    """Hard catalogue: before the scripted shopper acts on a features page, it says of each wanted attribute whether it
+    is there, such as "sugar free yes vegan no search[tea]": policies that learn from it learn to judge."""
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
 

@@ -392,7 +392,7 @@ def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool,
 def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run that is killed, loses its shared memory and goes on from its checkpoint, against an undisturbed one."""
     words = (
-        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=9", "learner.batch_size=32"),
+        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=24", "learner.batch_size=32"),
         *("actor.num_actors=1", f"model.device={settings['device']}"),
     )
     _, whole = train(folder / "whole", *words)
@@ -404,7 +404,7 @@ def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     size = statistics.fmean(abs(row["loss/total"]) for row in whole)
     log = (folder / "lost.log").read_text()
     begin = next((line for line in log.splitlines() if "going on from" in line), "")
-    passed = bool(begin) and len(last) == len(whole) == 9 and worst < SAME * size
+    passed = bool(begin) and len(last) == len(whole) == 24 and worst < SAME * size
     return passed, f"losses differ by {worst:.1e} at most; {begin.partition(', checkpoint')[0] or 'it began anew'}"
 
 

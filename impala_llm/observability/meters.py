@@ -88,8 +88,8 @@ class Meters:
         self._progress = {"progress/tokens": 0.0, "progress/episodes": 0.0}
         self._warnings = RateLimitedWarnings()
         self._num_yielded = self._num_refilled = 0
-        # Counts that a killed process left behind belong to the first step.
-        self._totals = {**receiver.counters(), "recovered": 0.0, "quarantined": 0.0}
+        # Not those of now: actors that were there before the learner have brought episodes by then.
+        self._totals = receiver.counters_at_start
 
     def observe(self, source: BatchSource, batch: Batch, version: int) -> None:
         """Episodes that arrived, the buffer, the tickets and the actors, as of now. version: made of the batch."""

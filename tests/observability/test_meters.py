@@ -17,8 +17,15 @@ from tests.pipeline.support import make_trajectory
 
 
 class QuietReceiver:
+    num_received = 0.0
+
+    @property
+    def counters_at_start(self) -> dict[str, float]:
+        return {**self.counters(), "received": 0.0}
+
     def counters(self) -> dict[str, float]:
-        return dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)
+        counters = dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)
+        return {**counters, "received": self.num_received}
 
     def actor_stats(self) -> dict[str, dict[str, float]]:
         return {}
@@ -86,6 +93,18 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
     assert found["buffer/lost_tokens_below_1k"] == pytest.approx((3 + num_long) / (2 * num_long))
     assert found["buffer/lost_tokens_share"] == pytest.approx((3 + num_long) / (2 * num_long + short.num_action_tokens))
     assert "buffer/lost_tokens_below_4k" not in found
+
+
+def test_what_actors_bring_while_the_learner_starts_is_counted_in_its_first_step() -> None:
+    receiver = QuietReceiver()
+    receiver.num_received = 5.0
+    meters = Meters(receiver, Ranks("cpu"))  # type: ignore[arg-type]
+    receiver.num_received = 32.0
+    meters.observe(played_source(), Batch((), (), (), 1.0), 1)
+    assert meters.gather()["pipeline/received"] == 32
+    receiver.num_received = 40.0
+    meters.observe(played_source(), Batch((), (), (), 1.0), 2)
+    assert meters.gather()["pipeline/received"] == 8
 
 
 def test_a_metric_that_only_another_release_knows_is_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,9 +34,14 @@ def sglang_python() -> str | None:
     return sys.executable if importlib.util.find_spec("sglang") else None
 
 
-def descendants() -> list[psutil.Process]:
-    """Of this process, but for multiprocessing's own tracker, which other tests start and which lives to the end."""
-    return [each for each in psutil.Process().children(recursive=True) if not _is_tracker(each)]
+def descendants(but_for: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Of this process, but for multiprocessing's own tracker, which other tests start and which lives to the end.
+
+    Args:
+        but_for: those that other tests have left, such as environments that live as long as the process.
+    """
+    found = [each for each in psutil.Process().children(recursive=True) if not _is_tracker(each)]
+    return [each for each in found if each not in but_for]
 
 
 def _is_tracker(process: psutil.Process) -> bool:

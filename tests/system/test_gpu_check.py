@@ -31,7 +31,7 @@ def test_every_part_passes_on_the_cpu_and_names_its_figure() -> None:
         "bfloat16": "nats apart",
         "ranks": "updates differ by",
         "fsdp2": "updates differ by",
-        "checkpoint": "going on from update 3",
+        "checkpoint": "going on from update ",
         "speed": "TFLOP/s, MFU ",
         "idle": "learner idle",
     }

@@ -73,6 +73,13 @@ asyncio.run(own())
 
 
 @pytest.fixture
+def started() -> Callable[[], list[psutil.Process]]:
+    """Processes below this one that the test has started; environments of other tests live as long as pytest."""
+    others = descendants()
+    return lambda: descendants(others)
+
+
+@pytest.fixture
 def stand_in(tiny_model: Path, tmp_path: Path) -> Callable[[str], ServerSettings]:
     """Settings with an interpreter whose "SGLang" runs this code."""
 
@@ -104,7 +111,9 @@ def find(processes: list[psutil.Process], word: str) -> psutil.Process:
 
 @pytest.mark.system
 def test_a_port_that_was_taken_meanwhile_is_not_the_end(
-    stand_in: Callable[[str], ServerSettings], tmp_path: Path
+    stand_in: Callable[[str], ServerSettings],
+    tmp_path: Path,
+    started: Callable[[], list[psutil.Process]],
 ) -> None:
     busy = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
     settings = stand_in(f'serve() if starts == 2 else sys.exit("{busy}")')
@@ -117,13 +126,15 @@ def test_a_port_that_was_taken_meanwhile_is_not_the_end(
         assert "was closed" in await server.wait_dead()
 
     asyncio.run(scenario())
-    assert descendants() == []
+    assert started() == []
     assert_no_files(tmp_path)
 
 
 @pytest.mark.system
 def test_the_server_of_somebody_else_at_our_port_is_not_ours(
-    stand_in: Callable[[str], ServerSettings], tmp_path: Path
+    stand_in: Callable[[str], ServerSettings],
+    tmp_path: Path,
+    started: Callable[[], list[psutil.Process]],
 ) -> None:
     settings = replace(stand_in("time.sleep(600)"), start_timeout_s=3.0)
 
@@ -133,7 +144,7 @@ def test_the_server_of_somebody_else_at_our_port_is_not_ours(
         while not settings.log.exists() or not (tmp_path / "start-0").exists():
             assert not starting.done()
             await asyncio.sleep(0.01)
-        words = find(without_guard(descendants()), "launch_server").cmdline()
+        words = find(without_guard(started()), "launch_server").cmdline()
         port = words[words.index("--port") + 1]
         stranger = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", cwd=tmp_path, stderr=subprocess.DEVNULL
@@ -147,12 +158,13 @@ def test_the_server_of_somebody_else_at_our_port_is_not_ours(
             await stranger.wait()
 
     asyncio.run(scenario())
-    assert descendants() == []
+    assert started() == []
 
 
 @pytest.mark.system
 def test_a_server_that_ends_while_starting_is_reported_with_the_end_of_its_log(
     stand_in: Callable[[str], ServerSettings],
+    started: Callable[[], list[psutil.Process]],
 ) -> None:
     async def scenario(settings: ServerSettings, expected: str) -> None:
         with pytest.raises(ServerError, match=f"ended while starting: {expected}"):
@@ -162,11 +174,13 @@ def test_a_server_that_ends_while_starting_is_reported_with_the_end_of_its_log(
     for number, reason in ((9, "SIGKILL"), (35, "signal 35")):
         code = f"print('almost', flush=True); os.kill(os.getpid(), {number})"
         asyncio.run(scenario(stand_in(code), f"killed by {reason}.*\n.*almost"))
-    assert descendants() == []
+    assert started() == []
 
 
 @pytest.mark.system
-def test_a_server_that_never_comes_up_is_ended(stand_in: Callable[[str], ServerSettings]) -> None:
+def test_a_server_that_never_comes_up_is_ended(
+    stand_in: Callable[[str], ServerSettings], started: Callable[[], list[psutil.Process]]
+) -> None:
     settings = replace(stand_in('print("loading", flush=True); time.sleep(600)'), start_timeout_s=1.5)
 
     async def scenario() -> None:
@@ -180,7 +194,7 @@ def test_a_server_that_never_comes_up_is_ended(stand_in: Callable[[str], ServerS
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert descendants() == []
+        assert started() == []
 
     asyncio.run(scenario())
 
@@ -190,7 +204,11 @@ def test_a_server_that_never_comes_up_is_ended(stand_in: Callable[[str], ServerS
     ("victim", "reason"), [("launch_server", "killed by SIGKILL"), ("spawn_main", "lost its process")]
 )
 def test_a_death_is_noticed_and_nothing_is_left(
-    victim: str, reason: str, stand_in: Callable[[str], ServerSettings], tmp_path: Path
+    victim: str,
+    reason: str,
+    stand_in: Callable[[str], ServerSettings],
+    tmp_path: Path,
+    started: Callable[[], list[psutil.Process]],
 ) -> None:
     settings = stand_in("serve()")
 
@@ -199,7 +217,7 @@ def test_a_death_is_noticed_and_nothing_is_left(
         for start in (1, 2):
             await server.start()
             assert server.starts == start
-            below = without_guard(descendants())
+            below = without_guard(started())
             find(below, victim).kill()
             async with asyncio.timeout(DEADLINE_S):
                 assert reason in await server.wait_dead()
@@ -208,7 +226,7 @@ def test_a_death_is_noticed_and_nothing_is_left(
         await server.close()
 
     asyncio.run(scenario())
-    assert descendants() == []
+    assert started() == []
 
 
 MAPS_FILES = """
@@ -303,7 +321,9 @@ def sglang_files() -> set[str]:
 @pytest.mark.system
 @pytest.mark.timeout(900)
 @needs_sglang
-def test_the_real_server_answers_and_its_deaths_are_noticed(tmp_path: Path) -> None:
+def test_the_real_server_answers_and_its_deaths_are_noticed(
+    tmp_path: Path, started: Callable[[], list[psutil.Process]]
+) -> None:
     settings = cpu_settings(tiny_checkpoint(tmp_path / "model"), tmp_path, max_length=64)
 
     async def scenario() -> None:
@@ -318,7 +338,7 @@ def test_the_real_server_answers_and_its_deaths_are_noticed(tmp_path: Path) -> N
             assert len(await asyncio.to_thread(generate, server.url, server.key, [5] * 10, 54)) == 54
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 await asyncio.to_thread(generate, server.url, "another", [5] * 10, 1)
-            tree = descendants()
+            tree = started()
             # What other users of the host can read.
             assert not any(server.key in word for each in tree for word in each.cmdline())
             assert settings.log.stat().st_mode & 0o077 == 0
@@ -333,7 +353,7 @@ def test_the_real_server_answers_and_its_deaths_are_noticed(tmp_path: Path) -> N
         await server.close()
 
     asyncio.run(scenario())
-    assert descendants() == []
+    assert started() == []
 
 
 @pytest.mark.system

@@ -1,7 +1,7 @@
 """Receiver of a process that shares a rank of the learner with another one, which receives for both."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.trajectory import Trajectory
@@ -11,6 +11,7 @@ class NoReceiver:
     """Answers what the learner asks of a `Receiver` in each update: nothing ever comes, nobody waits for anything."""
 
     is_full = False
+    counters_at_start: Mapping[str, float] = defaultdict(float)
 
     def drain(self, timeout_s: float) -> list[Trajectory]:
         return []

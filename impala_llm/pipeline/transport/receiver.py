@@ -87,6 +87,8 @@ class Receiver:
         self._arena = arena
         self._inbox = Inbox()
         self._num_recovered = 0
+        self.counters_at_start: dict[str, float] = {}
+        """Counters when it began to serve; what an earlier process left there was recovered and quarantined since."""
         self._steps: dict[int, None] = {}
         """Trajectories of trained steps whose versions are on no board yet, by `unroll_id`. Used as an ordered set."""
         self._leadership = LeaderFollower(_POLL_S)
@@ -128,6 +130,7 @@ class Receiver:
             self._actors.abort()
             self._leadership.close()
             raise
+        self.counters_at_start = {**self.counters(), "recovered": 0.0, "quarantined": 0.0}
         self._thread.start()
         # Beside the start of the actors: without a cache it takes seconds. `close` does not wait for its end.
         threading.Thread(target=record_kernels.compile_ingest, name="compiling", daemon=True).start()
