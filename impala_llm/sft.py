@@ -34,6 +34,7 @@ from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
 from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
@@ -130,6 +131,7 @@ class WarmStart:
         self.config, self.data, self.stops = config, data, stops
         sft = config.sft
         self.folder = Path(sft.dir)
+        self.owner = stack.enter_context(FolderOwner(self.folder))
         self.files = policy_files(policy)
         self.log = MetricLog()
         self.ranks = Ranks(config.model.device)
@@ -185,6 +187,7 @@ class WarmStart:
 
     def step(self) -> None:
         """One update, and what is due after it."""
+        self.owner.check()
         rows = self.batch(self.update)
         progress = self.progress
         self.imitation.accumulate(rows)
@@ -316,6 +319,7 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     policy = resolve_policy(config)
     data = load_data(config, policy, folders)
     folder = Path(config.sft.dir)
+    wait_for_owner(folder, say, "sft.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))

@@ -18,6 +18,7 @@ from impala_llm.config import load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import add_part, read
 from impala_llm.imitation import Imitation, returns_to_go
+from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import PolicyModel
 from impala_llm.trajectory import Trajectory
 
@@ -153,6 +154,18 @@ def test_one_that_was_cut_short_goes_on_to_the_same_weights(tmp_path: Path, tiny
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert [line["step"] for line in metrics(cut)][-1] == 7
+
+
+def test_a_second_one_in_the_same_folder_is_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    saved = (folder / "policy" / "model.safetensors").read_bytes()
+    with FolderOwner(folder):
+        assert main(["sft", *words(tmp_path, tiny_model, "sft.max_updates=3")]) == 2
+    said = capsys.readouterr().err
+    assert f"sft.dir={folder} is in use: the learner with process" in said and "end it first" in said
+    assert (folder / "policy" / "model.safetensors").read_bytes() == saved
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""One learner at a time writes to a run's folder, also where several hosts share it. No torch here.
+"""One learner, or one warm start, at a time writes to a folder, also where several hosts share it. No torch here.
 
 A learner notes in the folder who it is, and changes a number there every few seconds. Another one that is about to
 begin looks at the number: while it changes, the first one lives, and the second is refused. Where it stands still, as
@@ -93,13 +93,18 @@ class FolderOwner:
 
 
 def wait_for_owner(
-    folder: Path, say: Callable[[str], object], silence_s: float = SILENCE_S, poll_s: float = 0.5
+    folder: Path,
+    say: Callable[[str], object],
+    setting: str = "run.dir",
+    silence_s: float = SILENCE_S,
+    poll_s: float = 0.5,
 ) -> None:
     """Return once no living learner has the folder.
 
     Args:
-        folder: of a run.
+        folder: of a run, or of a warm start.
         say: takes a sentence, where this takes longer.
+        setting: names the folder.
         silence_s: seconds without a sign of life after which a learner of another host counts as lost.
         poll_s: seconds between two looks.
 
@@ -117,8 +122,8 @@ def wait_for_owner(
         if found is None or found == first:
             return
     raise ConfigError(
-        f"run.dir={folder} is in use: {_described(first)} is training there; end it first, or set another run.name, "
-        "and run.dir where it is given"
+        f"{setting}={folder} is in use: {_described(first)} is training there; end it first, or set another run.name, "
+        f"and {setting} where it is given"
     )
 
 
