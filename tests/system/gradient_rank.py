@@ -1,10 +1,9 @@
 """One rank of `test_parallel`: its share of a fixed batch, the reduced gradient, and what the collectives return.
 
-torchrun tests/system/gradient_rank.py POLICY_DIRECTORY OUTPUT_DIRECTORY
+Its words: POLICY_DIRECTORY OUTPUT_DIRECTORY
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +16,8 @@ from impala_llm.learning.parallel import Ranks
 from tests.learning.builders import make_batch, make_config
 
 
-def main(policy: Path, output: Path) -> None:
+def main(words: list[str]) -> None:
+    policy, output = map(Path, words)
     torch.set_num_threads(1)
     ranks = Ranks("cpu", timeout_s=60.0)
     model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
@@ -57,7 +57,3 @@ def main(policy: Path, output: Path) -> None:
     }
     (output / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
     ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -13,26 +13,19 @@ from safetensors.torch import load_file
 
 from impala_llm.learning.parallel import Ranks
 from tests.learning.builders import save_lm
+from tests.system.forked_ranks import forked_ranks
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_ranks(number: int, policy: Path, output: Path) -> None:
-    output.mkdir()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)),
-        *(str(ROOT / "tests/system/gradient_rank.py"), str(policy), str(output)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.system
 def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
     policy = save_lm(tmp_path / "policy")
-    for number in (1, 2):
-        run_ranks(number, policy, tmp_path / str(number))
+    with forked_ranks("tests.system.gradient_rank") as start:
+        for number in (1, 2):
+            (output := tmp_path / str(number)).mkdir()
+            result = start(number, [str(policy), str(output)])
+            assert result.returncode == 0, result.stderr
     alone = load_file(tmp_path / "1" / "gradient-0")
     assert any(bool(g.any()) for g in alone.values())
     for rank in (0, 1):

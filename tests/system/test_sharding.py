@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import SHAPE, save_lm
+from tests.system.forked_ranks import Start, forked_ranks
 from tests.system.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -25,21 +27,18 @@ STEPS = ("learner.epochs=2", "learner.batch_size=12")
 """Several steps an update: what a pass without gradient gathers must not outlive a step."""
 
 
-def train(number: int, policy: Path, output: Path, *words: str) -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    with forked_ranks("tests.system.training_rank") as of_number:
+        yield of_number
+
+
+def train(start: Start, number: int, policy: Path, output: Path, *words: str) -> dict[str, torch.Tensor]:
     """The parameters, whole, after five updates by so many ranks."""
-    result = start(number, policy, output, *words)
+    output.mkdir()
+    result = start(number, [str(policy), str(output), *words])
     assert result.returncode == 0, result.stderr
     return load_file(output / "parameters")
-
-
-def start(number: int, policy: Path, output: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    output.mkdir()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)),
-        *(str(ROOT / "tests/system/training_rank.py"), str(policy), str(output), *words),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def facts(output: Path, rank: int) -> dict[str, Any]:
@@ -59,10 +58,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank makes of it."""
     output = tmp_path_factory.mktemp("sharding") / "alone"
-    train(1, policy, output, *STEPS, f"keep={output / 'moments'}")
+    train(start, 1, policy, output, *STEPS, f"keep={output / 'moments'}")
     return output
 
 
@@ -79,9 +78,9 @@ def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_five_updates_give_the_parameters_of_one_rank(
-    policy: Path, alone: Path, tmp_path: Path, number: int, words: list[str]
+    start: Start, policy: Path, alone: Path, tmp_path: Path, number: int, words: list[str]
 ) -> None:
-    found = train(number, policy, tmp_path / "out", *STEPS, *words)
+    found = train(start, number, policy, tmp_path / "out", *STEPS, *words)
     assert_equal(found, load_file(alone / "parameters"))
     if "learner.sharding=replicated" not in words:
         waiting = number // 2 - 1 if "learner.tensor_parallel=2" in words else number - 1
@@ -99,10 +98,10 @@ def test_five_updates_give_the_parameters_of_one_rank(
     ],
 )
 def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(
-    tmp_path: Path, architecture: str, width: int, reason: str
+    start: Start, tmp_path: Path, architecture: str, width: int, reason: str
 ) -> None:
     policy = save_lm(tmp_path / "policy", architecture)
-    result = start(width, policy, tmp_path / "out", f"learner.tensor_parallel={width}")
+    result = start(width, [str(policy), str(tmp_path), f"learner.tensor_parallel={width}"])
     assert result.returncode != 0
     assert f"ModelRefused: learner.tensor_parallel={width} cannot be used" in result.stderr
     assert reason in result.stderr and "learner.tensor_parallel=1" in result.stderr
@@ -157,26 +156,26 @@ def save_kind(directory: Path, kind: str, **settings: object) -> Path:
     ],
 )
 def test_a_model_that_computes_or_learns_otherwise_once_it_is_divided_is_refused(
-    tmp_path: Path, kind: str, settings: dict[str, object], reason: str
+    start: Start, tmp_path: Path, kind: str, settings: dict[str, object], reason: str
 ) -> None:
     """What lies between a divided matrix and the next is whole, and a process has only a part of its gradient."""
     policy = save_kind(tmp_path / "policy", kind, **settings)
-    result = start(2, policy, tmp_path / "out", "learner.tensor_parallel=2")
+    result = start(2, [str(policy), str(tmp_path), "learner.tensor_parallel=2"])
     assert result.returncode != 0
     assert re.search(r"ModelRefused: learner\.tensor_parallel=2 cannot be used: .*" + reason, result.stderr)
     assert "learner.tensor_parallel=1" in result.stderr
 
 
 @pytest.mark.system
-def test_a_model_with_biases_in_divided_matrices_learns_as_one_rank(tmp_path: Path) -> None:
+def test_a_model_with_biases_in_divided_matrices_learns_as_one_rank(start: Start, tmp_path: Path) -> None:
     policy = save_kind(tmp_path / "policy", "qwen2")
-    expected = train(1, policy, tmp_path / "alone")
-    assert_equal(train(2, policy, tmp_path / "out", "learner.tensor_parallel=2"), expected)
+    expected = train(start, 1, policy, tmp_path / "alone")
+    assert_equal(train(start, 2, policy, tmp_path / "out", "learner.tensor_parallel=2"), expected)
 
 
 @pytest.mark.system
-def test_ranks_that_share_the_policy_leave_a_step_out_together(policy: Path, tmp_path: Path) -> None:
-    found = train(2, policy, tmp_path / "out", "learner.batch_size=12", "learner.sharding=fsdp2", "endless=1")
+def test_ranks_that_share_the_policy_leave_a_step_out_together(start: Start, policy: Path, tmp_path: Path) -> None:
+    found = train(start, 2, policy, tmp_path / "out", "learner.batch_size=12", "learner.sharding=fsdp2", "endless=1")
     assert all(bool(p.isfinite().all()) for p in found.values())
     of_ranks = [facts(tmp_path / "out", rank) for rank in (0, 1)]
     assert [of_rank["skipped"] for of_rank in of_ranks] == [[0, 1, 0, 0, 0]] * 2
@@ -184,20 +183,20 @@ def test_ranks_that_share_the_policy_leave_a_step_out_together(policy: Path, tmp
 
 
 @pytest.mark.system
-def test_five_updates_of_adapters_give_those_of_one_rank(policy: Path, tmp_path: Path) -> None:
+def test_five_updates_of_adapters_give_those_of_one_rank(start: Start, policy: Path, tmp_path: Path) -> None:
     """Replicated and in shares; their merged sum on the board and the disk is that of one rank's adapters."""
     words = (*STEPS, "model.lora.rank=4", "learner.learning_rate=0.01")
-    expected = train(1, policy, tmp_path / "alone", *words)
-    start = PolicyModel.from_pretrained(policy).state_dict()
+    expected = train(start, 1, policy, tmp_path / "alone", *words)
+    begun = PolicyModel.from_pretrained(policy).state_dict()
     merged = {}
     for name, p in expected.items():
         if ".lora_" not in name:
             stem = name.removesuffix(".base_layer.weight")
-            assert name.startswith("value_head") or torch.equal(p, start[name.replace(".base_layer", "")])
+            assert name.startswith("value_head") or torch.equal(p, begun[name.replace(".base_layer", "")])
             pair = [expected.get(f"{stem}.lora_{part}.default.weight") for part in "BA"]
             merged[name.replace(".base_layer", "")] = p if pair[0] is None else p + 32 / 4 * pair[0] @ pair[1]
-    assert_equal(train(2, policy, tmp_path / "replicated", *words), expected)
-    assert_equal(train(2, policy, tmp_path / "fsdp2", *words, "learner.sharding=fsdp2"), expected)
+    assert_equal(train(start, 2, policy, tmp_path / "replicated", *words), expected)
+    assert_equal(train(start, 2, policy, tmp_path / "fsdp2", *words, "learner.sharding=fsdp2"), expected)
     with WeightReader(tmp_path / "fsdp2" / "board").lease() as lease:
         lease.tensors(verify=True)
         for name, tensor in load_file(lease.path / "model.safetensors").items():
@@ -234,10 +233,10 @@ def assert_published(output: Path, number: int, expected: dict[str, torch.Tensor
 
 @pytest.mark.system
 def test_two_ranks_share_memory_and_moments_and_go_on_from_those_of_one(
-    policy: Path, alone: Path, tmp_path: Path
+    start: Start, policy: Path, alone: Path, tmp_path: Path
 ) -> None:
     shared = (*STEPS, "learner.sharding=fsdp2")
-    found = train(2, policy, tmp_path / "two", *shared, f"keep={tmp_path / 'moments'}")
+    found = train(start, 2, policy, tmp_path / "two", *shared, f"keep={tmp_path / 'moments'}")
     assert_equal(found, load_file(alone / "parameters"))
     whole = facts(alone, 0)["num_bytes"]
     assert all(facts(tmp_path / "two", rank)["num_bytes"] <= 0.62 * whole for rank in (0, 1))
@@ -245,8 +244,8 @@ def test_two_ranks_share_memory_and_moments_and_go_on_from_those_of_one(
     assert_equal(of_two, of_one)
     assert of_one["lm.model.norm.weight.step"] == 10
     # The moments of one rank, taken over by two, and the other way round.
-    expected = train(1, policy, tmp_path / "one_of_two", *STEPS, f"resume={tmp_path / 'moments'}")
-    found = train(2, policy, tmp_path / "two_of_one", *shared, f"resume={alone / 'moments'}")
+    expected = train(start, 1, policy, tmp_path / "one_of_two", *STEPS, f"resume={tmp_path / 'moments'}")
+    found = train(start, 2, policy, tmp_path / "two_of_one", *shared, f"resume={alone / 'moments'}")
     assert_equal(found, expected)
 
 

@@ -1,6 +1,6 @@
 """One rank of `test_sharding`: trains on its share of the same batch five times, and writes down what came of it.
 
-torchrun tests/system/training_rank.py POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTING ...]
+Its words: POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTING ...]
 
 By rank: `facts-<rank>.json`, and from rank 0 `parameters`, whole, after the steps. With `resume=FILE` the optimizer
 goes on from the moments in it, and with `keep=FILE` they are written there. Where ranks share the policy they also save
@@ -10,7 +10,6 @@ last rank has an episode with infinite rewards in its second update.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,7 +25,7 @@ from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks, exit_process, local
+from impala_llm.learning.parallel import Ranks, local
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
@@ -88,7 +87,8 @@ def publish(ranks: Ranks, model: PolicyModel, output: Path) -> dict[str, object]
     return {"early": receiver.early}
 
 
-def main(policy: Path, output: Path, words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    policy, output, words = Path(arguments[0]), Path(arguments[1]), arguments[2:]
     torch.set_num_threads(1)
     files = {
         key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu", "endl"))
@@ -137,8 +137,3 @@ def main(policy: Path, output: Path, words: list[str]) -> None:
         if "keep" in files:
             save_file(moments, files["keep"])
     ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
-    exit_process(0)
