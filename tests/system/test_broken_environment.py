@@ -30,6 +30,14 @@ def break_environment(folder: Path, sound: int, fault: str) -> str:
     return str(folder)
 
 
+IMPATIENT = """
+from impala_llm.environment_faults import EnvironmentFaults
+
+EnvironmentFaults.PATIENCE_S = 1.0
+"""
+"""Only how it ends is looked at with this; that it takes `PATIENCE_S`, in the next test and in test_actor_faults.py."""
+
+
 @pytest.mark.system
 def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", "learner.total_updates=100000") as run:
@@ -50,6 +58,7 @@ def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(t
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(
+        f"{IMPATIENT}\n"
         "from impala_llm.envs import toy\n"
         "def fail(self, argument):\n"
         '    raise KeyError("no such house")\n'
@@ -109,7 +118,9 @@ def test_data_files_that_are_none_are_named(command: str, tmp_path: Path) -> Non
 @pytest.mark.system
 def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_path: Path) -> None:
     settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1")
+    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
     with Run(tmp_path / "run", *settings) as run:
+        run.python_path.insert(0, str(tmp_path))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         assert "raise engine.max_length" in run.log.read_text()
