@@ -41,8 +41,9 @@ check "mypy" mypy
 check "import-linter" lint-imports
 check "fast tests" run_pytest fast -m "not system" -n 2 --dist worksteal "$@"
 # They start real processes, and a busy machine can be late for a deadline: one that fails is played once more. pytest's
-# own summary names each RERUN; one that comes again and again is a defect of the test or the product.
-check "system tests" run_pytest system -m system --reruns 1 "$@"
+# own summary names each RERUN; one that comes again and again is a defect of the test or the product. Two at a time,
+# since each waits for a part of its time; those of a file one after the other, since they share servers and processes.
+check "system tests" run_pytest system -m system -n 2 --dist loadfile --reruns 1 "$@"
 
 echo "== summary"
 python - "$reports" <<'PY'
