@@ -25,9 +25,9 @@ MAX_STEPS = 15
 MAX_PAGES = 3
 
 # Chances of each slip at noise 1.
-FORGET_OPTION = 0.5
+FORGET_OPTION = 0.6
 OVERLOOK_PRICE = 0.3
-BUY_UNREAD = 0.6
+BUY_UNREAD = 0.3
 
 _ALL_ATTRIBUTES = tuple(dict.fromkeys(attribute for own in ATTRIBUTES.values() for attribute in own))
 _QUERIES = {name: query for query, other in SYNONYMS.items() for name in (query, other)}
