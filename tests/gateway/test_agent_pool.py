@@ -318,21 +318,25 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
 
 
 @pytest.mark.system
-def test_folders_of_programs_go_with_a_process_that_is_killed(agents: Path) -> None:
+def test_folders_of_programs_go_with_a_process_that_is_killed(
+    agents: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = agents / "program.py"
     program.write_text(PROGRAM)
-    before = set(Path(tempfile.gettempdir()).glob("impala-agent-*"))
+    temporary = tmp_path_factory.mktemp("temporary")  # its own: runs beside this one have such folders too
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     of_others = set(psutil.Process().children())
 
     async def test(pool: AgentPool) -> None:
         workers = set(psutil.Process().children()) - of_others
         waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
         await appears(agents / "waits")
-        assert set(Path(tempfile.gettempdir()).glob("impala-agent-*")) - before
+        assert list(temporary.glob("impala-agent-*"))
         for worker in workers:
             worker.kill()
         with pytest.raises(AgentFailed):
             await waiting
 
     use(test, None, shlex.join([sys.executable, str(program)]))
-    assert set(Path(tempfile.gettempdir()).glob("impala-agent-*")) <= before
+    assert list(temporary.glob("impala-agent-*")) == []
