@@ -6,6 +6,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Where it is set, each process compiles all modules of this package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import signal  # noqa: E402
 import sys  # noqa: E402
