@@ -14,7 +14,10 @@ from typing import Any
 
 import psutil
 
+from tests.system.forked_run import ROOM, SPARE
+
 ROOT = Path(__file__).parents[2]
+FORKED_RUN = Path(__file__).with_name("forked_run.py")
 MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
 START_S = 120.0
@@ -37,6 +40,7 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
+        environment |= {ROOM: SPARE}
         with self.log.open("ab") as out, (errors or self.log).open("ab") as err:
             process = subprocess.Popen(
                 [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
@@ -44,8 +48,14 @@ class Run:
         self.started.append(process)
         return process
 
-    def train(self) -> subprocess.Popen[bytes]:
-        return self.start(sys.executable, "-m", "impala_llm.cli", "train")
+    def train(self, forked: bool = True) -> subprocess.Popen[bytes]:
+        """Start `impala-llm train`.
+
+        Args:
+            forked: its learner and actors are forks of it, see forked_run.py; else they are started as users' are.
+        """
+        command = (str(FORKED_RUN), SPARE) if forked else ("-m", "impala_llm.cli")
+        return self.start(sys.executable, *command, "train")
 
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""

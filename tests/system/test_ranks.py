@@ -28,7 +28,7 @@ def learners(run: Run) -> dict[int, psutil.Process]:
 def test_a_learner_of_two_tensor_parallel_processes_trains_is_evaluated_and_goes_on(tmp_path: Path) -> None:
     length = ("learner.total_updates=20", "evaluation.every_updates=10", "evaluation.run_tasks=16")
     with Run(tmp_path, *TOY, *TENSOR, *length) as run:
-        supervisor = run.train()
+        supervisor = run.train(forked=False)
         run.wait_for_updates(5)
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT, run.printed()
