@@ -10,11 +10,14 @@ cd "$root"
 export PATH=$root/.venv/bin:$PATH
 
 reports=$(mktemp -d)
-trap 'rm -rf "$reports"' EXIT
+installing=
+trap '[ -z "$installing" ] || kill "$installing" 2>/dev/null || true; rm -rf "$reports"' EXIT
 failed=()
-# SGLang for a CPU, about 80 s the first time. SKIP_SGLANG=1 leaves it out: its tests are then skipped, and counted.
+# SGLang for a CPU, about 80 s the first time, beside the linters. SKIP_SGLANG=1 leaves it out: its tests are then
+# skipped, and counted.
 if [ -z "${SKIP_SGLANG:-}${IMPALA_LLM_SGLANG_PYTHON:-}" ]; then
-  "$root/tools/install_sglang_cpu.sh" || failed+=("SGLang could not be installed")
+  "$root/tools/install_sglang_cpu.sh" >"$reports/sglang.log" 2>&1 &
+  installing=$!
 fi
 collected=0
 
@@ -39,6 +42,11 @@ check "ruff format" ruff format --check .
 check "ruff" ruff check .
 check "mypy" mypy
 check "import-linter" lint-imports
+if [ -n "$installing" ]; then
+  wait "$installing" || failed+=("SGLang could not be installed")
+  installing=
+  cat "$reports/sglang.log"
+fi
 check "fast tests" run_pytest fast -m "not system" -n 2 --dist worksteal "$@"
 # They start real processes, and a busy machine can be late for a deadline: one that fails is played once more. pytest's
 # own summary names each RERUN; one that comes again and again is a defect of the test or the product. Two at a time,
