@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm import cli, launch
+from impala_llm import cli, commands, launch
 from impala_llm.config import known_keys
 from impala_llm.settings import ASSETS
 from impala_llm.settings_reference import markdown, reference
@@ -348,7 +348,7 @@ def test_ctrl_c_ends_quietly_and_a_second_one_too(
     def interrupted(words: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_command", interrupted)
+    monkeypatch.setattr(commands, "run_command", interrupted)
     before = signal.getsignal(signal.SIGINT)
     try:
         assert cli.main(["evaluate"]) == 128 + signal.SIGINT

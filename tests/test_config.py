@@ -1,6 +1,8 @@
 """Bad settings stop at the door with the key, the value and the fix; good ones compose."""
 
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -354,6 +356,15 @@ def test_entries_stop_before_any_work(entry):
     assert done.returncode == 2
     assert "algorithm.max_staleness=-1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_amid_the_imports_ends_quietly_too(tmp_path: Path) -> None:
+    interrupted = tmp_path / "omegaconf.py"  # one of the first that the commands import
+    interrupted.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
+    command = [sys.executable, "-c", "import sys; from impala_llm.cli import main; sys.exit(main())", "train"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
 
 
 def test_what_needs_no_settings_loads_no_torch() -> None:

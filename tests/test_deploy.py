@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from impala_llm import cli
+from impala_llm import commands
 from impala_llm.config import load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import ASSETS, Config
@@ -52,7 +52,7 @@ def load_words(words: list[str], mounts: dict[str, Path]) -> Config:
     command, *rest = words
     keys = mounts["learner" if command == "train" else "actor"]
     here = [word.replace("/settings/run.yaml", str(mounts["settings"])).replace("=/keys", f"={keys}") for word in rest]
-    flagged, overrides = cli.options(command, here)
+    flagged, overrides = commands.options(command, here)
     assert not flagged
     return load(overrides)
 
