@@ -2,7 +2,8 @@
 
 Actors play the tasks with the published weights (`Receiver.begin_evaluation`), and training goes on meanwhile. Their
 weights change while they play, so a score belongs to a span of versions: from the one that the evaluation was begun
-with to the newest that sampled a token. The policy that is kept as the best one is that of the first of them.
+with to the newest that sampled a token. The policy that is kept as the best one is that of the first of them. The user
+is told updates of the run: versions are ahead of them after a lost host.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,15 @@ LEAST_SHARE = 0.5
 BEST, CANDIDATE = "policy-best", "policy-candidate"
 """Folders of the policy with the best score, and of the one that is being evaluated, in the run's folder."""
 _SCORE_FILE = "evaluation.json"
+
+
+class Best(NamedTuple):
+    """The best evaluation so far."""
+
+    version: int
+    score: float
+    update: int
+    """Of the run, that made the version."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,7 @@ class EvaluationSchedule:
         self._update = update
         self._last_update = None if update == 0 else update
         self._last_s = 0.0
-        self.best: tuple[int, float] | None = None
-        """Version and score of the best evaluation."""
+        self.best: Best | None = None
         self._without_gain = 0
 
     def is_due(self, update: int, elapsed_s: float) -> bool:
@@ -85,22 +94,32 @@ class EvaluationSchedule:
         """Note that an evaluation was begun."""
         self._last_update, self._last_s = update, elapsed_s
 
-    def observe(self, evaluation: Evaluation, version: int) -> Found:
-        """Take in an evaluation that has ended. version: the learner's, which no weights are newer than."""
+    def observe(self, evaluation: Evaluation, version: int, update: int) -> Found:
+        """Take in an evaluation that has ended.
+
+        Args:
+            version: the learner's, which no weights are newer than.
+            update: of the run, that made it.
+        """
         results, first = evaluation.results, evaluation.version
+        ahead = version - update
         num_came = len(results)
         came = f"{num_came} of {evaluation.num_tasks} validation tasks"
-        metrics = {"evaluation/episodes": float(num_came), "evaluation/version": float(first)}
+        metrics = {
+            "evaluation/episodes": float(num_came),
+            "evaluation/version": float(first),
+            "evaluation/update": float(first - ahead),
+        }
         if not results:
-            return Found(metrics, f"evaluation of version {first}: no result came, {came} were played", False)
+            return Found(metrics, f"evaluation of update {first - ahead}: no result came, {came} were played", False)
         score, success = (float(np.mean([getattr(r, name) for r in results])) for name in ("score", "success"))
         score_low, score_high = mean_interval([r.score for r in results])
         success_low, success_high = wilson_interval(sum(r.success for r in results), num_came)
         last = max(first, min(version, max(r.last_version for r in results)))
         counts = num_came >= LEAST_SHARE * evaluation.num_tasks
-        is_best = counts and (self.best is None or score > self.best[1])
+        is_best = counts and (self.best is None or score > self.best.score)
         if is_best:
-            self.best, self._without_gain = (first, score), 0
+            self.best, self._without_gain = Best(first, score, first - ahead), 0
         elif counts:
             self._without_gain += 1
         metrics |= {
@@ -117,8 +136,12 @@ class EvaluationSchedule:
             "evaluation/without_gain": float(self._without_gain),
         }
         if self.best is not None:
-            metrics |= {"evaluation/best_version": float(self.best[0]), "evaluation/best_score": self.best[1]}
-        span = f"version {first}" if last == first else f"version {first} (played by {first} to {last})"
+            metrics |= {
+                "evaluation/best_version": float(self.best.version),
+                "evaluation/best_update": float(self.best.update),
+                "evaluation/best_score": self.best.score,
+            }
+        played = "" if last == first else f" (played by {first - ahead} to {last - ahead})"
         temperature = self._config.run_temperature
         how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         if not counts:
@@ -126,9 +149,10 @@ class EvaluationSchedule:
         elif is_best or self.best is None:
             verdict = "the best so far"
         else:
-            verdict = f"the best is version {self.best[0]} with {self.best[1]:.3f}"
+            verdict = f"the best is that of update {self.best.update} with {self.best.score:.3f}"
         text = (
-            f"evaluation of {span}: score {score:.3f} [{score_low:.3f}, {score_high:.3f}], success {success:.1%} "
+            f"evaluation of update {first - ahead}{played}: "
+            f"score {score:.3f} [{score_low:.3f}, {score_high:.3f}], success {success:.1%} "
             f"[{success_low:.1%}, {success_high:.1%}], {came}, {how}; {verdict}"
         )
         return Found(metrics, text, is_best)
@@ -149,7 +173,8 @@ class EvaluationSchedule:
         last, self._last_s = state["last"]
         # Checkpoints of before evaluations were due by updates have a version there, which may be ahead.
         self._last_update = None if last is None else min(last, self._update)
-        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        # Those of before have no update: it was the version, unless a host had been lost.
+        self.best = None if state["best"] is None else Best(*[*state["best"], state["best"][0]][:3])
         self._without_gain = state["without_gain"]
 
 
@@ -212,11 +237,12 @@ class InRunEvaluation:
         shutil.rmtree(self.candidate, ignore_errors=True)
         return True
 
-    def collect(self, version: int) -> dict[str, float]:
+    def collect(self, version: int, update: int) -> dict[str, float]:
         """Take in the evaluation that has ended, say what it found, and keep the policy if it is the best one.
 
         Args:
             version: the learner's.
+            update: of the run, that made it.
 
         Returns:
             Metrics by name; none where none has ended.
@@ -224,14 +250,14 @@ class InRunEvaluation:
         ended = self._receiver.evaluation()
         if ended is None:
             return {}
-        found = self.schedule.observe(ended, version)
+        found = self.schedule.observe(ended, version, update)
         say(f"learner: {found.text}")
         if found.is_best and self.candidate.is_dir():
             self._keep(found.metrics)
         if self.is_over and self.schedule.best is not None:
             say(
                 f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
-                f"that of version {self.schedule.best[0]} was better"
+                f"that of update {self.schedule.best.update} was better"
             )
         return found.metrics
 
@@ -253,8 +279,9 @@ class InRunEvaluation:
         with suppress(OSError, ValueError, KeyError):
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
-            if self.schedule.best is None or score > self.schedule.best[1]:
-                self.schedule.best = version, score
+            found = Best(version, score, int(kept.get("evaluation/update", version)))
+            if self.schedule.best is None or found.score > self.schedule.best.score:
+                self.schedule.best = found
 
     def _keep(self, metrics: dict[str, float]) -> None:
         try:
@@ -305,7 +332,7 @@ class EvaluationRounds:
             return False
         begins = is_over = False
         if self._evaluation is not None:
-            self._collect(self._evaluation, version)
+            self._collect(self._evaluation, version, update)
             begins = self._evaluation.begin(version, update, elapsed_s, at_the_end)
             is_over = self._evaluation.is_over
         begins, is_over = (n > 0 for n in self._ranks.sum([float(begins), float(is_over)]))
@@ -326,27 +353,27 @@ class EvaluationRounds:
         Args:
             version: the learner's.
             update: of the run, that made it.
-            is_told_to_stop: whether this rank is; one that is ends the wait of all.
+            is_told_to_stop: whether this process is; one that is ends the wait of all.
             write: called after each evaluation: writes what the log has.
 
         Returns:
-            Whether a rank was told to stop: all ranks then return at the same place.
+            Whether a process was told to stop: all ranks then return at the same place.
         """
         if not self._config.inside_run:
             return False
-        goes_on, is_stopped = self._await(version, is_told_to_stop)
+        goes_on, is_stopped = self._await(version, update, is_told_to_stop)
         write()
         if goes_on:
             self.turn(version, update, elapsed_s, at_the_end=True)
-            _, is_stopped = self._await(version, is_told_to_stop)
+            _, is_stopped = self._await(version, update, is_told_to_stop)
             write()
         return is_stopped
 
-    def _await(self, version: int, is_told_to_stop: Callable[[], bool]) -> tuple[bool, bool]:
+    def _await(self, version: int, update: int, is_told_to_stop: Callable[[], bool]) -> tuple[bool, bool]:
         """Wait until no evaluation is under way, for as long as one may take and an actor is there.
 
         Returns:
-            Whether none is under way and no rank was told to stop; whether one was told to stop. The same on all ranks.
+            Whether none is under way and no process was told to stop; whether one was. The same on all ranks.
         """
         # Its own time begins when an actor has the first task, if any comes for one.
         now = time.monotonic()
@@ -354,13 +381,14 @@ class EvaluationRounds:
         is_said = is_under_way = is_awaited = False
         while True:
             if self._evaluation is not None:
-                self._collect(self._evaluation, version)
+                self._collect(self._evaluation, version, update)
                 now = time.monotonic()
                 if self._evaluation.has_actors:
                     leaves_at = now + DEAL_GRACE_S  # one that was lost may be started again
                 is_under_way = self._evaluation.is_under_way
                 is_awaited = is_under_way and now < min(until, leaves_at)
-            told, under_way, awaited = self._ranks.sum([is_told_to_stop(), is_under_way, is_awaited])
+            mine = is_told_to_stop(), is_under_way, is_awaited
+            told, under_way, awaited = self._ranks.sum(mine, of_processes=True)
             if told or not awaited:
                 if is_under_way and not told:
                     say("learner: the evaluation that is under way has too few actors to end: the run ends without it")
@@ -370,9 +398,9 @@ class EvaluationRounds:
                 say("learner: training is over, and an evaluation is under way: Ctrl-C ends without it")
             time.sleep(POLL_S)
 
-    def _collect(self, evaluation: InRunEvaluation, version: int) -> None:
+    def _collect(self, evaluation: InRunEvaluation, version: int, update: int) -> None:
         """Take in the evaluation that has ended, if one has."""
         before = evaluation.schedule.best
-        self._log.update(evaluation.collect(version))
+        self._log.update(evaluation.collect(version, update))
         if (best := evaluation.schedule.best) is not None and best != before:
-            self._mark_best(*best)
+            self._mark_best(best.version, best.score)

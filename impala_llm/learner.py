@@ -260,7 +260,9 @@ class Learner:
         """Publisher of the versions, on the boards at first."""
         interval, staleness = self.config.learner.sync_interval, self.config.algorithm.max_staleness
         boards = self.endpoint.board, self.endpoint.kept
-        return VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
+        found = VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
+        found.is_told_to_stop = lambda: self.stops.number > 0
+        return found
 
     def make_writer(self, stack: ExitStack) -> MetricWriter | None:
         """Writer of the metrics, on rank 0."""
@@ -316,10 +318,8 @@ class Learner:
             what: is missing, in words.
 
         Raises:
-            Stopped: a signal has come.
+            Stopped: a signal has come, to this process or another one of the learner.
         """
-        if self.stops.number:
-            raise Stopped
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
         if self.view is not None:
             self.actors.tell()
@@ -344,7 +344,7 @@ class Learner:
         if self.ranks.is_main:
             tell(saving=True)
         if self.ranks.is_main or self.ranks.is_sharded:
-            self.saving.save_policy(target, self.version)
+            self.saving.save_policy(target, self.update)
         self.ranks.barrier()
         if self.ranks.is_main and not self.stops.number:  # else the supervisor waits already, for the end as well
             tell(saving=False)
@@ -386,7 +386,7 @@ class Learner:
             return
         tell(saving=True)
         if self.ranks.is_main or self.ranks.is_sharded:
-            self.is_saved = self.saving.save_last_policy(self.run_folder, self.version)
+            self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())
         if ends_together:
             self.saving.save_last(self.moment())
 

@@ -9,7 +9,7 @@ STOP_PATIENCE_S = 4.0
 
 
 class Stopped(Exception):
-    """A signal has come while the learner waits for a batch."""
+    """A signal has come, to any process of the learner, while it waits for a batch."""
 
 
 class StopSignals:

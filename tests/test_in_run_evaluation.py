@@ -63,7 +63,9 @@ def test_a_checkpoint_whose_last_evaluation_is_ahead_of_the_run_puts_off_no_eval
 
 def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
     scores = [1.0, 0.0, 0.5, 1.0]
-    found = schedule(every_updates=1).observe(evaluation(scores, version=20, num_tasks=5, last_version=23), version=40)
+    found = schedule(every_updates=1).observe(
+        evaluation(scores, version=20, num_tasks=5, last_version=23), version=40, update=25
+    )
     expected = {
         "evaluation/score": 0.625,
         "evaluation/success_rate": 0.5,
@@ -71,23 +73,25 @@ def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
         "evaluation/turns": 2.0,
         "evaluation/length_tokens": 21.5,
         "evaluation/version": 20.0,
+        "evaluation/update": 5.0,
         "evaluation/last_version": 23.0,
         "evaluation/seconds": 3.0,
         "evaluation/best_score": 0.625,
         "evaluation/best_version": 20.0,
+        "evaluation/best_update": 5.0,
         "evaluation/without_gain": 0.0,
     }
     assert {name: found.metrics[name] for name in expected} == expected
     assert (found.metrics["evaluation/score_low"], found.metrics["evaluation/score_high"]) == mean_interval(scores)
     assert (found.metrics["evaluation/success_low"], found.metrics["evaluation/success_high"]) == wilson_interval(2, 4)
     assert set(found.metrics) <= set(METRICS)
-    for part in ("version 20 (played by 20 to 23)", "score 0.625 [", "success 50.0% [", "4 of 5", "greedy", "best so"):
+    for part in ("update 5 (played by 5 to 8)", "score 0.625 [", "success 50.0% [", "4 of 5", "greedy", "best so"):
         assert part in found.text
     assert found.is_best
 
 
 def test_no_weights_are_newer_than_the_learner_whatever_an_actor_says() -> None:
-    found = schedule(every_updates=1).observe(evaluation([1.0], version=3, last_version=2**62), version=9)
+    found = schedule(every_updates=1).observe(evaluation([1.0], version=3, last_version=2**62), 9, 9)
     assert found.metrics["evaluation/last_version"] == 9.0
 
 
@@ -96,35 +100,35 @@ def test_the_best_is_the_highest_and_of_equals_the_first_and_patience_counts_the
     outcomes = []
     for version, score in enumerate([0.2, 0.5, 0.5, 0.6, 0.1, 0.3]):
         assert not due.is_over
-        found = due.observe(evaluation([score] * 4, version), version)
+        found = due.observe(evaluation([score] * 4, version), version, version)
         outcomes.append((found.is_best, found.metrics["evaluation/without_gain"]))
     assert outcomes == [(True, 0), (True, 0), (False, 1), (True, 0), (False, 1), (False, 2)]
-    assert due.best == (3, 0.6) and due.is_over
-    assert "the best is version 3 with 0.600" in found.text
+    assert due.best == (3, 0.6, 3) and due.is_over
+    assert "the best is that of update 3 with 0.600" in found.text
 
 
 def test_few_results_neither_make_the_best_nor_end_the_run() -> None:
     due = schedule(every_updates=1, patience=1)
-    assert due.observe(evaluation([0.5] * 8, 1), 1).is_best
-    few = due.observe(evaluation([1.0] * 3, 2, num_tasks=8), 2)
+    assert due.observe(evaluation([0.5] * 8, 1), 1, 1).is_best
+    few = due.observe(evaluation([1.0] * 3, 2, num_tasks=8), 2, 2)
     assert not few.is_best and "too few" in few.text and few.metrics["evaluation/score"] == 1.0
-    none = due.observe(evaluation([], 3, num_tasks=8), 3)
-    assert none.metrics == {"evaluation/episodes": 0.0, "evaluation/version": 3.0}
+    none = due.observe(evaluation([], 3, num_tasks=8), 3, 3)
+    assert none.metrics == {"evaluation/episodes": 0.0, "evaluation/version": 3.0, "evaluation/update": 3.0}
     assert not none.is_best and "0 of 8" in none.text and not due.is_over
-    due.observe(evaluation([0.4] * 4, 4, num_tasks=8), 4)
+    due.observe(evaluation([0.4] * 4, 4, num_tasks=8), 4, 4)
     assert due.is_over
 
 
 def test_the_state_goes_on_where_it_was() -> None:
     first = schedule(every_updates=10, patience=2)
     first.begun(10, 60.0)
-    first.observe(evaluation([0.5, 0.7], 10), 12)
-    first.observe(evaluation([0.5, 0.6], 12), 14)
+    first.observe(evaluation([0.5, 0.7], 10), 12, 12)
+    first.observe(evaluation([0.5, 0.6], 12), 14, 14)
     second = schedule(update=14, every_updates=10, patience=2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.best == first.best == (10, 0.6)
+    assert second.best == first.best == (10, 0.6, 10)
     assert not second.is_due(19, 0.0) and second.is_due(20, 0.0)
-    second.observe(evaluation([0.5, 0.6], 16), 18)
+    second.observe(evaluation([0.5, 0.6], 16), 18, 18)
     assert second.is_over
 
 
@@ -174,23 +178,25 @@ def test_an_evaluation_is_of_a_published_version_and_one_at_a_time(tmp_path: Pat
     receiver.published = 5
     assert not inside.begin(5, 5, 1.0), "one is under way"
     receiver.ended = evaluation([0.5] * 3, 0)
-    inside.collect(5)
+    inside.collect(5, 5)
     assert not inside.begin(6, 6, 1.0), "6 was not published"
     receiver.published = 7
     assert inside.begin(7, 7, 1.0) and not inside.begin(7, 7, 1.0, at_the_end=True)
     receiver.ended = evaluation([0.5] * 3, 7)
-    inside.collect(8)
+    inside.collect(8, 8)
     assert not inside.begin(7, 7, 1.0, at_the_end=True), "it was evaluated"
     receiver.published = 8
     assert inside.begin(8, 8, 1.0, at_the_end=True)
 
 
-def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(tmp_path: Path) -> None:
-    """Of updates it is due after 5; its score names the version."""
+def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is due by updates, and the user is told updates."""
     inside, receiver = make(tmp_path)
     assert inside.begin(0, 0, 0.0)
     receiver.ended = evaluation([0.5] * 4, 0)
-    inside.collect(0)
+    inside.collect(0, 0)
     later, receiver = make(tmp_path, version=3)
     later.load_state_dict(inside.state_dict())
     for update in (3, 4):
@@ -199,7 +205,10 @@ def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(tmp_pa
     receiver.published = 261
     assert later.begin(261, 5, 0.0)
     receiver.ended = evaluation([0.6] * 4, 261)
-    assert later.collect(261)["evaluation/version"] == 261
+    found = later.collect(262, 6)
+    assert (found["evaluation/version"], found["evaluation/update"]) == (261, 5)
+    assert (found["evaluation/best_version"], found["evaluation/best_update"]) == (261, 5)
+    assert "evaluation of update 5:" in capsys.readouterr().out
 
 
 def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,11 +218,11 @@ def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytes
         assert inside.begin(version, version, 0.0)
         save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
-        assert inside.collect(version + 1)["evaluation/score"] == pytest.approx(score)
-        assert inside.collect(version + 1) == {}
+        assert inside.collect(version + 1, version + 1)["evaluation/score"] == pytest.approx(score)
+        assert inside.collect(version + 1, version + 1) == {}
     found, metrics = kept(tmp_path)
     assert found == metrics["evaluation/version"] == 5 and metrics["evaluation/score"] == pytest.approx(0.6)
-    assert capsys.readouterr().out.count("learner: evaluation of version") == 3
+    assert capsys.readouterr().out.count("learner: evaluation of update") == 3
     inside.close()
     assert [path.name for path in tmp_path.iterdir()] == ["policy-best"]
 
@@ -226,7 +235,7 @@ def test_a_policy_that_could_not_be_saved_is_not_taken_for_an_earlier_one(tmp_pa
         if version < 10:  # then the disk is full
             save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
-        inside.collect(version)
+        inside.collect(version, version)
     assert kept(tmp_path)[0] == 0
 
 
@@ -235,14 +244,14 @@ def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds
     inside.begin(0, 0, 0.0)
     save(inside, 0)
     receiver.ended = evaluation([0.5] * 4, 0)
-    inside.collect(1)
+    inside.collect(1, 1)
     later, receiver = make(tmp_path, version=20)
     for version, score, best in ((25, 0.4, 0), (30, 0.6, 30)):
         receiver.published = version
         assert later.begin(version, version, 0.0)
         save(later, version)
         receiver.ended = evaluation([score] * 4, version)
-        later.collect(version)
+        later.collect(version, version)
         assert kept(tmp_path)[0] == best
 
 
@@ -254,7 +263,7 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
         inside.begin(version, version, 0.0)
         save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
-        inside.collect(version)
+        inside.collect(version, version)
         states.append(json.loads(json.dumps(inside.state_dict())))
     later, receiver = make(tmp_path, version=3, patience=2)
     later.load_state_dict(states[0])
@@ -262,8 +271,8 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
     assert later.begin(5, 5, 0.0)
     save(later, 50)
     receiver.ended = evaluation([0.6] * 4, 5)
-    later.collect(5)
-    assert kept(tmp_path)[0] == 5 and later.schedule.best == (5, pytest.approx(0.7))
+    later.collect(5, 5)
+    assert kept(tmp_path)[0] == 5 and later.schedule.best == (5, pytest.approx(0.7), 5)
     (tmp_path / "policy-best" / "evaluation.json").write_text("not JSON")
     anew, _ = make(tmp_path, version=9)
     assert anew.schedule.best is None
@@ -275,14 +284,14 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
         receiver.published = version
         assert inside.begin(version, version, 0.0) and not inside.is_over
         receiver.ended = evaluation([0.5] * 4, version)
-        inside.collect(version)
+        inside.collect(version, version)
     assert inside.is_over and "evaluation.patience=1" in capsys.readouterr().out
     receiver.published = 10
     assert not inside.begin(10, 10, 0.0) and not inside.begin(10, 10, 0.0, at_the_end=True)
 
 
-class TwoRanks:
-    """One of two ranks in threads: a sum that the other never joins is an error."""
+class TwoProcesses:
+    """One of two processes of a rank, in threads: a sum that the other never joins is an error."""
 
     is_sharded = False
 
@@ -290,9 +299,9 @@ class TwoRanks:
         (self.barrier, self.numbers), self.rank = shared, rank
         self.num_sums = 0
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
+    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
         self.num_sums += 1
-        self.numbers[self.rank] = list(numbers)
+        self.numbers[self.rank] = list(numbers) if of_processes or self.rank == 0 else [0.0] * len(numbers)
         self.barrier.wait(20)
         total = [float(sum(pair)) for pair in zip(*self.numbers, strict=True)]
         self.barrier.wait(20)
@@ -307,11 +316,11 @@ def rounds(inside: InRunEvaluation | None, ranks: Any) -> EvaluationRounds:
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Path, told: int) -> None:
-    """Though only one of them is told to stop, when it has waited for a while."""
+    """Though only one process is told to stop, when it has waited for a while."""
     inside, _ = make(tmp_path)
     assert inside.begin(0, 0, 0.0)
     shared = threading.Barrier(2), [[0.0], [0.0]]
-    ranks = [TwoRanks(shared, rank) for rank in (0, 1)]
+    ranks = [TwoProcesses(shared, rank) for rank in (0, 1)]
 
     def finish(rank: int) -> bool:
         def stop() -> bool:
@@ -327,7 +336,7 @@ def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Pat
 class OneRank:
     is_sharded = False
 
-    def sum(self, numbers: list[float]) -> list[float]:
+    def sum(self, numbers: list[float], of_processes: bool = False) -> list[float]:
         return numbers
 
 

@@ -62,8 +62,7 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
     config.model.lora.rank = lora_rank
     config.model.path = str(save_lm(tmp_path / "policy"))
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
-        model, version = start_model(config, newest_board(run))
-        assert version == 0
+        model = start_model(config, newest_board(run))
         files = {path.name: path.read_bytes() for path in (tmp_path / "policy").glob("*.json")}
         boards = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
         publisher = VersionPublisher(Ranks("cpu"), model, *boards, 1 if last == "published" else 3, None)
@@ -74,10 +73,9 @@ def test_a_learner_goes_on_from_the_newest_version_with_its_value_head(
                 if p.requires_grad:
                     p.data.add_(0.125 * number)
             publisher.publish(number, receiver)
-        resumed, version = start_model(config, newest_board(run))
-        start_model(config, newest_board(run), is_main=False)
-    assert version == 2
-    assert capsys.readouterr().out.count("going on from version 2") == 1, "one rank says so for all"
+        resumed = start_model(config, newest_board(run), 2)
+        start_model(config, newest_board(run), 2, is_main=False)
+    assert capsys.readouterr().out.count("going on from update 2, in shared memory") == 1, "one rank says so for all"
     assert {n: p.tolist() for n, p in resumed.named_parameters()} == {
         n: p.tolist() for n, p in model.named_parameters()
     }
@@ -88,13 +86,13 @@ def test_a_learner_that_goes_on_from_rounded_weights_says_so(
 ) -> None:
     config = Config()
     config.model.path = str(save_lm(tmp_path / "policy"))
-    model, _ = start_model(config, None)
+    model = start_model(config, None)
     with tempfile.TemporaryDirectory() as base, RunDirectory.create("t", Path(base)) as run:
         files = {path.name: path.read_bytes() for path in (tmp_path / "policy").glob("*.json")}
         boards = [WeightPublisher(path, 2, files) for path in (run.weights_path, run.kept_path)]
         VersionPublisher(Ranks("cpu"), model, *boards, 1, None, dtype=torch.bfloat16).begin(3)
-        resumed, version = start_model(config, newest_board(run))
-    assert version == 3 and "version 3 lies on the board in bfloat16" in capsys.readouterr().out
+        resumed = start_model(config, newest_board(run), 3)
+    assert "update 3 lies on the board in bfloat16" in capsys.readouterr().out
     for mine, theirs in zip(resumed.lm.parameters(), model.lm.parameters(), strict=True):
         assert torch.equal(mine, theirs.to(torch.bfloat16).float())
 

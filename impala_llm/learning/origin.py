@@ -109,7 +109,7 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     """Make the policy of a rank, with the weights of its origin, where it computes. All ranks call it."""
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
-    model, _ = start_model(config, origin.board, ranks.is_main, beside)
+    model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
@@ -122,17 +122,18 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
         model.check(config.engine.max_length)
     choose_attention(model, config.learner, config.engine.max_length, ranks)
     if ranks.is_main:
-        describe(config, ranks, model, origin.version)
+        describe(config, ranks, model, origin)
     return model
 
 
 def start_model(
-    config: Config, newest: WeightReader | None, is_main: bool = True, checkpoint: str | None = None
-) -> tuple[PolicyModel, int]:
-    """The policy to go on from, and its version.
+    config: Config, newest: WeightReader | None, update: int = 0, is_main: bool = True, checkpoint: str | None = None
+) -> PolicyModel:
+    """The policy to go on from.
 
     Args:
         newest: board with what a killed learner published or kept last; None: the configured start.
+        update: of the run, that made it.
         is_main: whether this rank says where it goes on from.
         checkpoint: name of the one that the optimizer comes from; None: it begins anew.
     """
@@ -140,7 +141,7 @@ def start_model(
     if newest is None:
         model = PolicyModel.from_pretrained(resolve_policy(config), *sizes)
         add_adapters(model.lm, config.model.lora)
-        return model, 0
+        return model
     with newest.lease() as lease:
         _, of_adapters = without_prefix(lease.extra())
         # What lies on the board has its adapters merged.
@@ -148,20 +149,20 @@ def start_model(
         add_adapters(model.lm, config.model.lora)
         if of_adapters and not load_adapters(model.lm, of_adapters):
             raise ConfigError(
-                f"model.lora.rank={config.model.lora.rank} with these targets does not fit the adapters of version "
-                f"{lease.version}, which this run goes on from: leave model.lora as it was, or set another run.name"
+                f"model.lora.rank={config.model.lora.rank} with these targets does not fit the adapters of update "
+                f"{update}, which this run goes on from: leave model.lora as it was, or set another run.name"
             )
         anew = "the optimizer begins" if model.load_value_head(lease.extra()) else "optimizer and value head begin"
         is_rounded = not of_adapters and "BF16" in {dtype for dtype, _, _ in lease.tensors(verify=False).values()}
         if is_main:
             if is_rounded:
                 say(
-                    f"learner: version {lease.version} lies on the board in bfloat16: unless a checkpoint has it, its "
+                    f"learner: update {update} lies on the board in bfloat16: unless a checkpoint has it, its "
                     "weights are rounded; pipeline.weights_dtype=float32 avoids that"
                 )
             rest = f"{anew} anew" if checkpoint is None else f"the optimizer is that of checkpoint {checkpoint}"
-            say(f"learner: going on from version {lease.version}; {rest}")
-        return model, lease.version
+            say(f"learner: going on from update {update}, in shared memory; {rest}")
+        return model
 
 
 def board_dtype(config: Config) -> torch.dtype | None:
@@ -170,7 +171,7 @@ def board_dtype(config: Config) -> torch.dtype | None:
     return torch.bfloat16 if is_narrow else None
 
 
-def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> None:
+def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -> None:
     """Say what is trained, and what about it may go wrong."""
     for caution in cautions(config, model):
         say(f"learner: {caution}")
@@ -178,6 +179,6 @@ def describe(config: Config, ranks: Ranks, model: PolicyModel, version: int) -> 
     learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)
     of_them = f", {learning:,} of them learn" if learning < size else ""
     print(
-        f"learner: {config.model.path}, {size:,} parameters{of_them} on {ranks.device}, at version {version}",
+        f"learner: {config.model.path}, {size:,} parameters{of_them} on {ranks.device}, at update {origin.update}",
         flush=True,
     )

@@ -49,6 +49,7 @@ from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import SlotsInUse, WeightLease, WeightPublisher, WeightReader
 from impala_llm.settings import Config
+from impala_llm.stop_signals import Stopped
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
@@ -189,6 +190,8 @@ class VersionPublisher:
         self._reader = WeightReader(board.directory)
         self._interval = interval
         self._max_staleness = max_staleness
+        self.is_told_to_stop: Callable[[], bool] = lambda: False
+        """Whether this process is told to stop: all ranks learn of it where they wait for batches."""
         self._last_due = 0
         self._warnings = RateLimitedWarnings()
 
@@ -245,8 +248,14 @@ class VersionPublisher:
 
         Returns:
             Metrics by name.
+
+        Raises:
+            Stopped: a process of any rank is told to stop.
         """
-        return self._meet(version, receiver, has_batch=False)[1]
+        _, metrics, is_over = self._meet(version, receiver, has_batch=False)
+        if is_over:
+            raise Stopped
+        return metrics
 
     def wait_for_ranks(self, version: int, receiver: Receiver) -> dict[str, float]:
         """Wait until all ranks have a batch, or need none any more, and take part in what `publish_early` publishes.
@@ -257,7 +266,7 @@ class VersionPublisher:
         metrics: dict[str, float] = {}
         all_have = False
         while not all_have:
-            all_have, found = self._meet(version, receiver, has_batch=True)
+            all_have, found, _ = self._meet(version, receiver, has_batch=True)
             metrics |= found
         return metrics
 
@@ -272,11 +281,12 @@ class VersionPublisher:
     def _takes_part(self) -> bool:
         return self._ranks.is_main or self._ranks.is_sharded
 
-    def _meet(self, version: int, receiver: Receiver, has_batch: bool) -> tuple[bool, dict[str, float]]:
-        """Returns whether all ranks have a batch, and metrics."""
+    def _meet(self, version: int, receiver: Receiver, has_batch: bool) -> tuple[bool, dict[str, float], bool]:
+        """Returns whether all ranks have a batch, metrics, and whether a process is told to stop."""
         wants = not has_batch and receiver.needs_weights()
         is_there = self._ranks.is_main and self._reader.latest() == version
-        num_with_batch, num_wanting, num_there = self._ranks.sum([float(has_batch), float(wants), float(is_there)])
+        mine = has_batch, wants, is_there, self.is_told_to_stop()
+        num_with_batch, num_wanting, num_there, num_told = self._ranks.sum([float(n) for n in mine], of_processes=True)
         sent: dict[str, float] | None = {}
         if num_wanting:
             if not num_there:
@@ -284,7 +294,7 @@ class VersionPublisher:
                 num_there = self._ranks.sum([float(sent is not None)])[0]
             if wants and num_there:
                 receiver.announce_late(version)
-        return num_with_batch == self._ranks.world_size, sent or {}
+        return num_with_batch == self._ranks.num_processes, sent or {}, num_told > 0
 
     def _send_together(self, version: int, is_due: bool, may_skip: bool) -> dict[str, float] | None:
         """Deliver a version, if it is due. All ranks call it with the same, and return once it is sent or skipped.

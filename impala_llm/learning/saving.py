@@ -162,12 +162,12 @@ class Saving:
 
     # --- the policy alone
 
-    def save_policy(self, target: Path, version: int) -> bool:
+    def save_policy(self, target: Path, update: int) -> bool:
         """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
 
         Args:
             target: folder; rank 0's counts.
-            version: of the policy.
+            update: of the run, that made the policy.
 
         Returns:
             Whether the disk has taken it; if not, that is said.
@@ -182,11 +182,11 @@ class Saving:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             reason = " ".join(str(error).split())
-            say(f"learner: the policy of version {version} cannot be saved on the disk of {target}: {reason}")
+            say(f"learner: the policy of update {update} cannot be saved on the disk of {target}: {reason}")
             is_saved = False
         return ranks.sum([float(not is_saved)], of_processes=True)[0] == 0 if ranks.is_sharded else is_saved
 
-    def save_last_policy(self, run_folder: Path, version: int) -> bool:
+    def save_last_policy(self, run_folder: Path, moment: Moment) -> bool:
         """Save the policy at the end of training, on the disk or, where that is full, in shared memory.
 
         All ranks that share the policy call it, else rank 0.
@@ -195,21 +195,21 @@ class Saving:
             Whether it is on the disk.
         """
         target, parts = run_folder / "policy", self._parts
-        is_saved = self.save_policy(target, version)
+        is_saved = self.save_policy(target, moment.update)
         if not is_saved:
-            parts.publisher.keep(version)
+            parts.publisher.keep(moment.version)
         if not parts.ranks.is_main:
             return is_saved
         if is_saved:
-            say(f"learner: the policy is saved in {target}, at version {version}")
+            say(f"learner: the policy is saved in {target}, at update {moment.update}")
             if SUPERVISED not in os.environ:  # the supervisor says it once all have ended
                 say(how_to_evaluate(run_folder))
             return True
         parts.endpoint.run_dir.keep()
         say(
-            f"learner: version {version} stays in {parts.endpoint.run_dir.path}, in memory until this host is "
-            f"restarted: make room on the disk of {run_folder}, then the same command with run.resume=true goes "
-            "on from there and saves it"
+            f"learner: the policy of update {moment.update} stays in {parts.endpoint.run_dir.path}, in memory until "
+            f"this host is restarted: make room on the disk of {run_folder}, then the same command with "
+            "run.resume=true goes on from there and saves it"
         )
         return False
 

@@ -184,9 +184,10 @@ def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
     """Return what this process holds, and writes, of a tensor, to which an adapter may be added."""
     width = math.prod(tensor.shape[1:])
     if not isinstance(tensor, DTensor) or not is_shared(tensor):
-        here, first_row = local(tensor) if ranks.is_main else local(tensor)[:0], 0
+        flat, first_row = local(tensor).reshape(-1), 0
+        flat = flat if ranks.is_main else flat[:0]
     elif not ranks.exports:
-        here, first_row = tensor.to_local()[:0], 0
+        flat, first_row = tensor.to_local().reshape(-1)[:0], 0
     else:
         number, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
         # As torch.chunk cuts it: all parts but the last ones have as many rows.
@@ -195,8 +196,7 @@ def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
         if not tensor.placements[0].is_shard(0):  # columns: each process writes as many rows of the tensor
             count = min(len(tensor), first_row + num_rows) - first_row
             return _Held(first_row * width, count * width, partial(_rows_of, tensor))
-        here = tensor.to_local()
-    flat = here.reshape(-1)
+        flat = tensor.to_local().reshape(-1)
     if adapter is None:
         return _Held(first_row * width, len(flat), lambda: partial(_slice, flat), flat)
 

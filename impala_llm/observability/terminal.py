@@ -47,9 +47,9 @@ SHOWN = (
     "evaluation/score",
     "evaluation/score_low",
     "evaluation/score_high",
-    "evaluation/version",
+    "evaluation/update",
     "evaluation/best_score",
-    "evaluation/best_version",
+    "evaluation/best_update",
 )
 """The metrics of the lines."""
 
@@ -188,9 +188,9 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         return "-" if value is None else format(value, form)
 
     evaluated = [
-        f"evaluated version {show('evaluation/version', '.0f')}  score {show('evaluation/score', '.3f')}"
+        f"evaluated update {show('evaluation/update', '.0f')}  score {show('evaluation/score', '.3f')}"
         f" [{show('evaluation/score_low', '.3f')}, {show('evaluation/score_high', '.3f')}]"
-        f"  best {show('evaluation/best_score', '.3f')} at {show('evaluation/best_version', '.0f')}"
+        f"  best {show('evaluation/best_score', '.3f')} at {show('evaluation/best_update', '.0f')}"
     ]
     return [
         f"step      {progress}  actors {show('actor/connected', '.0f')}",

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.shares import PolicyExport
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.slots import TensorPart
+from impala_llm.stop_signals import Stopped
 from tests.learning.builders import save_lm
 
 
@@ -128,7 +131,7 @@ class Meetings(Ranks):
         self.totals: list[list[float]] = []
         """What the next sums come to, where it is not this rank's numbers."""
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
+    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
         self.held.release()
         return self.totals.pop(0) if self.totals else list(numbers)
 
@@ -219,13 +222,27 @@ def test_a_version_that_another_rank_has_published_is_announced_and_not_sent_aga
 
 def test_rank_0_sends_over_all_ways_what_another_rank_waits_for(tmp_path: Path) -> None:
     ranks = Meetings()
-    ranks.world_size = 2
+    ranks.world_size = ranks.num_processes = 2
     learner = Learner(tmp_path, interval=3, ranks=ranks)
     learner.publish(1)
     # It has a batch and the other one waits for version 1; nobody waits for a reader; it is sent; both have a batch.
-    ranks.totals = [[1.0, 1.0, 0.0], [0.0], [1.0], [2.0, 0.0, 1.0]]
+    ranks.totals = [[1.0, 1.0, 0.0, 0.0], [0.0], [1.0], [2.0, 0.0, 1.0, 0.0]]
     assert learner.publisher.wait_for_ranks(1, learner.receiver) == {"weights/servers_sent": 1.0}
     assert (ranks.totals, learner.board.latest(), learner.sent, learner.receiver.early) == ([], 1, [1], [])
+
+
+def test_a_signal_to_any_process_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
+    ranks = Meetings()
+    learner = Learner(tmp_path, interval=3, ranks=ranks)
+    learner.publish(1)
+    assert learner.publish_early(1) == {}
+    ranks.totals = [[0.0, 0.0, 0.0, 1.0]]  # another's
+    with pytest.raises(Stopped):
+        learner.publish_early(1)
+    learner.publisher.is_told_to_stop = lambda: True
+    with pytest.raises(Stopped):
+        learner.publish_early(1)
+    assert learner.publisher.wait_for_ranks(1, learner.receiver) == {}, "it meets the others until they know"
 
 
 @pytest.mark.parametrize("interval", [None, 4])
@@ -252,6 +269,17 @@ def test_each_version_comes_with_its_value_head(tmp_path: Path) -> None:
             assert sorted(path.name for path in lease.path.iterdir()) == ["model.safetensors"], "what engines read"
             head = lease.extra()
     assert not PolicyModel.from_pretrained(tmp_path / "policy", value_hidden_size=8).load_value_head(head)
+
+
+def test_a_number_without_dimensions_is_rank_0s_to_write(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "policy"))
+    model.lm.register_buffer("scale", torch.tensor(2.0))
+    for number in (0, 1):
+        ranks = Ranks("cpu")
+        ranks.rank = ranks.process = number
+        ranks.is_sharded = True
+        name, shape, part = PolicyExport(model, ranks).tensors()["scale"]
+        assert isinstance(part, TensorPart) and (name, shape, part.num_bytes) == ("F32", (), 4 * (number == 0))
 
 
 def test_engines_get_the_weights_in_their_type(tmp_path: Path) -> None:

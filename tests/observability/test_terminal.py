@@ -80,13 +80,13 @@ def test_an_evaluation_inside_of_the_run_has_a_line_once_there_was_one() -> None
         "evaluation/score": 0.512,
         "evaluation/score_low": 0.43,
         "evaluation/score_high": 0.594,
-        "evaluation/version": 20.0,
+        "evaluation/update": 20.0,
         "evaluation/best_score": 0.53,
-        "evaluation/best_version": 10.0,
+        "evaluation/best_update": 10.0,
     }
     *others, line = render(found, "21 (5%)")
     assert len(others) == 5
-    assert line == "evaluated version 20  score 0.512 [0.430, 0.594]  best 0.530 at 10"
+    assert line == "evaluated update 20  score 0.512 [0.430, 0.594]  best 0.530 at 10"
 
 
 def test_no_line_is_longer_than_80_columns() -> None:

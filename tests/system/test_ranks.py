@@ -77,7 +77,7 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
         before[1].kill()
         assert supervisor.wait(300) == 0, run.printed()
         log = (tmp_path / "logs" / "learner.log").read_text()
-        assert log.count("going on from version") == 1, run.printed()
+        assert log.count("going on from update") == 1, run.printed()
         assert "begun again" not in log
         rows = run.rows()
         assert column(rows, "learner/version") == list(range(1, 25))
@@ -87,4 +87,19 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
         with torch.no_grad():
             policy = PolicyModel.from_pretrained(tmp_path / "policy")
             assert all(bool(p.isfinite().all()) for p in policy.parameters())
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_a_signal_to_one_process_of_a_rank_ends_all_of_them_in_order(tmp_path: Path) -> None:
+    """Also while the rank waits for a batch, which the process that is told does not wait for itself."""
+    with Run(tmp_path, *TOY, *TENSOR, "actor.num_actors=0", "run.terminal=true") as run:
+        supervisor = run.train()
+        run.wait_for(lambda: "no batch yet" in run.log.read_text(), "a wait for a batch", 300)
+        learners(run)[1].terminate()
+        run.wait_for(lambda: "learner died (exit code 143)" in run.log.read_text(), "the end of the learner")
+        assert "the policy is saved in" in run.log.read_text(), run.printed()
+        assert "Traceback" not in (tmp_path / "logs" / "learner.log").read_text(), run.printed()
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT, run.printed()
         run.assert_gone()

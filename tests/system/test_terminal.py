@@ -70,14 +70,14 @@ def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path
         learner.kill()
         watched.wait_for(lambda: "the learner is started again" in watched.rows[-1], "the news", START_S, PATIENCE_S)
         assert shown_step() and seconds_gone() >= before
-        watched.wait_for(lambda: "learner: going on from version" in watched.text, "a start", START_S, PATIENCE_S)
+        watched.wait_for(lambda: "learner: going on from update" in watched.text, "a start", START_S, PATIENCE_S)
         stood_at = shown_step()
         watched.wait_for(lambda: shown_step() > stood_at + 2, "more steps", START_S, PATIENCE_S)
         assert seconds_gone() > before
         # Messages have rows of their own, above the five lines.
         rows = watched.rows
         assert any(row.startswith("impala-llm: learner died (killed by SIGKILL)") for row in rows)
-        assert any(row.startswith("learner: going on from version") for row in rows)
+        assert any(row.startswith("learner: going on from update") for row in rows)
         assert [row.split()[0] for row in rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
         assert sum(row.startswith("step ") for row in rows) == 1
         watched.signal(signal.SIGINT)

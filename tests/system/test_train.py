@@ -204,10 +204,10 @@ def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after
             p for p in run.processes(str(ROOT / "impala_llm/learner.py")) if "torch.distributed.run" not in p.cmdline()
         ]
         learner.kill()
-        run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
+        run.wait_for(lambda: "going on from update" in run.log.read_text(), "a new start of the learner")
         run.wait_for_updates(4)
         versions = column(run.rows(), "step")
-        goes_on_with = int(run.log.read_text().split("going on from version ")[1].split(";")[0]) + 1
+        goes_on_with = int(run.log.read_text().split("going on from update ")[1].split(",")[0]) + 1
         assert goes_on_with > 8 and versions.count(goes_on_with) >= 1 and versions.count(1) == 1
         ages = {row["step"]: row["staleness/mean"] for row in run.rows()}
         assert ages == {step: step - 1 for step in ages}, "all of it was sampled by version 0"
@@ -301,7 +301,7 @@ def test_a_killed_learner_goes_on_from_its_last_version_and_loses_nothing(number
         run.wait_for_updates(5)
         [learner] = run.processes(str(ROOT / "impala_llm/learner.py"))
         learner.send_signal(number)
-        run.wait_for(lambda: "going on from version" in run.log.read_text(), "a new start of the learner")
+        run.wait_for(lambda: "going on from update" in run.log.read_text(), "a new start of the learner")
         run.wait_for_updates(5)
         steps = column(run.rows(), "step")
         assert steps == sorted(set(steps)), "no version is made twice"

@@ -116,6 +116,8 @@ class WeightRelay(RelayThread):
         self._publisher: WeightPublisher | None = None
         self._files: dict[str, bytes] = {}
         self._warnings = RateLimitedWarnings()
+        self._is_silent = False
+        """Whether the server was said not to answer, and has not answered since."""
 
     def turn(self, timeout_s: float = math.inf) -> int | None:
         """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.
@@ -241,6 +243,7 @@ class WeightRelay(RelayThread):
                 reply = decode_reply(frames[0])
                 if len(frames) != (2 if isinstance(reply, Chunk) else 1):
                     raise RelayWireError(f"{type(reply).__name__} in {len(frames)} frames")
+                self._is_silent = False
                 return reply, frames[-1]
             except RelayWireError as error:
                 self.stats.malformed += 1
@@ -253,12 +256,15 @@ class WeightRelay(RelayThread):
 
     def _reconnect(self) -> None:
         self.stats.reconnects += 1
+        self._release()
+        if self._is_silent:
+            return
+        self._is_silent = True
         self._warnings.log(
             "the weight server does not answer",
-            "connecting anew; if that goes on: are address and port of pipeline.connect those of pipeline.bind on the "
-            "learner's host, and is the key in pipeline.keys among those that are authorised there?",
+            "connecting anew until it does; if that goes on: are address and port of pipeline.connect those of "
+            "pipeline.bind on the learner's host, and is the key in pipeline.keys among those authorised there?",
         )
-        self._release()
 
     def _release(self) -> None:
         if self._socket is not None:

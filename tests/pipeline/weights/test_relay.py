@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -408,6 +409,30 @@ def test_a_silent_server_costs_a_deadline(host: Host) -> None:
     assert relay.turn() is None
     assert relay.turn() is None
     assert relay.stats.reconnects == 2
+
+
+def test_the_silence_of_a_server_is_said_once_each_time(
+    host: Host, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it lasts: an actors' host may be up hours before the learner's."""
+    minutes = itertools.count(0, 60)
+    monkeypatch.setattr("impala_llm.limited_warnings.time", SimpleNamespace(monotonic=lambda: next(minutes)))
+    is_silent = True
+
+    def through(frames: list[bytes]) -> list[list[bytes]]:
+        if not is_silent:
+            return [frames]
+        host.skipped += 60.0
+        return []
+
+    relay = host.relay(lambda: Cable(host.connect(), through))
+    host.publisher.publish(make_tensors(0), 0)
+    for num_times in (1, 2):
+        is_silent = True
+        assert [relay.turn() for _ in range(3)] == [None] * 3
+        assert caplog.text.count("the weight server does not answer") == num_times
+        is_silent = False
+        assert relay.turn() == (0 if num_times == 1 else None)
 
 
 def test_the_server_outlives_what_is_no_request(host: Host) -> None:
