@@ -66,10 +66,6 @@ class Granting:
         self._wants.pop(actor_id, None)
         self._numbers.pop(actor_id, None)
 
-    def forget_all(self) -> None:
-        """Remove all actors."""
-        self._wants, self._numbers = {}, {}
-
     def deal_batch(self) -> Grants:
         """Grant a whole batch in equal shares, groups undivided where there are enough, to all that want any."""
         table, open_at = self._table, self._table.open_at

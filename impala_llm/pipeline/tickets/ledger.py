@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -338,26 +337,6 @@ class TicketLedger:
                 "version": float(self._slots.version),
                 "staleness_in_flight": float(np.mean(ages)) if ages else 0.0,
             }
-
-    def state_dict(self) -> dict[str, Any]:
-        """State as plain lists, strings and numbers (JSON or msgpack)."""
-        with self._lock:
-            return recovery.state_dict(self._table)
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[int]:
-        """Continue from a saved state. Tickets that were open are ready to be granted again, or their episodes are cut.
-
-        Returns:
-            `unroll_id` of all trajectories that were received and are not settled: those that the restored buffer lacks
-            must be evicted.
-
-        Raises:
-            ValueError: the state is of another format or task order.
-        """
-        with self._lock:
-            unsettled = recovery.load_state_dict(self._table, state)
-            self._granting.forget_all()
-            return unsettled
 
     # --- after a death
 

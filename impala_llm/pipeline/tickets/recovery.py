@@ -1,4 +1,4 @@
-"""Recovery: puts a table of tickets back, from the journal of a process that has died or from a saved state.
+"""Recovery: puts a table of tickets back, from the journal of a process that has died.
 
 Invariant: a step counts only if its version was kept. Trajectories of a lost step count as received, and not yet
 trained on. Tickets that were open are ready again; episodes of which an unroll was received are cut.
@@ -6,26 +6,12 @@ trained on. Tickets that were open are ready again; episodes of which an unroll 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any
 
 from impala_llm.pipeline.tickets import journal_rows
 from impala_llm.pipeline.tickets.staleness import beyond_slot
 from impala_llm.pipeline.tickets.table import TicketTable
-from impala_llm.pipeline.tickets.ticket import (
-    Entry,
-    Group,
-    Parts,
-    State,
-    Ticket,
-    entry_from_state,
-    entry_state,
-    waiting,
-)
-from impala_llm.trajectory import unroll_id
-
-_STATE_FORMAT = 3
+from impala_llm.pipeline.tickets.ticket import Entry, Group, Parts, State, Ticket, waiting
 
 
 def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> None:
@@ -101,46 +87,3 @@ def _restore_states(table: TicketTable, past: journal_rows.Past, received: Seque
             table.end([entry], State.TRAINED if entry.step else State.EVICTED)
         else:
             table.ready.append(ticket_id)
-
-
-def state_dict(table: TicketTable) -> dict[str, Any]:
-    """State of a table as plain lists, strings and numbers."""
-    return {
-        "format": _STATE_FORMAT,
-        **table.slots.state_dict(),
-        "task_order": table.order.state_dict(),
-        "tickets": [entry_state(entry) for entry in table.entries.values()],
-        "ended": [entry_state(entry) for entry in table.ended.values()],
-        "ready": list(table.ready),
-        "groups": [[group_id, g.under_way, g.num_lost] for group_id, g in table.groups.items()],
-        "totals": dict(table.totals),
-    }
-
-
-def load_state_dict(table: TicketTable, state: dict[str, Any]) -> list[int]:
-    """Restore a table from a `state_dict`, see `TicketLedger.load_state_dict`.
-
-    Returns:
-        `unroll_id` of all trajectories that were received and are not settled.
-
-    Raises:
-        ValueError: the state is of another format or task order.
-    """
-    if state["format"] != _STATE_FORMAT:
-        raise ValueError(f"the saved ledger has format {state['format']}, this program reads {_STATE_FORMAT}")
-    table.order.load_state_dict(state["task_order"])
-    table.entries = {entry.ticket.ticket_id: entry for entry in map(entry_from_state, state["tickets"])}
-    table.ended = OrderedDict((e.ticket.ticket_id, e) for e in map(entry_from_state, state["ended"]))
-    table.groups = {group_id: Group(*values) for group_id, *values in state["groups"]}
-    table.slots.load_state_dict(state, table.entries.values())
-    table.totals = Counter(state["totals"])
-    table.open_at, table.num_open = {}, 0
-    interrupted = []
-    for ticket_id, entry in sorted(table.entries.items()):
-        if entry.state is State.OPEN and entry.episode_id is not None:
-            table.cut(entry)
-        elif entry.state is State.OPEN:
-            entry.state = State.READY
-            interrupted.append(ticket_id)
-    table.ready = deque([*interrupted, *state["ready"]])
-    return [unroll_id(i, unroll) for i, entry in table.entries.items() for unroll in waiting(entry)]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
 
@@ -118,30 +117,6 @@ class Admission:
     def drop_zeros(self) -> None:
         """Remove versions whose slots are all free."""
         self.charged += Counter()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that does not follow from the tickets, as plain numbers."""
-        return {
-            "version": self.version,
-            "charged": [[version, count] for version, count in self.charged.items()],
-            "released": list(self._released),
-            "unrolls": [self._mean_unrolls, self._num_counted],
-        }
-
-    def load_state_dict(self, state: dict[str, Any], entries: Iterable[Entry]) -> None:
-        """Restore a state.
-
-        Args:
-            entries: of all tickets that have not ended.
-        """
-        entries = list(entries)
-        self.version = state["version"]
-        self.charged = Counter(dict(state["charged"]))
-        self._released = list(state["released"])
-        self.trains_parts = False
-        self.num_beyond = sum(map(beyond_slot, entries))
-        self.num_begun = sum(len(entry.unrolls) for entry in entries if entry.state is State.OPEN)
-        self._mean_unrolls, self._num_counted = state["unrolls"]
 
     def _step_under_way(self) -> int:
         return 1 if self._released or self.trains_parts else 0

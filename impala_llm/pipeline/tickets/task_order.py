@@ -91,21 +91,6 @@ class TaskOrder:
         state = np.random.SeedSequence([self._seed, ticket_id]).generate_state(1, np.uint64)
         return int(state[0] >> np.uint64(1))
 
-    def state_dict(self) -> dict[str, int]:
-        """State as plain numbers: the position, and the identity of the order."""
-        return {"num_taken": self._num_taken, **self.identity()}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position.
-
-        Raises:
-            ValueError: it belongs to another order.
-        """
-        for name, value in self.identity().items():
-            if state[name] != value:
-                raise ValueError(f"the saved task order has {name}={state[name]}, this run {value}: they must agree")
-        self._num_taken = state["num_taken"]
-
     def identity(self) -> dict[str, int]:
         """Numbers that determine the order."""
         return {

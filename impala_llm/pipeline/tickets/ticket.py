@@ -1,10 +1,9 @@
-"""Records of tickets and groups, shared by the ledger, its journal and its saved state."""
+"""Records of tickets and groups, shared by the ledger and its journal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +94,3 @@ class Group:
 def waiting(entry: Entry) -> frozenset[int]:
     """Unrolls that still have to be trained on or evicted."""
     return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
-
-
-def entry_state(entry: Entry) -> list[Any]:
-    """Convert an entry to plain lists, strings and numbers."""
-    t = entry.ticket
-    return [
-        *(t.ticket_id, t.task_id, t.group_id, t.seed, t.min_version, entry.born_version, entry.state.value),
-        *(entry.attempts, entry.episode_id, sorted(entry.unrolls), entry.step),
-        None if entry.parts is None else [entry.parts.num_unrolls, *map(list, entry.parts.settled.items())],
-        *(entry.losses, [list(item) for item in (entry.crashes or {}).items()]),
-    ]
-
-
-def entry_from_state(values: list[Any]) -> Entry:
-    """Restore an entry from its `entry_state`; an open one is at no actor."""
-    *ticket, born_version, state, attempts, episode_id, unrolls, step, saved, losses, crashes = values
-    entry = Entry(Ticket(*ticket), born_version, State(state), None, attempts, episode_id, frozenset(unrolls), step)
-    if saved is not None:
-        entry.parts = Parts(dict(saved[1:]), saved[0])
-    entry.losses, entry.crashes = losses, dict(crashes) or None
-    return entry

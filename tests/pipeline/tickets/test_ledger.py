@@ -1,4 +1,3 @@
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -59,17 +58,13 @@ def test_each_epoch_holds_every_task_once_over_all_ranks(world_size: int) -> Non
     assert [single.next()[0] for _ in range(30)] == [taken[i] for i in range(30)]
 
 
-def test_the_order_goes_on_where_it_was_saved_and_refuses_another_order() -> None:
+def test_the_order_goes_on_where_it_was() -> None:
     order = TaskOrder(range(7), group_size=2, seed=5)
     for _ in range(10):
         order.next()
-    saved = json.loads(json.dumps(order.state_dict()))
-    expected = [order.next() for _ in range(10)]
     again = TaskOrder(range(7), group_size=2, seed=5)
-    again.load_state_dict(saved)
-    assert [again.next() for _ in range(10)] == expected
-    with pytest.raises(ValueError, match="group_size=2, this run 4"):
-        TaskOrder(range(7), group_size=4, seed=5).load_state_dict(saved)
+    again.skip_to(order.num_taken)
+    assert [again.next() for _ in range(10)] == [order.next() for _ in range(10)]
 
 
 def test_bad_arguments_of_the_order_are_named() -> None:
@@ -356,27 +351,6 @@ def test_versions_only_grow() -> None:
 # --- saving
 
 
-def test_a_restored_ledger_goes_on_and_grants_open_tickets_again() -> None:
-    ledger = make_ledger(4, 1)
-    ledger.request("a", 6)
-    tickets = grant(ledger)["a"]
-    receive(ledger, tickets[:3])
-    ledger.trained([0])
-    ledger.advance(1)
-    saved = json.loads(json.dumps(ledger.state_dict()))
-    restored = make_ledger(4, 1)
-    assert restored.load_state_dict(saved) == [1, 2]
-    assert restored.version == 1
-    assert restored.received(0, "episode of 0") is Verdict.DUPLICATE
-    restored.request("b", 100)
-    again = grant(restored)["b"]
-    assert again[:3] == tickets[3:]
-    assert ids(again) == [3, 4, 5, 6, 7, 8]
-    assert restored.counters()["charged"] == 8
-    with pytest.raises(ValueError, match="seed=3, this run 4"):
-        TicketLedger(TaskOrder(range(100, 110), seed=4), 4, 1).load_state_dict(saved)
-
-
 def restore(path: Path, rows: list[tuple[int, ...]], version: int) -> TicketLedger:
     """A ledger as that of `make_ledger(4, 1)`, with these rows in its journal."""
     Journal(path).rewrite(rows)
@@ -649,23 +623,6 @@ def test_admission_forecasts_the_unrolls_to_come() -> None:
             ledger.advance(ledger.version + 1)
             del waiting[:6]
     assert sizes == [12, 4, 4, 4, 4], "at first nothing is known of the unrolls"
-
-
-def test_a_saved_ledger_knows_the_unrolls() -> None:
-    ledger = make_ledger()
-    ledger.request("a", 2)
-    begun, whole = grant(ledger)["a"]
-    ledger.received(begun.ticket_id, "x", 0, True)
-    for index in (0, 1):
-        ledger.received(whole.ticket_id, "y", index, index < 1)
-    ledger.trained(unrolls_of(whole, 0))
-    ledger.advance(1)
-    saved = json.loads(json.dumps(ledger.state_dict()))
-    restored = make_ledger()
-    assert restored.load_state_dict(saved) == unrolls_of(begun, 0) + unrolls_of(whole, 1)
-    assert restored.counters()["ready"] == 0, "the episode that had begun is cut"
-    restored.trained(unrolls_of(begun, 0) + unrolls_of(whole, 0, 1))
-    assert restored.counters()["trained"] == 2
 
 
 # --- many actors
