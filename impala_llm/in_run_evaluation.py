@@ -144,18 +144,20 @@ class EvaluationSchedule:
         played = "" if last == first else f" (played by {first - ahead} to {last - ahead})"
         temperature = self._config.run_temperature
         how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        if not counts:
-            verdict = "too few to be compared"
-        elif is_best or self.best is None:
-            verdict = "the best so far"
-        else:
-            verdict = f"the best is that of update {self.best.update} with {self.best.score:.3f}"
         text = (
             f"evaluation of update {first - ahead}{played}: "
             f"score {score:.3f} [{score_low:.3f}, {score_high:.3f}], success {success:.1%} "
-            f"[{success_low:.1%}, {success_high:.1%}], {came}, {how}; {verdict}"
+            f"[{success_low:.1%}, {success_high:.1%}], {came}, {how}; {self._verdict(counts, is_best)}"
         )
         return Found(metrics, text, is_best)
+
+    def _verdict(self, counts: bool, is_best: bool) -> str:
+        """Words on an evaluation beside the others. counts: whether it may be compared with them."""
+        if not counts:
+            return "too few to be compared"
+        if is_best or self.best is None:
+            return "the best so far"
+        return f"the best is that of update {self.best.update} with {self.best.score:.3f}"
 
     @property
     def is_over(self) -> bool:
