@@ -94,7 +94,7 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
 def test_a_signal_to_one_process_of_a_rank_ends_all_of_them_in_order(tmp_path: Path) -> None:
     """Also while the rank waits for a batch, which the process that is told does not wait for itself."""
     with Run(tmp_path, *TOY, *TENSOR, "actor.num_actors=0", "run.terminal=true") as run:
-        supervisor = run.train()
+        supervisor = run.train(forked=False)
         run.wait_for(lambda: "no batch yet" in run.log.read_text(), "a wait for a batch", 300)
         learners(run)[1].terminate()
         run.wait_for(lambda: "learner died (exit code 143)" in run.log.read_text(), "the end of the learner")
