@@ -289,11 +289,9 @@ class Actor:
                 trajectory = await self.play_spec(spec, self.limits, self.keep_aborted, self.channel.send)
             self.channel.send(trajectory)
             self.faults.clear()
-        except (EngineError, EpisodeAborted, TimeoutError) as error:
-            # The ticket goes back with the reason, which the learner counts and logs.
-            self.channel.fail(ticket.ticket_id, f"{type(error).__name__}: {error}")
         except Exception as error:
-            self.channel.fail(ticket.ticket_id, await self.environment_failed(error))
+            # The ticket goes back with the reason, which the learner counts and logs.
+            self.channel.fail(ticket.ticket_id, await self.episode_failed(error))
         finally:
             if abort is not None:
                 abort.cancel()
@@ -312,12 +310,17 @@ class Actor:
         session = self.suite.session(training)
         return await play_episode(spec, session, self.engine, self.chat, limits, None, keep_aborted, on_unroll)
 
-    async def environment_failed(self, error: Exception) -> str:
-        """Take note of an episode that the environment broke. Returns the reason.
+    async def episode_failed(self, error: Exception) -> str:
+        """Take note of an episode that has no trajectory. Returns the reason.
 
-        Environments are other people's code: one broken episode must not end the others, but all of them may.
+        Environments and agents are other people's code: one broken episode must not end the others, but all of them
+        may.
         """
         reason = fault_reason(error)
+        if isinstance(error, TimeoutError):
+            reason = f"{reason}not done in actor.episode_timeout_s={self.config.actor.episode_timeout_s:g}"
+        if isinstance(error, EngineError | EpisodeAborted) or (isinstance(error, TimeoutError) and self.agents is None):
+            return reason
         await asyncio.sleep(self.faults.observe(error))
         if self.faults.is_broken:
             self.failure = EnvironmentBroken(

@@ -98,7 +98,7 @@ def evaluate(
                     f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
                 )
                 if agents is not None:
-                    return await agents.evaluate(spec, engine, limits)
+                    return await agents.evaluate(spec, engine, limits, transcripts.get(task))
                 return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
 
         try:
@@ -205,7 +205,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     with working("making the tasks"):
         suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
         suites = [(suite, _hard_catalogue(config.env))]
-        if config.evaluation.unseen_seed is not None and config.env.name == "webshop":
+        is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
+        if config.evaluation.unseen_seed is not None and is_shop:
             shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
             suites.append(
                 (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")

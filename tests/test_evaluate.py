@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,6 +113,33 @@ def test_who_says_one_letter_is_right_for_one_word_in_four(config: Config, monke
     assert (result.score, result.success) == (0.25, 0.25)  # 40 tasks ask for each of 4 words 10 times
     assert result.success_interval == pytest.approx(wilson_interval(10, 40))
     assert examples == []
+
+
+AGENT = """
+async def agent(task, client):
+    messages = [{"role": "user", "content": "say b"}]
+    for _ in range(2):
+        said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        messages += [said, {"role": "user", "content": "again"}]
+    return 0.5
+"""
+
+
+@pytest.mark.system
+def test_an_agent_plays_its_own_tasks_alone_and_its_turns_can_be_read(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "evaluated_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    engine = ScriptedEngine(letter_id(config, "a"))
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: engine)
+    settings = ["env=webshop", "evaluation.unseen_seed=7", "evaluation.num_tasks=2", "evaluation.num_examples=1"]
+    own = ["agent.name=evaluated_agent:agent", "agent.processes=1", "model=scratch", f"run.dir={tmp_path}"]
+    results, [example] = evaluation.evaluate_policies(load([*settings, *own]), {"policy": resolve_policy(config)})
+    assert [(result.num_tasks, result.score) for result in results] == [(2, 0.5)]
+    assert [turn.action for turn in example.turns] == ["a", "a"]
+    assert [turn.observation.strip() for turn in example.turns] == ["say b", "again"]
 
 
 def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from impala_llm.envs.answers import is_number
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
+from impala_llm.envs.json_lines import read_json_lines
 from impala_llm.envs.scoring_process import ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
 from impala_llm.plugs import VERIFIERS, check_call, load
@@ -125,20 +125,10 @@ class TaskFileSuite:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The tasks of a file."""
-    if path.suffix == ".parquet":
-        found: list[Any] = needed("pyarrow.parquet", "parquet").read_table(path).to_pylist()
-    else:
-        found = []
-        text = path.read_text(encoding="utf-8-sig").rstrip()
-        # Not splitlines, which parts a line where a prompt has one of Unicode's separators.
-        for number, line in enumerate(text.split("\n") if text else (), 1):
-            try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: this is not JSON ({error}): correct it") from None
-    for number, row in enumerate(found, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f'{path}, line {number}: a mapping such as {{"prompt": ..., "answer": ...}} is expected')
+    is_table = path.suffix == ".parquet"
+    found: list[dict[str, Any]] = (
+        needed("pyarrow.parquet", "parquet").read_table(path).to_pylist() if is_table else read_json_lines(path)
+    )
     if not found:
         raise ValueError(f"{path} has no tasks")
     return found

@@ -30,6 +30,10 @@ _GRACE_S = 5.0
 """Time in which an episode that was cancelled has to end."""
 _START_S = 120.0
 """Time in which a process has to come up: imports on a busy machine."""
+_MOST_PRINTED = 32 << 10
+"""Bytes of what a process and its agents print that are kept, in each period of `_PRINTED_S`."""
+_PRINTED_S = 60.0
+_CUT = b"\n[the agents of this process have printed %d kB in less than %g s: the rest of this time is left out]\n"
 
 
 class AgentFailed(RuntimeError):
@@ -83,6 +87,7 @@ class AgentPool:
             *(sys.executable, "-m", "impala_llm.gateway.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             limit=1 << 24,
             env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
             start_new_session=True,  # an agent that signals its process group is not to end the actor
@@ -113,7 +118,10 @@ class _Process:
     """One process of the pool. name: the value of the variable that all below it have."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        assert process.stderr is not None
         self._process, self._name = process, name
+        self._resources: psutil.Process | None = None
+        self._printing = asyncio.create_task(_print_some(process.stderr))
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -129,7 +137,8 @@ class _Process:
     def memory(self) -> float:
         """Resident bytes."""
         with contextlib.suppress(psutil.Error):
-            return float(psutil.Process(self._process.pid).memory_info().rss)
+            self._resources = self._resources or psutil.Process(self._process.pid)
+            return float(self._resources.memory_info().rss)
         return 0.0
 
     async def start(self, settings: dict[str, Any]) -> None:
@@ -184,6 +193,8 @@ class _Process:
         await asyncio.to_thread(self._clear)
         if self._reader is not None:
             self._reader.cancel()
+        await asyncio.wait([self._printing], timeout=_GRACE_S)  # its last words
+        self._printing.cancel()
 
     def _clear(self) -> None:
         """End what it has started, and remove its folders, where it could not do so itself."""
@@ -231,6 +242,21 @@ class _Process:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
+
+
+async def _print_some(stream: asyncio.StreamReader) -> None:
+    """Print a stream on the standard error, up to a limit in each period, so that no agent fills the log."""
+    loop = asyncio.get_running_loop()
+    left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
+    while piece := await stream.read(1 << 16):
+        if loop.time() >= until:
+            left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
+        shown = piece[:left]
+        if left and len(piece) >= left:
+            shown += _CUT % (_MOST_PRINTED >> 10, _PRINTED_S)
+        left -= min(left, len(piece))
+        with contextlib.suppress(OSError):
+            os.write(2, shown)
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

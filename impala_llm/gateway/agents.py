@@ -18,7 +18,7 @@ from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import GatewayEpisode, Outcome
 from impala_llm.gateway.server import Gateway
 from impala_llm.gateway.tasks import AgentSuite, Task
-from impala_llm.rollout import EpisodeLimits, EpisodeSpec
+from impala_llm.rollout import EpisodeLimits, EpisodeSpec, Turn
 from impala_llm.settings import Config, longest_record
 from impala_llm.trajectory import Trajectory
 
@@ -55,8 +55,18 @@ class AgentPlayer:
             await gateway.start()
             self._gateway = gateway
 
-    async def play(self, spec: EpisodeSpec, engine: Engine, limits: EpisodeLimits, training: bool) -> Trajectory:
+    async def play(
+        self,
+        spec: EpisodeSpec,
+        engine: Engine,
+        limits: EpisodeLimits,
+        training: bool,
+        transcript: list[Turn] | None = None,
+    ) -> Trajectory:
         """Play an episode to its end.
+
+        Args:
+            transcript: gets its turns as text; None: nobody reads them.
 
         Raises:
             AgentFailed: the agent raised, ended without a result, or without a request.
@@ -77,15 +87,20 @@ class AgentPlayer:
         finally:
             await gateway.remove(episode)
         try:
-            return episode.trajectory(Outcome.of(episode.result if result is None else result))
+            trajectory = episode.trajectory(Outcome.of(episode.result if result is None else result))
         except ValueError as error:
             raise AgentFailed(f"the agent has ended, but {error}") from error
+        if transcript is not None:
+            transcript += episode.turns()
+        return trajectory
 
-    async def evaluate(self, spec: EpisodeSpec, engine: Engine, limits: EpisodeLimits) -> Trajectory:
+    async def evaluate(
+        self, spec: EpisodeSpec, engine: Engine, limits: EpisodeLimits, transcript: list[Turn] | None = None
+    ) -> Trajectory:
         """Play a task of an evaluation, which is nothing without all of them. EnvironmentFault where that fails."""
         try:
             async with asyncio.timeout(self._config.actor.episode_timeout_s):
-                return await self.play(spec, engine, limits, training=False)
+                return await self.play(spec, engine, limits, training=False, transcript=transcript)
         except (AgentFailed, TimeoutError) as error:
             reason = str(error) or f"over after actor.episode_timeout_s={self._config.actor.episode_timeout_s:g}"
             raise EnvironmentFault(f"the agent failed at task {spec.task_id}: {reason}") from error

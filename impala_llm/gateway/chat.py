@@ -24,6 +24,15 @@ _LETTERS = "abcdefghij"
 _MARKS = re.compile(r"(qzmessage[a-j]+qz)")
 """Words in place of contents: of letters only, so that no template alters them."""
 _ANSWER = "qzanswerqz"
+_THINK = "<think>"
+_OPENED_WITHIN = 8
+"""Tokens at the end of a prompt in which the template may open the reasoning."""
+_CALL_TOKENS = {"qwen3": "<tool_call>", "qwen3.5": "<tool_call>", "glm": "<tool_call>"} | {
+    "deepseek-v3": "<｜tool▁calls▁begin｜>"
+}
+"""Tokens by which the parsers find calls."""
+_MOST_TEXTS, _LONGEST_TEXT = 1024, 4096
+"""Texts whose tokens are kept, and characters of such a text: with their tokens they take some tens of MB at most."""
 _MOST_KINDS = 128
 """Conversations that differ in more than what users and tools say, whose templates are kept: a system message of
 20,000 tokens takes 1 MB."""
@@ -59,7 +68,8 @@ class ChatTokens:
         tool_parser, reasoning_parser: names of parsers of the package `renderers`, or "none".
 
     Raises:
-        ValueError: the tokenizer has no chat template, or `renderers` is not installed.
+        ValueError: the tokenizer has no chat template, or not the tokens that the parser looks for, or `renderers` is
+            not installed.
     """
 
     def __init__(
@@ -70,7 +80,14 @@ class ChatTokens:
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
+        self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._ids)
         self._tool_parser = self._reasoning_parser = None
+        opening = _CALL_TOKENS.get(tool_parser)
+        if opening is not None and opening not in tokenizer.get_vocab():
+            raise ValueError(
+                f"agent.tool_parser={tool_parser} finds calls by the token {opening!r}, which this tokenizer does not "
+                "have: choose the parser of the policy's family, or none"
+            )
         if (tool_parser, reasoning_parser) != ("none", "none"):
             try:
                 from renderers.parsers import get_reasoning_parser, get_tool_parser
@@ -108,8 +125,10 @@ class ChatTokens:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return tokens
+        return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._ids(text))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special ones."""
@@ -117,8 +136,18 @@ class ChatTokens:
         assert isinstance(text, str)  # of one row
         return text
 
-    def reply(self, tokens: Sequence[int]) -> Reply:
-        """An answer's tokens as a message. Calls that the parser finds broken stay a part of its text."""
+    def _whole_text(self, tokens: Sequence[int]) -> str:
+        """Text of tokens with special ones."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        assert isinstance(text, str)  # of one row
+        return text
+
+    def reply(self, tokens: Sequence[int], read: Sequence[int] = ()) -> Reply:
+        """An answer's tokens as a message. Calls that the parser finds broken stay a part of its text.
+
+        Args:
+            read: tokens before it, with which the template may have opened the reasoning.
+        """
         ids = list(tokens)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -131,9 +160,11 @@ class ChatTokens:
                 ids, calls = list(rest), [_tool_call(call.name, call.arguments) for call in parsed]
         if self._reasoning_parser is None:
             return Reply(self.text(ids), None, calls)
-        whole = self.tokenizer.decode(ids, skip_special_tokens=False)
+        whole = self._whole_text(ids)
+        if self._whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK):
+            whole = _THINK + whole
         reasoning, content = self._reasoning_parser.extract(whole)
-        return Reply(self.text(ids) if reasoning is None else content.strip(), reasoning, calls)
+        return Reply(self.text(ids) if content == whole else content.strip(), reasoning, calls)
 
     def _render_pieces(self, messages: str, tools: str, after: str) -> list[str | tuple[int, ...]]:
         """Render a conversation whose contents are marks.

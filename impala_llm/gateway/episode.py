@@ -16,10 +16,12 @@ import numpy as np
 from impala_llm.engines.base import EngineError, Generation, SamplingParams, TokenGenerator
 from impala_llm.gateway.conversation import Conversation, Place
 from impala_llm.gateway.tree import Answer
-from impala_llm.rollout import EpisodeLimits, EpisodeSpec
+from impala_llm.rollout import EpisodeLimits, EpisodeSpec, Turn
 from impala_llm.trajectory import Trajectory
 
 _SEEDS = 1 << 63
+_OF_BRANCH, _OF_CLIENT = 0, 1
+"""Kinds of seeds that an episode derives from its own."""
 
 
 class ContextFull(ValueError):
@@ -119,7 +121,8 @@ class GatewayEpisode:
         Args:
             limit: tokens that the client wants at most.
             stop: texts that end the answer.
-            seed: the client's, for the same answer to the same request of the same policy.
+            seed: the client's, for the same answer to the same request of the same policy in this episode; other
+                episodes of the task, with which this one is compared, answer otherwise.
 
         Raises:
             ContextFull: no room for an answer.
@@ -146,7 +149,7 @@ class GatewayEpisode:
             max_new_tokens=answer.limit,
             stop_token_ids=self.conversation.chat.stop_token_ids,
             greedy=self.limits.greedy,
-            seed=own_seed if seed is None else seed % _SEEDS,
+            seed=own_seed if seed is None else self._seed(seed % _SEEDS, _OF_CLIENT),
         )
         task = asyncio.ensure_future(self._generate(session, answer, params, stop))
         self._running[session] = task
@@ -210,6 +213,11 @@ class GatewayEpisode:
             self.spec, reward=outcome.reward, score=outcome.score, success=outcome.success, stats=outcome.stats
         )
 
+    def turns(self) -> list[Turn]:
+        """Its answers as text, in the order in which they ended, each with what the policy read before it."""
+        text = self.conversation.chat.text
+        return [Turn(text(each.read), text(each.sampled), each.reward) for each in self.conversation.tree.answers]
+
     def _abort(self, session: str) -> None:
         self._aborted.add(session)
         self._engine.abort(session)
@@ -226,8 +234,11 @@ class GatewayEpisode:
         if number == 0:
             return self.spec.episode_id, self.spec.seed
         # Of another stream: parallel answers to one question are not to be the same.
-        seed = int(np.random.SeedSequence((self.spec.seed, number)).generate_state(1, np.uint64)[0]) % _SEEDS
-        return f"{self.spec.episode_id}/{number}", seed
+        return f"{self.spec.episode_id}/{number}", self._seed(number, _OF_BRANCH)
+
+    def _seed(self, number: int, kind: int) -> int:
+        """A seed of this episode."""
+        return int(np.random.SeedSequence((self.spec.seed, number, kind)).generate_state(1, np.uint64)[0]) % _SEEDS
 
     async def _generate(self, session: str, answer: Answer, params: SamplingParams, stop: tuple[str, ...]) -> Answer:
         self.num_calls += 1

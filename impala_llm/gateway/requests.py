@@ -99,7 +99,7 @@ class RequestReader:
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadRequest("tools is no list of objects: send them as OpenAI's protocol has them")
-        if len(json.dumps(tools)) > _MOST_TOOLS:
+        if tools and len(json.dumps(tools)) > _MOST_TOOLS:
             raise BadRequest(f"tools has more than {_MOST_TOOLS} characters: describe fewer tools, or more briefly")
         stream_options = body.get("stream_options") or {}
         return Wish(

@@ -158,7 +158,7 @@ class Gateway:
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist())
+            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read)
             reply = Reply(_before_stop(reply.content, wish.stop), reply.reasoning, reply.tool_calls)
             message = reply.message()
             conversation.remember(place, answer, message)

@@ -1,6 +1,5 @@
 """The tasks of an agent: lines of a file, or mere numbers."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from impala_llm.envs import make_suite
 from impala_llm.envs.base import Session, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.json_lines import read_json_lines
 from impala_llm.settings import Config
 
 
@@ -72,18 +72,8 @@ def suite_of(config: Config) -> Suite:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.expanduser().read_text("utf-8").split("\n")  # not splitlines: a text may hold other separators
-    except (OSError, UnicodeDecodeError) as error:
+        return read_json_lines(path.expanduser())
+    except OSError as error:
         raise EnvironmentFault(f"agent.tasks={path} cannot be read ({error}): correct the path") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            task = json.loads(line)
-        except ValueError as error:
-            raise EnvironmentFault(f"agent.tasks={path}, line {number}, is no JSON ({error}): correct it") from error
-        if not isinstance(task, dict):
-            raise EnvironmentFault(f"agent.tasks={path}, line {number}, is no object: write a JSON object in each line")
-        found.append(task)
-    return found
+    except ValueError as error:
+        raise EnvironmentFault(f"agent.tasks: {error}") from error

@@ -163,7 +163,7 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
         (['{"prompt": "a", "split": "train"}', '{"prompt": "b"}'], [], "line 2: split is None"),
         (['{"prompt": "a"}'] * 9, [], "1 different prompts: at least 3 are needed"),
         ([], [], "has no tasks"),
-        (['{"prompt": "a"}', "", '{"prompt": "b"}'], [], "line 2: this is not JSON"),
+        (['{"prompt": "a"}', "", '{"prompt": "b"}'], [], "line 2, is blank: remove it"),
         ([*THREE, '{"prompt": "d"}'], [], "line 4: it has no 'answer'"),
         ([*THREE, '{"prompt": "d", "answer": "#### 4"}'], ["env.args.verifier=number"], "answer '#### 4' is no num"),
         (THREE, ["env.args.verifier_args.least=1"], "verifier=exact cannot be called: .*'least'.*verifier_args"),

@@ -31,6 +31,10 @@ async def agent(task, client):
     if what == "print":
         print("a line that is no event")
         return 1
+    if what == "flood":
+        for _ in range(2000):
+            print("x" * 1000)
+        return 1
     if what == "raise":
         raise KeyError("no such tool")
     if what == "exit":
@@ -133,6 +137,17 @@ def test_results_come_back_and_faults_with_their_reason(agents: Path) -> None:
         assert many == [0.5] * 64 and pool.num_replaced == 0
 
     use(test)
+
+
+@pytest.mark.system
+def test_agents_fill_no_log(agents: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def test(pool: AgentPool) -> None:
+        assert [await play(pool, what) for what in ("print", "flood", "number")] == [1, 1, 0.5]
+
+    use(test)
+    said = capfd.readouterr().err
+    assert "a line that is no event" in said and said.count("the rest of this time is left out") == 1
+    assert said.count("x") < 40_000
 
 
 @pytest.mark.system

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation
+from impala_llm.envs import make_suite
+from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.chat import ChatTokens, TemplateRefused
 from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
@@ -159,6 +163,23 @@ def test_branches_have_random_streams_of_their_own(chat: ChatTokens) -> None:
     assert len({params.seed for params in player.engine.params}) == 4
 
 
+def test_a_clients_seed_gives_an_episode_the_same_answer_again_and_other_episodes_others(chat: ChatTokens) -> None:
+    """As agents with a fixed seed would give all members of a group one answer, of which nothing can be learned."""
+
+    async def seeds(spec_seed: int) -> list[int]:
+        engine = RandomEngine(random.Random(0), chat.encode("ab c"))
+        limits = EpisodeLimits(1.0, max_new_tokens=4, max_length=400)
+        episode = GatewayEpisode(replace(SPEC, seed=spec_seed), engine, Conversation(chat), limits, 1000)
+        for wanted in (11, 11, 12):
+            place = episode.conversation.place([{"role": "user", "content": "a"}], [])
+            await episode.sample(place, None, (), wanted)
+        await episode.close()
+        return [params.seed for params in engine.params]
+
+    first, second = (asyncio.run(seeds(spec_seed)) for spec_seed in (3, 4))
+    assert first[0] == first[1] and len({*first, *second}) == 4 and second == asyncio.run(seeds(4))
+
+
 def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: ChatTokens) -> None:
     """No episode waits for a session that another one keeps while it waits."""
 
@@ -191,6 +212,25 @@ def test_tasks_may_hold_any_text(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("\r\n".join(lines) + "\n", "utf-8")
     suite = AgentSuite(str(tmp_path / "tasks.jsonl"), 3)
     assert [suite.data(number)["text"] for number in range(3)] == ["a\u2028b", "\x85", "c\x0bd"]
+
+
+def test_files_of_tasks_have_one_reader(tmp_path: Path) -> None:
+    """A byte-order mark and blank lines at the end are passed over; others would change the numbers of the tasks."""
+    file = tmp_path / "tasks.jsonl"
+
+    def suites() -> Iterator[Any]:
+        yield lambda: AgentSuite(str(file), 3)
+        yield lambda: make_suite(load(["env=tasks", f"env.args.file={file}"]).env)
+
+    lines = [json.dumps({"prompt": f"{number} + 1 =", "answer": "1"}) for number in range(4)]
+    file.write_text("\ufeff" + "\n".join(lines) + "\n\n \n", "utf-8")
+    of_agent, of_file = (make() for make in suites())
+    assert of_agent.data(3)["prompt"] == of_file.session(True).reset(3)[0] == "3 + 1 ="
+    for broken, said in {"\n": "line 2, is blank", "[]\n": "line 2: a mapping", "{\n": "line 2: this is not"}.items():
+        file.write_text(f"{lines[0]}\n{broken}{lines[1]}\n", "utf-8")
+        for make in suites():
+            with pytest.raises((EnvironmentFault, ConfigError), match=said):
+                make()
 
 
 def test_a_conversation_of_thousands_of_turns_is_one_context() -> None:

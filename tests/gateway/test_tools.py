@@ -137,6 +137,40 @@ def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_pa
         test_server.LIMITS = limits
 
 
+@pytest.mark.parametrize(
+    ("opened", "said", "reply"),
+    [
+        ("<think>\n", "a letter\n</think>\n\nb", ("b", "a letter\n")),
+        ("<think>\n", "a letter", ("", "a letter")),
+        ("<think>\n", "</think>b", ("b", None)),
+        ("<think>\n\n</think>\n\n", "b", ("b", None)),
+        ("", "<think></think>b", ("b", None)),
+    ],
+)
+def test_reasoning_that_the_template_opens_is_kept_apart_as_well(
+    tiny_model: Path, opened: str, said: str, reply: tuple[str, str | None]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template += "{% if add_generation_prompt %}" + opened.replace("\n", "{{ '\\n' }}") + "{% endif %}"
+    chat = ChatTokens(tokenizer, reasoning_parser="think")
+    engine = Scripted(chat)
+    engine.script = [[*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]]
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            message = (await served.say([{"role": "user", "content": "b?"}])).choices[0].message
+            assert (message.content, getattr(message, "reasoning_content", None)) == reply
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_parser_whose_tokens_the_policy_does_not_have_is_refused(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for parser, token in {"qwen3": "<tool_call>", "deepseek-v3": "tool▁calls▁begin"}.items():
+        with pytest.raises(ValueError, match=f"agent.tool_parser={parser} finds calls by the token .*{token}"):
+            ChatTokens(tokenizer, tool_parser=parser)
+
+
 @pytest.mark.parametrize("arguments", ['"b"', "[1]", "5", '"[1]"', '{"key": 1}'])
 def test_a_call_whose_arguments_are_no_object_stays_text(tiny_model: Path, arguments: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

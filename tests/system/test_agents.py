@@ -104,10 +104,18 @@ def test_the_agent_of_the_documentation_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_an_agent_that_always_fails_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("async def agent(task, client):\n    raise KeyError('no such tool')\n")
-    with Run(tmp_path / "run", *SMALL, "agent.name=broken:agent", "agent.processes=1") as run:
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("raise KeyError('no such tool')", "no such tool"),
+        ("await asyncio.sleep(1000)", "one after the other and none succeeded.*not done in actor.episode_timeout_s=1"),
+    ],
+)
+def test_an_agent_that_always_fails_ends_the_run_with_the_reason(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "broken.py").write_text(f"import asyncio\n\nasync def agent(task, client):\n    {line}\n")
+    settings = ("agent.name=broken:agent", "agent.processes=1", "actor.episode_timeout_s=1")
+    with Run(tmp_path / "run", *SMALL, *settings) as run:
         run.python_path.insert(0, str(tmp_path))
         assert run.train().wait(280) == 2, run.printed()
         run.assert_gone()
-        assert "no such tool" in run.log.read_text()
+        assert re.search(reason, run.log.read_text())
