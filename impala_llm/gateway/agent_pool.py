@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
+from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 
 _BLOCKED_S = 30.0
@@ -83,16 +84,23 @@ class AgentPool:
 
     async def _new(self) -> "_Process":
         name = secrets.token_hex(8)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "impala_llm.gateway.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=1 << 24,
-            env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
-            start_new_session=True,  # an agent that signals its process group is not to end the actor
-        )
-        worker = _Process(process, name)
+        printed, transport, writing = await open_pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "impala_llm.gateway.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=writing,
+                limit=1 << 24,
+                env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
+                start_new_session=True,  # an agent that signals its process group is not to end the actor
+            )
+        except BaseException:
+            transport.close()
+            raise
+        finally:
+            os.close(writing)
+        worker = _Process(process, name, asyncio.create_task(_print_some(printed, transport)))
         try:
             await worker.start(self._settings)
         except BaseException:
@@ -115,13 +123,16 @@ class AgentPool:
 
 
 class _Process:
-    """One process of the pool. name: the value of the variable that all below it have."""
+    """One process of the pool.
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
-        assert process.stderr is not None
-        self._process, self._name = process, name
+    Args:
+        name: the value of the variable that all below it have.
+        printing: prints what they print, until all of them have ended.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str, printing: asyncio.Task[None]) -> None:
+        self._process, self._name, self._printing = process, name, printing
         self._resources: psutil.Process | None = None
-        self._printing = asyncio.create_task(_print_some(process.stderr))
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -244,19 +255,22 @@ class _Process:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
 
-async def _print_some(stream: asyncio.StreamReader) -> None:
+async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTransport) -> None:
     """Print a stream on the standard error, up to a limit in each period, so that no agent fills the log."""
     loop = asyncio.get_running_loop()
     left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
-    while piece := await stream.read(1 << 16):
-        if loop.time() >= until:
-            left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
-        shown = piece[:left]
-        if left and len(piece) >= left:
-            shown += _CUT % (_MOST_PRINTED >> 10, _PRINTED_S)
-        left -= min(left, len(piece))
-        with contextlib.suppress(OSError):
-            os.write(2, shown)
+    try:
+        while piece := await stream.read(1 << 16):
+            if loop.time() >= until:
+                left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
+            shown = piece[:left]
+            if left and len(piece) >= left:
+                shown += _CUT % (_MOST_PRINTED >> 10, _PRINTED_S)
+            left -= min(left, len(piece))
+            with contextlib.suppress(OSError):
+                os.write(2, shown)
+    finally:
+        transport.close()
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
+from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 from impala_llm.plugs import AGENTS, load
 
@@ -110,12 +111,7 @@ def command_runner(command: str) -> _Run:
 async def _run_program(words: list[str], environment: dict[str, str]) -> tuple[int, bytes]:
     """Run a program to its end, then kill all that it has started. Returns its status, and the end of its output."""
     output = bytearray()
-    # A pipe of our own: the end of asyncio's would be waited for, and a process that outlives the program may hold it.
-    reading, writing = os.pipe()
-    stream = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
-    )
+    stream, transport, writing = await open_pipe()
     keeping = asyncio.create_task(_keep_end(stream, output))
     try:
         try:
