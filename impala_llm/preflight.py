@@ -74,7 +74,7 @@ def check_warm_start(config: Config) -> None:
 def unfit_policy(config: Config) -> str | None:
     """A sentence where the policy to be evaluated is known to have been made for other tasks; None otherwise."""
     env, path = config.env.name, config.model.path
-    if path == "scratch":
+    if path == "scratch" or config.agent.is_set:  # whose tasks no policy names
         return None
     if found := _starting_policy(config):
         return found[0]

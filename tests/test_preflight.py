@@ -93,6 +93,7 @@ def test_a_policy_that_was_made_for_other_tasks_is_named_where_that_can_be_known
     assert said("env=parrot", f"model.path={run}/policy") is None
     for_another = str(said("env=corridor", f"model.path={run}/policy"))
     assert "trained with env=parrot" in for_another and "env=corridor" in for_another
+    assert said("env=corridor", f"model.path={run}/policy", "agent.command=python agent.py") is None, "no env is played"
     (run / "config.yaml").write_text("{")
     assert said("env=corridor", f"model.path={run}/policy") is None
 
