@@ -1,81 +1,17 @@
+"""Which tickets are granted, to whom, and how each ends."""
+
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm.journal import Journal
-from impala_llm.pipeline.tickets.journal_rows import dealt, renumbered
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.trajectory import unroll_id
 from tests.pipeline.support import steps_of
-
-
-def make_ledger(
-    batch_size: int = 4,
-    max_staleness: int | None = 1,
-    group_size: int = 1,
-    max_open: int | None = None,
-    max_attempts: int = 3,
-) -> TicketLedger:
-    order = TaskOrder(range(100, 110), group_size, seed=3)
-    return TicketLedger(order, batch_size, max_staleness, max_open=max_open, max_attempts=max_attempts)
-
-
-def grant(ledger: TicketLedger) -> dict[str, list[Ticket]]:
-    return dict(ledger.grantable())
-
-
-def ids(tickets: list[Ticket]) -> list[int]:
-    return [ticket.ticket_id for ticket in tickets]
-
-
-def receive(ledger: TicketLedger, tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        assert ledger.received(ticket.ticket_id, f"episode of {ticket.ticket_id}") is Verdict.ACCEPTED
-
-
-# --- order of tasks
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_each_epoch_holds_every_task_once_over_all_ranks(world_size: int) -> None:
-    tasks = [5, 3, 9, 11, 2]
-    orders = [TaskOrder(tasks, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
-    taken = {}
-    for _ in range(30):
-        for order in orders:
-            task_id, group_id = order.next()
-            assert group_id not in taken
-            taken[group_id] = task_id
-    epochs = [[taken[epoch * 5 + place] for place in range(5)] for epoch in range(6)]
-    assert all(sorted(epoch) == sorted(tasks) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-    single = TaskOrder(tasks, seed=1)
-    assert [single.next()[0] for _ in range(30)] == [taken[i] for i in range(30)]
-
-
-def test_the_order_goes_on_where_it_was() -> None:
-    order = TaskOrder(range(7), group_size=2, seed=5)
-    for _ in range(10):
-        order.next()
-    again = TaskOrder(range(7), group_size=2, seed=5)
-    again.skip_to(order.num_taken)
-    assert [again.next() for _ in range(10)] == [order.next() for _ in range(10)]
-
-
-def test_bad_arguments_of_the_order_are_named() -> None:
-    for arguments, expected in [
-        (([],), "tasks is empty"),
-        (([1, 1],), "repeats"),
-        (([1], 0), "group_size is 0"),
-        (([1], 1, 0, 2, 2), "rank is 2"),
-    ]:
-        with pytest.raises(ValueError, match=expected):
-            TaskOrder(*arguments)
+from tests.pipeline.tickets.ledgers import grant, ids, make_ledger, receive
 
 
 def test_bad_arguments_of_the_ledger_are_named() -> None:
@@ -348,101 +284,6 @@ def test_versions_only_grow() -> None:
             ledger.advance(version)
 
 
-# --- saving
-
-
-def restore(path: Path, rows: list[tuple[int, ...]], version: int) -> TicketLedger:
-    """A ledger as that of `make_ledger(4, 1)`, with these rows in its journal."""
-    Journal(path).rewrite(rows)
-    return TicketLedger(TaskOrder(range(100, 110), seed=3), 4, 1, version=version, journal=Journal(path))
-
-
-def test_rows_of_a_ledger_restore_it_at_the_version_that_they_are_of(tmp_path: Path) -> None:
-    """As a checkpoint keeps them: taken before the step under way is over, for the version that it makes, or for the
-    one that it began with."""
-    ledger = make_ledger(4, 1)
-    ledger.request("a", 6)
-    tickets = grant(ledger)["a"]
-    receive(ledger, tickets[:5])
-    ledger.trained(ids(tickets[:4]))
-    arrived = [(t.ticket_id, f"episode of {t.ticket_id}", 0) for t in tickets[:5]]
-    for version, num_settled in ((1, 4), (0, 0)):
-        restored = restore(tmp_path / str(version), ledger.rows(version), version)
-        assert restored.recover(arrived) == [False] * num_settled + [True] * (5 - num_settled)
-        restored.request("b", 100)
-        assert ids(grant(restored)["b"])[0] == tickets[5].ticket_id
-
-
-def test_renumbered_rows_are_those_of_a_ledger_with_later_versions(tmp_path: Path) -> None:
-    ledger = make_ledger(4, 1)
-    ledger.request("a", 8)
-    playing = grant(ledger)["a"]
-    for version in range(1, 4):
-        receive(ledger, playing[:4])
-        ledger.trained(ids(playing[:4]))
-        ledger.advance(version)
-        playing = playing[4:] + grant(ledger)["a"]
-    restored = restore(tmp_path / "journal", renumbered(ledger.rows(3), 100), 103)
-    assert restored.recover([]) == []
-    restored.request("b", 100)
-    again = {t.ticket_id: t for t in grant(restored)["b"]}
-    assert {t.min_version for t in playing} == {2, 3}
-    assert {t.ticket_id: t.min_version + 100 for t in playing} == {i: again[i].min_version for i in ids(playing)}
-    assert all(t.min_version <= 103 for t in again.values())
-
-
-@pytest.mark.parametrize(("num_before", "num_after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
-def test_another_number_of_ranks_skips_no_task_and_repeats_none(
-    num_before: int, num_after: int, tmp_path: Path
-) -> None:
-    """Ranks that had come to different places of the order, with tickets in every state."""
-    tasks, group_size, batch_size = range(100, 150), 2, 4
-
-    def make(rank: int, num_ranks: int, version: int, path: Path | None = None) -> TicketLedger:
-        order = TaskOrder(tasks, group_size, 3, rank, num_ranks)
-        journal = None if path is None else Journal(path)
-        return TicketLedger(order, batch_size, 1, version=version, journal=journal)
-
-    trained: list[int] = []
-    rows, received = [], []
-    for rank in range(num_before):
-        ledger = make(rank, num_before, version=0)
-        ledger.request("a", 4)
-        playing: list[Ticket] = []
-        for version in (1, 2):
-            playing += grant(ledger).get("a", [])
-            step, playing = playing[:4], playing[4:]
-            receive(ledger, step)
-            ledger.trained(ids(step))
-            trained += ids(step)
-            ledger.advance(version)
-        ledger.request("a", 2 + 4 * rank)  # the ranks come to different places
-        playing += grant(ledger).get("a", [])
-        receive(ledger, playing[:1])
-        received.append((playing[0].ticket_id, f"episode of {playing[0].ticket_id}", 0))
-        rows.append(ledger.rows(2))
-    played = []
-    for rank in range(num_after):
-        path = tmp_path / str(rank)
-        Journal(path).rewrite(dealt(rows, rank, num_after))
-        ledger = make(rank, num_after, 2, path)
-        mine = [claim for claim in received if claim[0] // group_size % num_after == rank]
-        assert ledger.recover(mine) == [True] * len(mine)
-        played += [claim[0] for claim in mine]
-        ledger.request("b", 1000)
-        for version in range(3, 9):
-            tickets = grant(ledger).get("b", [])
-            assert all(t.task_id == TaskOrder(tasks, group_size, 3).task_of(t.group_id) for t in tickets)
-            played += ids(tickets)
-            receive(ledger, tickets)
-            ledger.evicted([*ids(tickets), *(claim[0] for claim in mine)])
-            mine = []
-            ledger.advance(version)
-    assert len(played) == len(set(played)) and not set(played) & set(trained)
-    everything = sorted([*played, *trained])
-    assert everything[: len(trained) + 12] == list(range(len(trained) + 12))
-
-
 # --- everything at once
 
 
@@ -525,104 +366,6 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
             assert len(open_at) + len(received) + len(lost) <= counters["charged"] <= (max_staleness + 1) * 4
         else:
             assert counters["open"] + counters["ready"] <= 7 + counters["regranted"]
-
-
-# --- several unrolls of an episode
-
-
-def unrolls_of(ticket: Ticket, *indices: int) -> list[int]:
-    return [unroll_id(ticket.ticket_id, index) for index in indices]
-
-
-def test_a_ticket_is_open_until_all_unrolls_are_there_and_ends_with_the_last_of_them() -> None:
-    ledger = make_ledger()
-    ledger.request("a", 1)
-    [ticket] = grant(ledger)["a"]
-    # In any order: the last one says how many there are.
-    for index, continues, is_open in ((0, True, True), (2, False, True), (1, True, False)):
-        assert ledger.received(ticket.ticket_id, "x", index, continues) is Verdict.ACCEPTED
-        assert ledger.received(ticket.ticket_id, "x", index, continues) is Verdict.DUPLICATE
-        assert ledger.received(ticket.ticket_id, "y", 0) is Verdict.SUPERSEDED
-        assert bool(ledger.open_tickets("a")) == is_open
-    for index in (2, 0):
-        ledger.trained(unrolls_of(ticket, index))
-        ledger.advance(ledger.version + 1)
-        assert ledger.counters()["trained"] == 0 and ledger.counters()["charged"] == 1
-    ledger.trained(unrolls_of(ticket, 0, 1))
-    assert ledger.counters()["trained"] == 1 and ledger.counters()["charged"] == 1
-    ledger.advance(3)
-    assert ledger.counters()["charged"] == 0
-    ledger.trained(unrolls_of(ticket, 0, 1, 2))  # replayed data
-    assert ledger.received(ticket.ticket_id, "x", 1, True) is Verdict.DUPLICATE
-
-
-def test_what_was_trained_on_before_the_episode_ended_does_not_end_its_ticket() -> None:
-    ledger = make_ledger()
-    ledger.request("a", 1)
-    [ticket] = grant(ledger)["a"]
-    ledger.received(ticket.ticket_id, "x", 0, True)
-    ledger.trained(unrolls_of(ticket, 0))
-    ledger.advance(1)
-    assert ledger.open_tickets("a") == [ticket]
-    with pytest.raises(KeyError, match="unroll 1 of ticket 0 has not come"):
-        ledger.trained(unrolls_of(ticket, 1))
-    ledger.received(ticket.ticket_id, "x", 1)
-    ledger.evicted(unrolls_of(ticket, 1))
-    counters = ledger.counters()
-    assert (counters["trained"], counters["evicted"], counters["charged"]) == (1, 0, 0), "some of it was trained on"
-
-
-@pytest.mark.parametrize("how", ["failed", "refused", "actor_lost", "lost_by"])
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_an_episode_of_which_an_unroll_is_here_is_cut_and_not_played_again(how: str, is_trained: bool) -> None:
-    ledger = make_ledger()
-    ledger.request("a", 2)
-    begun, other = grant(ledger)["a"]
-    ledger.received(begun.ticket_id, "x", 0, True)
-    if is_trained:
-        ledger.trained(unrolls_of(begun, 0))
-    match how:
-        case "failed":
-            ledger.failed(begun.ticket_id, "a")
-        case "refused":
-            ledger.refused(begun.ticket_id, "a")
-        case "actor_lost":
-            ledger.actor_lost("a")
-        case "lost_by":
-            assert ledger.lost_by("a", ids([begun, other])) == [other], "to be granted once more"
-    counters = ledger.counters()
-    assert (counters["cut"], counters["refused"], counters["trained"]) == (1, 0, float(is_trained))
-    assert begun.ticket_id not in ids(ledger.open_tickets("a"))
-    ledger.request("b", 100)
-    assert begun.ticket_id not in ids(grant(ledger).get("b", []))
-    late = ledger.received(begun.ticket_id, "x", 1)
-    assert late is (Verdict.SUPERSEDED if is_trained else Verdict.ACCEPTED)
-    if not is_trained:
-        ledger.trained(unrolls_of(begun, 0))
-        assert ledger.counters()["trained"] == 0
-        ledger.trained(unrolls_of(begun, 1))
-        assert ledger.counters()["trained"] == 1
-
-
-def test_admission_forecasts_the_unrolls_to_come() -> None:
-    """A batch of 6 unrolls, and room for 12: episodes of 3 unrolls are admitted 4 at a time, and no batch starves."""
-    ledger = make_ledger(6, 1)
-    ledger.request("a", 100)
-    waiting: list[int] = []
-    sizes = []
-    for _ in range(5):
-        tickets = grant(ledger)["a"]
-        sizes.append(len(tickets))
-        for ticket in tickets:
-            assert ticket.min_version <= ledger.version
-            for index in range(3):
-                ledger.received(ticket.ticket_id, "x", index, index < 2)
-            waiting += unrolls_of(ticket, 0, 1, 2)
-        while len(waiting) >= 6:
-            ledger.trained(waiting[:6])
-            ledger.advance(ledger.version + 1)
-            del waiting[:6]
-    assert sizes == [12, 4, 4, 4, 4], "at first nothing is known of the unrolls"
 
 
 # --- many actors
