@@ -17,7 +17,7 @@ import psutil
 from tests.system.forked_run import ROOM, SPARE
 
 ROOT = Path(__file__).parents[2]
-FORKED_RUN = Path(__file__).with_name("forked_run.py")
+FORKED = (str(Path(__file__).with_name("forked_run.py")), SPARE)
 MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
 START_S = 120.0
@@ -54,13 +54,12 @@ class Run:
         Args:
             forked: its learner and actors are forks of it, see forked_run.py; else they are started as users' are.
         """
-        command = (str(FORKED_RUN), SPARE) if forked else ("-m", "impala_llm.cli")
-        return self.start(sys.executable, *command, "train")
+        return self.start(sys.executable, *(FORKED if forked else ("-m", "impala_llm.cli")), "train")
 
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""
         errors = self.directory / "errors.log"
-        code = self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors).wait(START_S)
+        code = self.start(sys.executable, *FORKED, command, errors=errors).wait(START_S)
         said = errors.read_text()
         assert code == 2 and len(said.splitlines()) <= 3, f"{code}\n{said}\n{self.printed()}"
         assert "Traceback" not in said + self.log.read_text()
