@@ -184,6 +184,11 @@ def _starting_policy(config: Config) -> list[str]:
             f"env.webshop.observation_mode={mode}: model.path=tiny_shopper reads pages of mode compact alone; leave "
             "it out, or set model=pretrained model.path=DIRECTORY"
         ]
+    if path == "tiny_shopper" and not config.env.webshop.row_numbers:
+        return [
+            "env.webshop.row_numbers=false: model.path=tiny_shopper clicks results by their numbers; leave it out, or "
+            "set model=pretrained model.path=DIRECTORY"
+        ]
     if path == "scratch" and env == "webshop":
         return [
             "model.path=scratch begins with random weights and a tokenizer of characters, and never scores with "

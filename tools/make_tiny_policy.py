@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Make the small policy that the quickstart starts from: tokenizer and causal LM, from the scripted shopper's episodes.
 
-No model has to be downloaded. The policy clones a sloppy shopper for a few minutes, so it is competent but imperfect:
-it knows the pages, the grammar and the products, seldom chooses options, and leaves reinforcement learning much to
-find. A linear value head learns the final score of the same episodes beside it, on a detached trunk.
+No model has to be downloaded. The policy clones a sloppy shopper, so it is competent but imperfect: it knows the pages
+and the grammar, often buys unread, and leaves reinforcement learning much to find. A linear value head learns the final
+score of the same episodes beside it, on a detached trunk.
 
-    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --minutes 8 --threads 1 --seed 0
+    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --updates 2500 --minutes 60 --threads 1
 
-Demonstrations play the training goals of the quickstart's catalogue, never a goal of the validation or test split. The
+Demonstrations play training goals of hard catalogues of the seeds from 1000 on, none of which the quickstart plays. The
 tokenizer is made here; recording and training are `impala-llm demonstrate` and `impala-llm sft`.
 What the committed policy scores, and what it cannot do, stands in impala_llm/assets/tiny_shopper/README.md.
 """
@@ -16,25 +16,41 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from impala_llm.cli import main as impala_llm
 from impala_llm.config import load
+from impala_llm.envs.webshop.shelves import ATTRIBUTES, OPTION_VALUES, SHELVES, SYNONYMS, TAILS
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
-from impala_llm.envs.webshop.synthetic import ASIN_WORDS
 from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.observability.writers import last_metrics
 
-VOCABULARY_SIZE = 2800
-TOKENIZER_EPISODES = 4000
-WORD_OF_ASIN = "(?<=b0|b0[a-z]{4})[a-z]{4}(?![a-z]{1,3}\\b)"
-"""One token for each word of an asin, the same in every catalogue, so that asins never seen are copied as well."""
+TOKENIZER_EPISODES = 60
+"""Episodes of each catalogue from which the words are taken."""
+FIRST_CATALOGUE = 1000
+"""Catalogues from this seed on are learned from; those of smaller seeds are left to training and evaluation."""
+HIGHEST_PRICE = 400
+HEAD_SIZE = 32
+PHRASES = {
+    *(phrase for of_group in (OPTION_VALUES, ATTRIBUTES) for phrases in of_group.values() for phrase in phrases),
+    *(name for pair in SYNONYMS.items() for name in pair),
+    *(shelf.query for shelf in SHELVES),
+    *TAILS,
+}
+"""What the shop says in several words, such as "sugar free", "2 pack" or "face cream"."""
+PIECE = (
+    rf"(?<![\w'.-])(?:{'|'.join(map(re.escape, sorted(PHRASES, key=len, reverse=True)))})(?![\w'.-])"
+    r"|(?:click|search)\[|\$?\d+(?:\.\d+)?|[\w'&-]+|\S|\n"
+)
+"""A token each: a phrase, the beginning of an action, a price or number, a word, a mark, the end of a line."""
 
 
 def texts_of(suite: WebShopSuite, noise: float, seed: int) -> list[str]:
@@ -53,26 +69,27 @@ def texts_of(suite: WebShopSuite, noise: float, seed: int) -> list[str]:
     return texts
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in lower case, digits unsplit, so that prices and asins take few tokens."""
-    backend = Tokenizer(models.BPE(byte_fallback=False))
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A token for each word and phrase of the texts, in lower case and whatever stands before it; bytes for others."""
+    words = {word for text in texts for word in re.findall(PIECE, text.lower())}
+    words.update(f"${price}.0" for price in range(1, HIGHEST_PRICE))
+    before = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    pieces = [before.pre_tokenize_str(word)[0][0] for word in sorted(words)]
+    tokens = [PAD, ACT, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [piece for piece in pieces if len(piece) > 1]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORD_OF_ASIN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Split(Regex(PIECE), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"\A[^\S\n]+\z"), behavior="removed"),
+            before,
         ]
     )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[PAD, ACT, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Replace("[ ", "["), decoders.Replace(" ]", "]"), decoders.Strip(" ", 1, 0)]
     )
-    # often enough that each word is merged to one token before rare text takes the places
-    texts = texts + [" ".join(f"b0{word.lower()}" for word in ASIN_WORDS)] * 50
-    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END,
@@ -89,7 +106,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8.0, help="training time")
     parser.add_argument("--updates", type=int, help="end after so many updates")
-    parser.add_argument("--episodes", type=int, default=16000, help="demonstrations to learn from")
+    parser.add_argument("--episodes", type=int, default=20000, help="demonstrations to learn from")
+    parser.add_argument("--catalogues", type=int, default=100, help="catalogues to learn from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--action-weight", type=float, default=2.0, help="weight of answers in the loss; pages: 1")
     parser.add_argument("--noise", type=float, default=1.0, help="sloppiness of the shopper")
@@ -97,7 +115,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--work", type=Path, default=Path("outputs/tiny_policy"), help="demonstrations and checkpoints")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -105,8 +123,9 @@ def main() -> None:
 
     start = args.work / "start"
     if not (start / "model.safetensors").is_file():  # else an earlier call goes on
-        suite = suite_from_config(load(["experiment=quickstart"]).env.webshop)
-        tokenizer = train_tokenizer(texts_of(suite, args.noise, args.seed))
+        shop = load(["experiment=quickstart", "env.webshop.script_speaks=true"]).env.webshop
+        suites = (suite_from_config(replace(shop, catalogue_seed=seed)) for seed in catalogues(args))
+        tokenizer = make_tokenizer([text for suite in suites for text in texts_of(suite, args.noise, args.seed)])
         tokenizer.save_pretrained(start)
         make_model(args, tokenizer).save_pretrained(start)
     status = impala_llm(["sft", *settings(args, start)])
@@ -122,12 +141,20 @@ def main() -> None:
     (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def catalogues(args: argparse.Namespace) -> range:
+    """Seeds of the catalogues to learn from."""
+    return range(FIRST_CATALOGUE, FIRST_CATALOGUE + args.catalogues)
+
+
 def settings(args: argparse.Namespace, start: Path) -> list[str]:
     """Settings of the recording and the training, beside those of the quickstart."""
     return [
         "experiment=quickstart",
         "algorithm=ppo",  # one with a value head: the quickstart's own has none, and it would not be fitted
         f"model.path={start}",
+        f"env.webshop.catalogue_seed={FIRST_CATALOGUE}",
+        "env.webshop.script_speaks=true",
+        f"demonstrations.num_catalogues={args.catalogues}",
         f"run.seed={args.seed}",
         f"demonstrations.dir={args.work / 'demonstrations'}",
         f"demonstrations.noise={args.noise}",
@@ -151,23 +178,39 @@ def settings(args: argparse.Namespace, start: Path) -> list[str]:
 
 
 def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Qwen3 with random weights."""
-    return AutoModelForCausalLM.from_config(
+    """Qwen3 with random weights, half of whose heads begin by looking for the same word further back.
+
+    Queries equal to keys, in the dimensions that rotate slowly, are near the mimetic initialisation of Trockman and
+    Kolter, "Mimetic Initialization of Self-Attention Layers", 2023. What the shop asks for is mostly to find words of
+    the instruction again, which random heads take millions of tokens to begin with.
+    """
+    model = AutoModelForCausalLM.from_config(
         Qwen3Config(
-            vocab_size=VOCABULARY_SIZE,
+            vocab_size=len(tokenizer),
             hidden_size=args.hidden,
             intermediate_size=3 * args.hidden,
             num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 32,
-            num_key_value_heads=max(1, args.hidden // 64),
-            head_dim=32,
+            num_attention_heads=args.hidden // HEAD_SIZE,
+            num_key_value_heads=max(1, args.hidden // (2 * HEAD_SIZE)),
+            head_dim=HEAD_SIZE,
             max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},  # words are found again however far back
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            per_key = attention.num_key_value_groups
+            queries = attention.q_proj.weight.view(-1, per_key, HEAD_SIZE, args.hidden)
+            keys = attention.k_proj.weight.view(-1, HEAD_SIZE, args.hidden)
+            for half in keys[::2].view(-1, 2, HEAD_SIZE // 2, args.hidden).unbind(1):
+                half[:, : HEAD_SIZE // 4] = 0.0  # the faster half of the frequencies
+            queries[::2] = keys[::2].unsqueeze(1)
+    return model
 
 
 if __name__ == "__main__":
