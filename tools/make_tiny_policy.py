@@ -6,7 +6,7 @@ the grammar and how to judge a product by its features, but often buys unread, w
 leaves reinforcement learning much to find. A linear value head learns the final score of the same episodes beside it,
 on a detached trunk.
 
-    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --updates 2500 --minutes 60 --threads 1
+    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --updates 2400 --minutes 60 --threads 1
 
 Demonstrations play training goals of hard catalogues of the seeds from 1000 on, none of which the quickstart plays. The
 tokenizer is made here; recording and training are `impala-llm demonstrate` and `impala-llm sft`.
@@ -32,7 +32,7 @@ from impala_llm.config import load
 from impala_llm.envs.webshop.shelves import ATTRIBUTES, OPTION_VALUES, SHELVES, SYNONYMS, TAILS
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
 from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
-from impala_llm.observability.writers import last_metrics
+from impala_llm.observability.writers import METRICS_FILE
 
 TOKENIZER_EPISODES = 60
 """Episodes of each catalogue from which the words are taken."""
@@ -136,7 +136,7 @@ def main() -> None:
     if status:
         sys.exit(status)
     shutil.copytree(args.work / "sft" / "policy", args.out, dirs_exist_ok=True)
-    last = last_metrics(args.work / "sft" / "tensorboard")
+    last = json.loads((args.work / "sft" / "tensorboard" / METRICS_FILE).read_text().splitlines()[-1])
     facts = {
         **{"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": int(last["step"])},
         **{"threads": args.threads, "learning_rate": args.learning_rate},
@@ -186,7 +186,7 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     Queries equal to keys, in the dimensions that rotate slowly, are near the mimetic initialisation of Trockman and
     Kolter, "Mimetic Initialization of Self-Attention Layers", 2023. A word with a capital, as on a features page,
     begins near the word without, as in an instruction: to answer whether a page has an attribute is to find it there.
-    From such weights that takes a hundred updates; from the usual ones it was not learned in two thousand.
+    From such weights that takes a few hundred updates; from the usual ones it was not learned in two thousand.
     """
     model = AutoModelForCausalLM.from_config(
         Qwen3Config(
