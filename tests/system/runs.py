@@ -14,10 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.system.forked_run import ROOM, SPARE
-
 ROOT = Path(__file__).parents[2]
-FORKED = (str(Path(__file__).with_name("forked_run.py")), SPARE)
 MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
 START_S = 120.0
@@ -40,7 +37,6 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
-        environment |= {ROOM: SPARE}
         with self.log.open("ab") as out, (errors or self.log).open("ab") as err:
             process = subprocess.Popen(
                 [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
@@ -48,18 +44,13 @@ class Run:
         self.started.append(process)
         return process
 
-    def train(self, forked: bool = True) -> subprocess.Popen[bytes]:
-        """Start `impala-llm train`.
-
-        Args:
-            forked: its learner and actors are forks of it, see forked_run.py; else they are started as users' are.
-        """
-        return self.start(sys.executable, *(FORKED if forked else ("-m", "impala_llm.cli")), "train")
+    def train(self) -> subprocess.Popen[bytes]:
+        return self.start(sys.executable, "-m", "impala_llm.cli", "train")
 
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""
         errors = self.directory / "errors.log"
-        code = self.start(sys.executable, *FORKED, command, errors=errors).wait(START_S)
+        code = self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors).wait(START_S)
         said = errors.read_text()
         assert code == 2 and len(said.splitlines()) <= 3, f"{code}\n{said}\n{self.printed()}"
         assert "Traceback" not in said + self.log.read_text()

@@ -98,7 +98,7 @@ def test_the_agent_of_the_documentation_trains(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(code)
     with Run(tmp_path / "run", *command.split(), "learner.total_updates=2") as run:
         run.python_path.insert(0, str(tmp_path))
-        assert run.train(forked=False).wait(200) == 0, run.printed()
+        assert run.train().wait(200) == 0, run.printed()
         run.assert_gone()
         assert sum(column(run.rows(), "actor/failed_episodes")) == 0
 

@@ -28,7 +28,7 @@ def learners(run: Run) -> dict[int, psutil.Process]:
 def test_a_learner_of_two_tensor_parallel_processes_trains_is_evaluated_and_goes_on(tmp_path: Path) -> None:
     length = ("learner.total_updates=20", "evaluation.every_updates=10", "evaluation.run_tasks=16")
     with Run(tmp_path, *TOY, *TENSOR, *length) as run:
-        supervisor = run.train(forked=False)
+        supervisor = run.train()
         run.wait_for_updates(5)
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT, run.printed()
@@ -94,7 +94,7 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
 def test_a_signal_to_one_process_of_a_rank_ends_all_of_them_in_order(tmp_path: Path) -> None:
     """Also while the rank waits for a batch, which the process that is told does not wait for itself."""
     with Run(tmp_path, *TOY, *TENSOR, "actor.num_actors=0", "run.terminal=true") as run:
-        supervisor = run.train(forked=False)
+        supervisor = run.train()
         run.wait_for(lambda: "no batch yet" in run.log.read_text(), "a wait for a batch", 300)
         learners(run)[1].terminate()
         run.wait_for(lambda: "learner died (exit code 143)" in run.log.read_text(), "the end of the learner")

@@ -27,7 +27,7 @@ def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp
 @pytest.mark.system
 def test_ctrl_c_and_the_same_command_again_is_one_curve(tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "actor.num_actors=1", "learner.total_updates=60") as run:
-        supervisor = run.train(forked=False)
+        supervisor = run.train()
         run.wait_for_updates(10)
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT

@@ -59,7 +59,7 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
     settings = (f"engine.python={sglang_python()}", "actor.num_actors=2", "actor.max_episodes=16", "run.seed=1")
     updates = f"learner.total_updates={UPDATES}"
     with Run(tmp_path, "experiment=toy", "engine=sglang", updates, *settings) as run:
-        training = run.train(forked=False)
+        training = run.train()
         run.wait_for(
             lambda: sum(weight_version(server) >= 5 for server in servers_of(run)) == 2,
             "five versions on both",
