@@ -42,7 +42,7 @@ class Best(NamedTuple):
     version: int
     score: float
     update: int
-    """Of the run, that made the version."""
+    """Update of the run that made the version."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ PHRASES = {
     *(shelf.query for shelf in SHELVES),
     *TAILS,
 }
-"""What the shop says in several words, such as "sugar free", "2 pack" or "face cream"."""
+"""Phrases of several words that the shop uses, such as "sugar free", "2 pack" or "face cream"."""
 PIECE = (
     rf"(?<![\w'.-])(?i:{'|'.join(map(re.escape, sorted(PHRASES, key=len, reverse=True)))})(?![\w'.-])"
     r"|(?:click|search)\[|\$?\d+(?:\.\d+)?|[\w'&-]+|\S|\n"

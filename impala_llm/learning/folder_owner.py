@@ -99,7 +99,7 @@ def wait_for_owner(
     silence_s: float = SILENCE_S,
     poll_s: float = 0.5,
 ) -> None:
-    """Return once no living learner has the folder.
+    """Return once no living learner or warm start has the folder.
 
     Args:
         folder: of a run, or of a warm start.

@@ -35,7 +35,7 @@ def sglang_python() -> str | None:
 
 
 def descendants(but_for: Collection[psutil.Process] = ()) -> list[psutil.Process]:
-    """Of this process, but for multiprocessing's own tracker, which other tests start and which lives to the end.
+    """Return the descendants of this process, but for multiprocessing's tracker, which lives to the end of pytest.
 
     Args:
         but_for: those that other tests have left, such as environments that live as long as the process.
