@@ -21,13 +21,12 @@ from impala_llm.envs.webshop.shopper import (
     texts_of,
 )
 
-MAX_STEPS = 15
 MAX_PAGES = 3
 
 # Chances of each slip at noise 1.
-FORGET_OPTION = 0.6
-OVERLOOK_PRICE = 0.3
-BUY_UNREAD = 0.3
+FORGET_OPTION = 0.8
+OVERLOOK_PRICE = 0.5
+BUY_UNREAD = 0.05
 
 _ALL_ATTRIBUTES = tuple(dict.fromkeys(attribute for own in ATTRIBUTES.values() for attribute in own))
 _QUERIES = {name: query for query, other in SYNONYMS.items() for name in (query, other)}
@@ -51,23 +50,25 @@ class _Episode:
 
 
 class ReadingShopper:
-    """Plays a hard catalogue by rule, within 15 steps; for one episode.
+    """Plays a hard catalogue by rule; for one episode.
 
     `noise` 0 plays well; at 1 it forgets options, overlooks the price limit and buys unread. The seed draws its slips.
     It works with every page format.
 
     Args:
         speaks: before what it does on a features page, it says of each wanted attribute whether it is there.
+        max_steps: it buys the best that it has seen before so many steps are over.
 
     Raises:
         ValueError: a noise outside [0, 1].
     """
 
-    def __init__(self, noise: float = 0.0, seed: int = 0, speaks: bool = False) -> None:
+    def __init__(self, noise: float = 0.0, seed: int = 0, speaks: bool = False, max_steps: int = 15) -> None:
         if not 0.0 <= noise <= 1.0:
             raise ValueError(f"noise is {noise}; choose between 0 (plays well) and 1 (sloppy)")
         self.noise = noise
         self._speaks = speaks
+        self._max_steps = max_steps
         self._rng = random.Random(seed)
         self._episode: _Episode | None = None
 
@@ -102,7 +103,7 @@ class ReadingShopper:
         for link in fresh:
             if shown_price(texts.get(link, "")) <= episode.wish.price_limit or self._slips(OVERLOOK_PRICE):
                 return _open(episode, link)
-        left = MAX_STEPS - episode.steps
+        left = self._max_steps - episode.steps
         if links and episode.page < MAX_PAGES and left > 3 + len(episode.wish.options or ()):
             episode.page += 1
             return "click[next >]"
@@ -127,7 +128,7 @@ class ReadingShopper:
             return "click[< prev]"
         wanted = sorted((value for value in values if wish.wants(value)), key=wish.text.find)
         lacking = 0 if wish.options is None else len(set(wish.options) - set(wanted))
-        left = MAX_STEPS - episode.steps  # this one included
+        left = self._max_steps - episode.steps  # this one included
         if episode.current not in episode.seen:
             episode.seen[episode.current] = -float(lacking)
             episode.forgotten = {value for value in wanted if self._slips(FORGET_OPTION)}

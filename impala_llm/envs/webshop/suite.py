@@ -89,7 +89,7 @@ class WebShopSuite:
         """The scripted shopper that fits the catalogue."""
         if not self.catalogue.split_by_product:
             return ScriptedShopper(noise, seed)
-        return ReadingShopper(noise, seed, self.config.script_speaks)
+        return ReadingShopper(noise, seed, self.config.script_speaks, self.config.max_steps)
 
     def baselines(self) -> dict[str, Callable[[], Script]]:
         """Scripts to compare policies with, by name; each is made anew for every episode."""
@@ -137,6 +137,8 @@ class WebShopSession:
             info["stats"] = self._stats(info)
             if self._suite.config.sparse_reward:
                 reward = SPARSE_REWARD if info["success"] else 0.0
+            elif info["success"]:
+                reward += self._suite.config.success_bonus
         info = self._told(info)
         if change is not None and self._suite.config.delta_pages:
             return change, reward, terminated, truncated, info
