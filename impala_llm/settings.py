@@ -94,7 +94,7 @@ class WebShopConfig:
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
     success_bonus: float = bounded(0.0, least=0, most=1000.0)
-    """Added to the reward where the score is 1.0. The score alone pays little more to who reads than to who buys unread."""
+    """Added to the reward where the score is 1.0: the score alone pays reading little more than buying unread."""
 
 
 @dataclass

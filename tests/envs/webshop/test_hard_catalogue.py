@@ -172,6 +172,16 @@ def test_the_shopper_reads_every_format(catalogues, shown):
     assert np.mean([play(suite, suite.script, task)[0] for task in suite.tasks("test")[:60]]) >= 0.95
 
 
+def test_the_shopper_reads_on_while_there_are_steps(catalogues):
+    shown = {"observation_mode": "compact", "results_per_page": 5}
+    scores = []
+    for max_steps in (10, 15, 25):
+        suite = WebShopSuite(catalogues[0], WebShopConfig(**shown, max_steps=max_steps))
+        played = np.array([play(suite, suite.script, task) for task in suite.tasks("test")[:100]])
+        scores.append(played[:, 0].mean())
+    assert scores[0] < scores[1] < scores[2] and scores[2] >= 0.99
+
+
 def test_noise_makes_the_shopper_sloppy(catalogues):
     suite = WebShopSuite(catalogues[0], WebShopConfig(observation_mode="compact"))
     scores = []

@@ -175,6 +175,16 @@ def test_sparse_reward_is_ten_or_nothing_and_the_score_stays(catalogue):
     assert seen == {0.0, 10.0}
 
 
+def test_a_bonus_is_added_where_the_score_is_one(catalogue):
+    suite = WebShopSuite(catalogue, WebShopConfig(success_bonus=4.0))
+    seen = set()
+    for task in suite.tasks("test")[:40]:
+        _, reward, info = play(suite, task, shopper=ScriptedShopper(1.0, task))
+        assert reward == info["score"] + (4.0 if info["score"] == 1.0 else 0.0)
+        seen.add(info["success"])
+    assert seen == {False, True}
+
+
 def test_solvable_only_drops_goals_and_keeps_the_bounds_of_the_splits():
     # "standard" holds the colour "tan", the trap of the strict matcher (case E5); "small" does not
     item = {
