@@ -40,7 +40,7 @@ from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
-from impala_llm.learning.batch_source import BatchSource, Stalled
+from impala_llm.learning.batch_source import BatchSource, Stalled, share_arrivals, share_batch
 from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
@@ -54,7 +54,6 @@ from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memo
 from impala_llm.learning.publishing import VersionPublisher, server_transport
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
-from impala_llm.learning.shared_batch import share_arrivals, share_batch
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
