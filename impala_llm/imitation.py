@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from impala_llm.learning.budget import TokenBudget
+from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.packing import PackedBatch
+from impala_llm.learning.packing import TokenBudget
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config

@@ -41,12 +41,12 @@ from impala_llm.envs.base import Suite
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.learning.batch_source import BatchSource, Stalled, share_arrivals, share_batch
-from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
+from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy

@@ -30,13 +30,13 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
 from impala_llm.imitation import Imitation
-from impala_llm.learning.budget import OutOfMemory
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory

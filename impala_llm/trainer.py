@@ -18,13 +18,12 @@ from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.budget import TokenBudget
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, objective, score
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.packing import pack
+from impala_llm.learning.packing import TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.update import Update, optimizer_steps, reason_left_out

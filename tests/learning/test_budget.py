@@ -12,9 +12,8 @@ from torch import Tensor
 
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.budget import OutOfMemory, TokenBudget
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import pack
+from impala_llm.learning.packing import OutOfMemory, TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config, LearnerConfig

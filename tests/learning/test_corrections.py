@@ -9,14 +9,14 @@ from torch import Tensor
 
 from impala_llm.algorithms.advantages import GAE, GroupRelative
 from impala_llm.algorithms.distillation import Distillation
-from impala_llm.algorithms.interface import Credit, Loss
+from impala_llm.algorithms.interface import Credit, Loss, PackedBatch
 from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Reinforce, TruncatedIS
 from impala_llm.algorithms.stale_losses import M2PO, TOPR
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.config import load
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
-from impala_llm.learning.packing import PackedBatch, pack
+from impala_llm.learning.packing import pack
 from impala_llm.learning.scoring import TokenScores, action_log_probs
 from impala_llm.settings import Config
 from tests.learning.builders import make_batch, make_config, save_lm
