@@ -17,8 +17,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Claim, Ticket, Verdict
 from impala_llm.pipeline.transport import messages
-from impala_llm.pipeline.transport.ingest import ReceiverError
-from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
+from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, ReceiverError, RecordLimits
 from tests.pipeline.pair import ARENA_BYTES, Pair, counter, drain
 from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory, turns_until
 
