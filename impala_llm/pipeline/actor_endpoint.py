@@ -1,20 +1,31 @@
-"""An actor's end of the pipeline in one object: tickets in, trajectories out, weights to read."""
+"""An actor's end of the pipeline in one object: tickets in, trajectories out, weights to read.
+
+The channels to all learner ranks are used as one: fair shares for the ranks, no idle slot while any rank has tickets.
+Invariant: a trajectory, a failure and an acknowledgement go by the channel by which their ticket came.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import platform
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import zmq
 
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.run_directory import RunDirectory
-from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.tickets.ledger import Ticket
+from impala_llm.pipeline.transport.actor_channel import ActorChannel, Event
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
-from impala_llm.pipeline.transport.rank_channels import ActorChannels
+from impala_llm.pipeline.transport.messages import Engines, EvaluationResult, Grant, WeightsAnnounced
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config
+from impala_llm.trajectory import Trajectory
 
 
 class ActorEndpoint:
@@ -56,6 +67,173 @@ class ActorEndpoint:
             arena_name=f"{self._actor_id}.rank-{rank}",
             context=context,
         )
+
+
+class ActorChannels:
+    """Offers the methods of `ActorChannel` over one channel for each rank. All share one ZeroMQ context.
+
+    Args:
+        connect: makes the channel to a rank, in the context given.
+        num_ranks: learner ranks.
+        share_every_s: seconds between two times that slots which a rank did not fill go to others.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int, Context], ActorChannel],
+        num_ranks: int,
+        share_every_s: float = 1.0,
+    ) -> None:
+        self._context: Context = zmq.Context()
+        self._channels: list[ActorChannel] = []
+        try:
+            for rank in range(num_ranks):
+                self._channels.append(connect(rank, self._context))
+        except BaseException:
+            self.close()
+            raise
+        self._came_by: dict[int, ActorChannel] = {}
+        self._want = 0
+        self._levels = [0] * len(self._channels)
+        self._peaks = [0] * len(self._channels)
+        self._share_every_s = share_every_s
+        self._next_share = 0.0
+        self._version: int | None = None
+
+    def hello(self) -> None:
+        """Introduce this actor to all ranks, see `ActorChannel.hello`."""
+        for channel in self._channels:
+            channel.hello()
+
+    def request(self, want: int) -> None:
+        """Divide a request over all ranks, see `ActorChannel.request`.
+
+        Args:
+            want: tickets to hold at a time, of all ranks together.
+        """
+        self._want = want
+        self._levels = [-(-want // len(self._channels))] * len(self._channels)
+        for channel, level in zip(self._channels, self._levels, strict=True):
+            channel.request(level)
+        self._next_share = time.monotonic() + self._share_every_s
+
+    def send(self, trajectory: Trajectory) -> bool:
+        """Send to the rank that granted the trajectory's ticket, see `ActorChannel.send`.
+
+        Raises:
+            ValueError: the ticket was not granted to this actor.
+        """
+        return self._channel_of(trajectory.ticket_id).send(trajectory)
+
+    def fail(self, ticket_id: int, reason: str) -> None:
+        """Report to the rank that granted the ticket, see `ActorChannel.fail`."""
+        self._channel_of(ticket_id).fail(ticket_id, reason)
+
+    def report(self, stats: dict[str, float]) -> None:
+        """Report metrics to the first rank, since ranks add theirs up; see `ActorChannel.report`."""
+        self._channels[0].report(stats)
+
+    def offer_engines(self, engines: Engines) -> None:
+        """Offer servers to the first rank, which is the one that publishes; see `ActorChannel.offer_engines`."""
+        self._channels[0].offer_engines(engines)
+
+    def request_evaluation(self, want: int) -> None:
+        """Request from the first rank, which is the one that evaluates; see `ActorChannel.request_evaluation`."""
+        self._channels[0].request_evaluation(want)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """Send to the first rank, see `ActorChannel.evaluated`."""
+        self._channels[0].evaluated(result)
+
+    def evaluation_failed(self, evaluation_id: int, task_id: int, reason: str) -> None:
+        """Report to the first rank, see `ActorChannel.evaluation_failed`."""
+        self._channels[0].evaluation_failed(evaluation_id, task_id, reason)
+
+    async def poll_async(self, timeout_s: float) -> list[Event]:
+        """Collect events of all ranks, see `ActorChannel.poll_async`. Each version is reported once."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events = [event for channel in self._channels for event in self._taken(channel)]
+            self._share_out()
+            remaining = deadline - time.monotonic()
+            if events or remaining <= 0:
+                return events
+            await self._any_readable(remaining)
+
+    @property
+    def held(self) -> list[Ticket]:
+        """Tickets held, of all ranks; see `ActorChannel.held`."""
+        return [ticket for channel in self._channels for ticket in channel.held]
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Sum over ranks, see `ActorChannel.num_unacknowledged`."""
+        return sum(channel.num_unacknowledged for channel in self._channels)
+
+    @property
+    def arena_fill(self) -> float:
+        """Share of the fullest arena in use, in [0, 1]."""
+        return max(channel.arena_fill for channel in self._channels)
+
+    def close(self) -> None:
+        """Close all channels and their context."""
+        for channel in self._channels:
+            channel.close()
+        self._context.term()
+
+    def _channel_of(self, ticket_id: int) -> ActorChannel:
+        channel = self._came_by.get(ticket_id)
+        if channel is None:
+            raise ValueError(f"ticket {ticket_id} was not granted to this actor")
+        return channel
+
+    def _taken(self, channel: ActorChannel) -> list[Event]:
+        """Return a rank's events, without versions that another rank has announced already."""
+        events: list[Event] = []
+        for event in channel.poll():
+            match event:
+                case Grant(tickets):
+                    self._came_by |= {ticket.ticket_id: channel for ticket in tickets}
+                case WeightsAnnounced(version):
+                    if self._version is not None and version <= self._version:
+                        continue
+                    self._version = version
+            events.append(event)
+        if len(self._came_by) > 2 * len(self.held) + 1024:
+            held = {ticket.ticket_id for ticket in self.held}
+            self._came_by = {ticket_id: c for ticket_id, c in self._came_by.items() if ticket_id in held}
+        return events
+
+    def _share_out(self) -> None:
+        """Request an equal share of the slots from each rank, and more from those that filled theirs where others, for
+        lack of tickets, did not."""
+        self._peaks = [max(peak, len(c.held)) for peak, c in zip(self._peaks, self._channels, strict=True)]
+        now = time.monotonic()
+        if now < self._next_share:
+            return
+        self._next_share = now + self._share_every_s
+        share = -(-self._want // len(self._channels))
+        spare = sum(max(0, share - peak) for peak in self._peaks)
+        num_full = sum(peak >= share for peak in self._peaks)
+        for place, channel in enumerate(self._channels):
+            is_full = self._peaks[place] >= share
+            level = share + (spare // num_full if is_full else 0)
+            if level != self._levels[place]:
+                self._levels[place] = level
+                channel.request(level)
+            self._peaks[place] = len(channel.held)
+
+    async def _any_readable(self, timeout_s: float) -> None:
+        if len(self._channels) == 1:
+            await self._channels[0].readable(timeout_s)
+            return
+        waiting = [asyncio.ensure_future(channel.readable(timeout_s)) for channel in self._channels]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def actor_name(config: Config, index: int) -> str:

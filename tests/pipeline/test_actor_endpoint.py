@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.pipeline.actor_endpoint import ActorChannels
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
@@ -17,7 +18,6 @@ from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, WeightsAnnounced
-from impala_llm.pipeline.transport.rank_channels import ActorChannels
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
