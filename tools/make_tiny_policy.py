@@ -2,11 +2,11 @@
 """Make the small policy that the quickstart starts from: tokenizer and causal LM, from the scripted shopper's episodes.
 
 No model has to be downloaded. The policy clones a sloppy shopper, so it is competent but imperfect: it knows the pages,
-the grammar and how to judge a product by its features, but often buys unread, without an option or above the price, and
-leaves reinforcement learning much to find. A linear value head learns the final score of the same episodes beside it,
+the grammar and how to judge a product by its features, but buys without the options or above the price, and leaves
+reinforcement learning much to find. A linear value head learns the final score of the same episodes beside it,
 on a detached trunk.
 
-    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --updates 2400 --minutes 60 --threads 1
+    python tools/make_tiny_policy.py --out impala_llm/assets/tiny_shopper --updates 2000 --minutes 60 --threads 1
 
 Demonstrations play training goals of hard catalogues of the seeds from 1000 on, none of which the quickstart plays. The
 tokenizer is made here; recording and training are `impala-llm demonstrate` and `impala-llm sft`.
