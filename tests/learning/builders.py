@@ -1,5 +1,6 @@
 """Small policies and trajectories for the tests of this folder."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,13 @@ from transformers import (
 from impala_llm.algorithms.interface import Credit, Loss
 from impala_llm.algorithms.losses import TruncatedIS
 from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.config import load
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import AlgorithmConfig, Config
+from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 
 VOCABULARY = 50
@@ -114,3 +121,29 @@ def make_config(credit: Credit | None = None, loss: Loss | None = None, **algori
     config = Config()
     config.algorithm = AlgorithmConfig(credit or VTrace(), loss or TruncatedIS(), **algorithm)  # type: ignore[arg-type]
     return config
+
+
+def trainer_with(directory: Path, *overrides: str) -> Trainer:
+    config = load(["model=scratch", "algorithm.group_size=2", *overrides])
+    model = PolicyModel.from_pretrained(save_lm(directory))
+    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+
+
+def batch_of(weights: tuple[float, ...]) -> Batch:
+    return Batch(tuple(make_batch()), weights, tuple(range(6)), 1.0)
+
+
+def varied() -> Batch:
+    rows = [dataclasses.replace(t, ticket_id=i, group_id=0) for i, t in enumerate(make_batch())]
+    return dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows))
+
+
+def endless(t: Trajectory) -> Trajectory:
+    """With rewards whose sum is infinite in float32."""
+    return dataclasses.replace(t, rewards=np.where(t.action_mask, np.float32(3e38), np.float32(0)))
+
+
+def group_advantages(batch: Batch) -> np.ndarray:
+    """Of each trajectory: its return less the mean return of all, which are one group."""
+    returns = np.array([float(t.rewards.sum()) for t in batch.trajectories])
+    return returns - returns.mean()

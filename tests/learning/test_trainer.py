@@ -1,10 +1,7 @@
-"""The step of one rank, as its buffer and its log see it."""
+"""The step of one rank: draws, returns, shaped rewards, and the loss by its definition."""
 
 import dataclasses
-import logging
 import math
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.algorithms.advantages import GAE, GroupRelative, episode_return
-from impala_llm.algorithms.interface import Credit, Loss, LossOutput, Scored
-from impala_llm.algorithms.losses import PPOClip, Reinforce
+from impala_llm.algorithms.interface import Credit, LossOutput, Scored
+from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
 from impala_llm.algorithms.vtrace import VTrace
-from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
@@ -30,17 +25,22 @@ from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, de
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm
+from tests.learning.builders import (
+    NoPriorities,
+    batch_of,
+    group_advantages,
+    make_config,
+    make_trajectory,
+    save_lm,
+    trainer_with,
+    varied,
+)
 
 
 def make_trainer(directory: Path) -> Trainer:
     config = make_config(entropy_coef=0.01)
     model = PolicyModel.from_pretrained(save_lm(directory))
     return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
-
-
-def batch_of(weights: tuple[float, ...]) -> Batch:
-    return Batch(tuple(make_batch()), weights, tuple(range(6)), 1.0)
 
 
 def test_weights_of_the_draw_have_mean_1(tmp_path: Path) -> None:
@@ -69,12 +69,6 @@ def with_returns(*rewards: tuple[float, float]) -> list[Trajectory]:
         values[[3, 9]] = pair
         group.append(dataclasses.replace(t, rewards=values))
     return group
-
-
-def trainer_with(directory: Path, *overrides: str) -> Trainer:
-    config = load(["model=scratch", "algorithm.group_size=2", *overrides])
-    model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
 
 
 def prepared(trainer: Trainer, group: list[Trajectory]) -> list[float]:
@@ -129,134 +123,6 @@ def test_who_is_too_old_is_compared_with_and_does_not_teach(tmp_path: Path) -> N
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
 
 
-# --- what is not finite
-
-
-class Finite(NoPriorities):
-    """As the buffer does, refuses what is no number."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        assert all(map(math.isfinite, values)), values
-
-
-class ThreadRanks(Ranks):
-    """Two ranks in one process, a thread each."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
-        super().__init__("cpu")
-        self.rank = self.process = rank
-        self.world_size = self.num_processes = 2
-        self._meeting, self._table = meeting, table
-
-    def _exchange(self, mine: object) -> list:
-        self._table[self.rank] = mine
-        self._meeting.wait(30)
-        both = [self._table[0], self._table[1]]
-        self._meeting.wait(30)
-        return both
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        return [sum(pair) for pair in zip(*self._exchange(list(numbers)), strict=True)]
-
-    def sum_gradients(self, model: torch.nn.Module) -> None:
-        parameters = list(model.parameters())
-        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, *both in zip(parameters, *self._exchange(mine), strict=True):
-            p.grad = both[0] + both[1]
-
-
-def endless(t: Trajectory) -> Trajectory:
-    """With rewards whose sum is infinite in float32."""
-    return dataclasses.replace(t, rewards=np.where(t.action_mask, np.float32(3e38), np.float32(0)))
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
-def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_finite(
-    tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy = save_lm(tmp_path)
-    meeting, table = threading.Barrier(2), {}
-    good = make_batch()
-    bad = [*good[:3], endless(good[3]), *good[4:]]
-    summaries: dict[int, list[dict[str, float]]] = {0: [], 1: []}
-    moved: dict[int, list[bool]] = {0: [], 1: []}
-
-    config = load(["model=scratch", f"algorithm={algorithm}", "algorithm.group_size=6", "learner.batch_size=12"])
-    models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
-
-    def work(rank: int) -> None:
-        model = models[rank]
-        trainer = Trainer(config, ThreadRanks(rank, meeting, table), model, Finite(), MetricLog())  # type: ignore[arg-type]
-        for version, episodes in enumerate([bad if rank else good, good], start=3):
-            before = [p.detach().clone() for p in model.parameters()]
-            varied = [dataclasses.replace(t, ticket_id=i) for i, t in enumerate(episodes)]
-            trainer.update(Batch(tuple(varied), (1.0,) * 6, tuple(range(6)), 1.0), version, 0.0)
-            moved[rank].append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
-            assert all(bool(p.isfinite().all()) for p in model.parameters())
-            summaries[rank].append(trainer.log.flush())
-
-    with caplog.at_level(logging.WARNING):
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert moved == {0: [False, True], 1: [False, True]}
-    for rank in (0, 1):
-        assert [summary["optimizer/skipped"] for summary in summaries[rank]] == [1.0, 0.0]
-    assert [summaries[rank][0]["optimizer/not_finite"] for rank in (0, 1)] == [0.0, 1.0]
-    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
-    assert "episode-3" in text and "episode-4" not in text
-
-
-def test_only_the_steps_that_have_a_bad_row_are_left_out_of_an_update(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of two epochs of three minibatches each one has the row, and two have not."""
-    steps = ("learner.epochs=2", "learner.minibatches=3", "learner.warmup_updates=0")
-    trainer = trainer_with(tmp_path, "algorithm=ppo", *steps)
-    good = make_batch()
-    bad = (*good[:3], endless(good[3]), *good[4:])
-    with caplog.at_level(logging.WARNING):
-        trainer.update(Batch(bad, (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
-    state = trainer.optimizer.state_dict()
-    assert {tensor.item() for name, tensor in state.items() if name.endswith(".step")} == {4.0}
-    assert trainer.log.flush()["optimizer/not_finite"] == 1.0
-    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
-    assert "episode-3" in text and "more of the batch" not in text
-    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-
-
-class SteepAt(PolicyModel):
-    """Has an infinite gradient in micro-batches with a token."""
-
-    token = 49
-
-    def hidden(self, tokens: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        hidden = super().hidden(tokens, position_ids, lengths)
-        if hidden.requires_grad and bool((tokens == self.token).any()):
-            hidden.register_hook(lambda gradient: gradient + math.inf)
-        return hidden
-
-
-def test_the_episode_whose_gradient_alone_is_not_finite_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its losses are finite, and it shares a micro-batch with others that are as they should be."""
-    model = SteepAt.from_pretrained(save_lm(tmp_path))
-    episodes = [dataclasses.replace(t, tokens=t.tokens % model.token) for t in make_batch()]
-    episodes[3].tokens[0] = model.token
-    trainer = Trainer(load(["model=scratch", "algorithm=ppo"]), Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
-    before = [p.detach().clone() for p in model.parameters()]
-    with caplog.at_level(logging.WARNING):
-        trainer.update(Batch(tuple(episodes), (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
-    summary = trainer.log.flush()
-    assert (summary["optimizer/skipped"], summary["optimizer/not_finite"]) == (1.0, 1.0)
-    [text] = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
-    assert "episode-3" in text
-    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
-
-
 # --- what a credit and a loss measure
 
 
@@ -289,95 +155,6 @@ def test_a_metric_has_one_meaning() -> None:
     declare("loss", {"clip_share": METRICS["loss/clip_share"].meaning})
     with pytest.raises(MetricError, match="loss/clip_share.*another name"):
         declare("loss", {"clip_share": "something else"})
-
-
-# --- several optimizer steps an update
-
-
-@dataclass
-class Recording(PPOClip):
-    """Remembers what it is given."""
-
-    def __post_init__(self) -> None:
-        self.seen: list[Scored] = []
-
-    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
-        self.seen.append(scored)
-        return super().__call__(scored, advantages)
-
-
-def recording_trainer(directory: Path, **learner: object) -> tuple[Trainer, Recording]:
-    loss = Recording()
-    config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None)
-    config.learner = LearnerConfig(warmup_updates=0, decay="constant", learning_rate=1e-2, **learner)  # type: ignore[arg-type]
-    model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
-
-
-def varied() -> Batch:
-    rows = [dataclasses.replace(t, ticket_id=i, group_id=0) for i, t in enumerate(make_batch())]
-    return dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows))
-
-
-def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
-    once, _ = recording_trainer(tmp_path)
-    twice, _ = recording_trainer(tmp_path, epochs=2)
-    for _ in range(2):
-        once.update(varied(), version=3, progress=0.0)
-    twice.update(varied(), version=3, progress=0.0)
-    for p, q in zip(once.model.parameters(), twice.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_an_episode_without_a_gradient_counts_in_the_mean_of_each_step(tmp_path: Path) -> None:
-    """Four of the six are as good as their groups of two."""
-    norms = []
-    for epochs in (1, 2):
-        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
-        trainer.config.algorithm.entropy_coef = trainer.entropy.coef = 0.0
-        trainer.optimizer = Optimizer(trainer.model, LearnerConfig(learning_rate=0.0, value_learning_rate=0.0))
-        rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(6)]
-        rows[0] = dataclasses.replace(rows[0], rewards=2 * rows[0].rewards)
-        trainer.update(dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows)), version=3, progress=0.0)
-        summary = trainer.log.flush()
-        assert summary["advantage/zero_share"] == pytest.approx(4 / 6)
-        norms.append(summary["optimizer/gradient_norm"])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
-def test_each_pass_sees_every_episode_once_in_parts_of_another_order(tmp_path: Path) -> None:
-    trainer, loss = recording_trainer(tmp_path, epochs=3, minibatches=2)
-    batch = varied()
-    trainer.update(batch, version=3, progress=0.0)
-    sizes = [len(scored.log_probs) for scored in loss.seen]
-    total = sum(t.num_action_tokens for t in batch.trajectories)
-    assert [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)] == [total] * 3
-    assert len(set(sizes)) > 2
-    assert trainer.num_updates == 1
-
-
-def test_the_proximal_policy_is_that_of_the_beginning_of_the_update(tmp_path: Path) -> None:
-    trainer, loss = recording_trainer(tmp_path, epochs=2)
-    trainer.update(varied(), version=3, progress=0.0)
-    first, second = loss.seen
-    assert first.proximal_log_probs is not None and second.proximal_log_probs is not None
-    torch.testing.assert_close(first.proximal_log_probs, first.log_probs.detach())
-    assert torch.equal(second.proximal_log_probs, first.proximal_log_probs)
-    assert (second.log_probs - second.proximal_log_probs).abs().max() > 1e-3
-    single, plain = recording_trainer(tmp_path)
-    single.update(varied(), version=3, progress=0.0)
-    assert plain.seen[0].proximal_log_probs is None
-
-
-def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> None:
-    """Later steps of the update say nothing of the engine: the policy has moved."""
-    seen = []
-    for epochs in (1, 4):
-        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
-        trainer.update(varied(), version=3, progress=0.0)
-        summary = trainer.log.flush()
-        seen.append((summary["mismatch/logprob_mean"], summary["mismatch/tokens"]))
-    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
 # --- shaped rewards and whitened advantages
@@ -473,47 +250,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize(("credit", "loss"), [(GAE(), PPOClip()), (GroupRelative(), M2PO(threshold=0.5))], ids=str)
-def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: Credit, loss: Loss) -> None:
-    """With whitened advantages and two passes: what is summed over ranks, before the first step and in each."""
-    save_lm(tmp_path)
-    whole = [dataclasses.replace(t, ticket_id=i, group_id=i % 2) for i, t in enumerate(make_batch())]
-
-    def trained(ranks: Ranks, rows: list[Trajectory]) -> list[torch.Tensor]:
-        config = make_config(credit, loss, whiten_advantages=True, max_staleness=None)
-        config.learner = LearnerConfig(warmup_updates=0, decay="constant", epochs=2)
-        with lock:
-            model = PolicyModel.from_pretrained(tmp_path)
-            trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
-        batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(range(len(rows))), 1.0)
-        trainer.update(batch, version=3, progress=0.0)
-        return [p.detach() for p in trainer.model.parameters()]
-
-    lock = threading.Lock()
-    meeting, table = threading.Barrier(2), {}
-    results: dict[int, list[torch.Tensor]] = {}
-
-    def work(rank: int) -> None:
-        results[rank] = trained(ThreadRanks(rank, meeting, table), whole[rank::2])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    alone = trained(Ranks("cpu"), whole)
-    for mine, other, together in zip(alone, results[0], results[1], strict=True):
-        assert torch.equal(other, together)
-        torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
-
-
 # --- an update by its definition
-
-
-def group_advantages(batch: Batch) -> np.ndarray:
-    """Of each trajectory: its return less the mean return of all, which are one group."""
-    returns = np.array([float(t.rewards.sum()) for t in batch.trajectories])
-    return returns - returns.mean()
 
 
 def defined_loss(lm: PreTrainedModel, batch: Batch, aggregate: str, temperature: float) -> torch.Tensor:
@@ -597,98 +334,3 @@ def test_the_second_moment_is_that_of_all_tokens_of_an_optimizer_step_however_it
         largest_kept, smallest_masked = float(kept.max()), float(squares[is_masked].min())
         assert largest_kept < smallest_masked
         assert (float(kept.sum()) + smallest_masked) / (len(kept) + 1) > 0.5, "no more is left out than must be"
-
-
-class Priorities(NoPriorities):
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[int, float]] = []
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.told.append(dict(zip(ids, values, strict=True)))
-
-
-@pytest.mark.parametrize("cut", [{}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2}], ids=str)
-def test_the_buffer_is_told_once_of_each_item_the_largest_advantage_of_its_trajectories(
-    tmp_path: Path, cut: dict[str, int]
-) -> None:
-    trainer, _ = recording_trainer(tmp_path, **cut)
-    trainer.buffer = buffer = Priorities()  # type: ignore[assignment]
-    batch = dataclasses.replace(varied(), item_ids=(7, 7, 8, 9, 9, 9))
-    trainer.update(batch, version=3, progress=0.0)
-    sizes = np.abs(group_advantages(batch))
-    expected = {7: sizes[:2].max(), 8: sizes[2], 9: sizes[3:].max()}
-    [told] = buffer.told
-    assert told == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:
-    """Weights after it are those of a trainer that has never seen it; so are the moments, which the next steps show."""
-    good = varied()
-    bad = dataclasses.replace(good, trajectories=(endless(good.trajectories[0]), *good.trajectories[1:]))
-    ends = []
-    for batches in ([bad, good, bad, good], [good, good]):
-        trainer, _ = recording_trainer(tmp_path)
-        for batch in batches:
-            trainer.update(batch, version=3, progress=0.0)
-        ends.append([p.detach().clone() for p in trainer.model.parameters()])
-    for with_bad, without in zip(*ends, strict=True):
-        torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
-
-
-def test_several_steps_on_a_batch_of_many_micro_batches_begin_with_its_log_probabilities(tmp_path: Path) -> None:
-    """However the batch is cut, ratios of a later step are against the weights that the update began with."""
-    seen = []
-    for token_budget in (44, 1000):
-        trainer, loss = recording_trainer(tmp_path, epochs=2, token_budget=token_budget)
-        trainer.update(varied(), version=3, progress=0.0)
-        proximal = [s.proximal_log_probs for s in loss.seen if s.proximal_log_probs is not None]
-        seen.append(torch.cat(proximal).sort().values)
-    torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
-
-
-class RecordedRanks(ThreadRanks):
-    """Remembers the sums that it was asked for, by their lengths."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
-        super().__init__(rank, meeting, table)
-        self.asked: list[int] = []
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        self.asked.append(len(numbers))
-        return super().sum(numbers)
-
-    def sum_gradients(self, model: torch.nn.Module) -> None:
-        self.asked.append(-1)
-        super().sum_gradients(model)
-
-
-@pytest.mark.parametrize("whitens", ["true", "false"])
-@pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
-def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batches_are(
-    tmp_path: Path, algorithm: str, whitens: str
-) -> None:
-    """Rank 0 has six episodes that differ; rank 1 six that are equal, then six of which one is not finite."""
-    policy = save_lm(tmp_path)
-    words = [f"algorithm={algorithm}", "algorithm.group_size=6", f"algorithm.whiten_advantages={whitens}"]
-    config = load(["model=scratch", *words, "learner.batch_size=12", "learner.epochs=2", "learner.minibatches=2"])
-    models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
-    meeting, table = threading.Barrier(2), {}
-    ranks = [RecordedRanks(rank, meeting, table) for rank in (0, 1)]
-    differing = varied().trajectories
-    equal = (differing[0],) * 6
-    batches = [[differing, differing], [equal, (endless(differing[0]), *differing[1:])]]
-
-    def work(rank: int) -> None:
-        trainer = Trainer(config, ranks[rank], models[rank], Finite(), MetricLog())  # type: ignore[arg-type]
-        for version, trajectories in enumerate(batches[rank], start=3):
-            trainer.update(dataclasses.replace(varied(), trajectories=trajectories), version, 0.0)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert ranks[0].asked == ranks[1].asked
-    assert ranks[0].asked.count(-1) == 2 * 4, "a gradient for each minibatch of each pass"

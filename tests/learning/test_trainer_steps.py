@@ -1,0 +1,160 @@
+"""Several optimizer steps an update: what each sees, and what the buffer and the optimizer are told."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from impala_llm.algorithms.advantages import GroupRelative
+from impala_llm.algorithms.interface import LossOutput, Scored
+from impala_llm.algorithms.losses import PPOClip
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.parallel import Ranks
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.settings import LearnerConfig
+from impala_llm.trainer import Trainer
+from tests.learning.builders import (
+    NoPriorities,
+    batch_of,
+    endless,
+    group_advantages,
+    make_config,
+    make_trajectory,
+    save_lm,
+    varied,
+)
+
+
+@dataclass
+class Recording(PPOClip):
+    """Remembers what it is given."""
+
+    def __post_init__(self) -> None:
+        self.seen: list[Scored] = []
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        self.seen.append(scored)
+        return super().__call__(scored, advantages)
+
+
+def recording_trainer(directory: Path, **learner: object) -> tuple[Trainer, Recording]:
+    loss = Recording()
+    config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None)
+    config.learner = LearnerConfig(warmup_updates=0, decay="constant", learning_rate=1e-2, **learner)  # type: ignore[arg-type]
+    model = PolicyModel.from_pretrained(save_lm(directory))
+    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
+
+
+def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
+    once, _ = recording_trainer(tmp_path)
+    twice, _ = recording_trainer(tmp_path, epochs=2)
+    for _ in range(2):
+        once.update(varied(), version=3, progress=0.0)
+    twice.update(varied(), version=3, progress=0.0)
+    for p, q in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_an_episode_without_a_gradient_counts_in_the_mean_of_each_step(tmp_path: Path) -> None:
+    """Four of the six are as good as their groups of two."""
+    norms = []
+    for epochs in (1, 2):
+        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
+        trainer.config.algorithm.entropy_coef = trainer.entropy.coef = 0.0
+        trainer.optimizer = Optimizer(trainer.model, LearnerConfig(learning_rate=0.0, value_learning_rate=0.0))
+        rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(6)]
+        rows[0] = dataclasses.replace(rows[0], rewards=2 * rows[0].rewards)
+        trainer.update(dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows)), version=3, progress=0.0)
+        summary = trainer.log.flush()
+        assert summary["advantage/zero_share"] == pytest.approx(4 / 6)
+        norms.append(summary["optimizer/gradient_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_each_pass_sees_every_episode_once_in_parts_of_another_order(tmp_path: Path) -> None:
+    trainer, loss = recording_trainer(tmp_path, epochs=3, minibatches=2)
+    batch = varied()
+    trainer.update(batch, version=3, progress=0.0)
+    sizes = [len(scored.log_probs) for scored in loss.seen]
+    total = sum(t.num_action_tokens for t in batch.trajectories)
+    assert [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)] == [total] * 3
+    assert len(set(sizes)) > 2
+    assert trainer.num_updates == 1
+
+
+def test_the_proximal_policy_is_that_of_the_beginning_of_the_update(tmp_path: Path) -> None:
+    trainer, loss = recording_trainer(tmp_path, epochs=2)
+    trainer.update(varied(), version=3, progress=0.0)
+    first, second = loss.seen
+    assert first.proximal_log_probs is not None and second.proximal_log_probs is not None
+    torch.testing.assert_close(first.proximal_log_probs, first.log_probs.detach())
+    assert torch.equal(second.proximal_log_probs, first.proximal_log_probs)
+    assert (second.log_probs - second.proximal_log_probs).abs().max() > 1e-3
+    single, plain = recording_trainer(tmp_path)
+    single.update(varied(), version=3, progress=0.0)
+    assert plain.seen[0].proximal_log_probs is None
+
+
+def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> None:
+    """Later steps of the update say nothing of the engine: the policy has moved."""
+    seen = []
+    for epochs in (1, 4):
+        trainer, _ = recording_trainer(tmp_path, epochs=epochs)
+        trainer.update(varied(), version=3, progress=0.0)
+        summary = trainer.log.flush()
+        seen.append((summary["mismatch/logprob_mean"], summary["mismatch/tokens"]))
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+def test_several_steps_on_a_batch_of_many_micro_batches_begin_with_its_log_probabilities(tmp_path: Path) -> None:
+    """However the batch is cut, ratios of a later step are against the weights that the update began with."""
+    seen = []
+    for token_budget in (44, 1000):
+        trainer, loss = recording_trainer(tmp_path, epochs=2, token_budget=token_budget)
+        trainer.update(varied(), version=3, progress=0.0)
+        proximal = [s.proximal_log_probs for s in loss.seen if s.proximal_log_probs is not None]
+        seen.append(torch.cat(proximal).sort().values)
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
+
+
+class Priorities(NoPriorities):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[int, float]] = []
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        self.told.append(dict(zip(ids, values, strict=True)))
+
+
+@pytest.mark.parametrize("cut", [{}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2}], ids=str)
+def test_the_buffer_is_told_once_of_each_item_the_largest_advantage_of_its_trajectories(
+    tmp_path: Path, cut: dict[str, int]
+) -> None:
+    trainer, _ = recording_trainer(tmp_path, **cut)
+    trainer.buffer = buffer = Priorities()  # type: ignore[assignment]
+    batch = dataclasses.replace(varied(), item_ids=(7, 7, 8, 9, 9, 9))
+    trainer.update(batch, version=3, progress=0.0)
+    sizes = np.abs(group_advantages(batch))
+    expected = {7: sizes[:2].max(), 8: sizes[2], 9: sizes[3:].max()}
+    [told] = buffer.told
+    assert told == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:
+    """Weights after it are those of a trainer that has never seen it; so are the moments, which the next steps show."""
+    good = varied()
+    bad = dataclasses.replace(good, trajectories=(endless(good.trajectories[0]), *good.trajectories[1:]))
+    ends = []
+    for batches in ([bad, good, bad, good], [good, good]):
+        trainer, _ = recording_trainer(tmp_path)
+        for batch in batches:
+            trainer.update(batch, version=3, progress=0.0)
+        ends.append([p.detach().clone() for p in trainer.model.parameters()])
+    for with_bad, without in zip(*ends, strict=True):
+        torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
