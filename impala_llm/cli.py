@@ -3,6 +3,7 @@
 What the commands need is imported inside of `main`: that takes a second, in which Ctrl-C is no error either.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         code = run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
+        gc.freeze()  # the collections at the end of the process took longer than what many commands do
         return code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor is another one an error
