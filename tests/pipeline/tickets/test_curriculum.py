@@ -120,10 +120,13 @@ class Episode:
 
 @pytest.mark.system
 def test_a_run_turns_to_the_tasks_that_teach(user_folder: Path) -> None:
+    """All tasks of the first update were given out before anything was known. Synchronous: else it is a matter of pace
+    how many updates these are for, and whether an episode ends in each."""
     (user_folder / "halves.py").write_text(ENVIRONMENT)
     words = [
-        *("model=scratch", "env=halves:Suite", "algorithm.curriculum=0.05", f"run.name=halves-{user_folder.name}"),
-        *("run.dir=run", "run.terminal=false", "learner.total_updates=16", "learner.batch_size=32"),
+        *("model=scratch", "env=halves:Suite", "algorithm.curriculum=0.05", "algorithm.max_staleness=0"),
+        *(f"run.name=halves-{user_folder.name}", "run.dir=run", "run.terminal=false"),
+        *("learner.total_updates=16", "learner.batch_size=32"),
         *("engine.max_new_tokens=1", "engine.max_length=64", "learner.learning_rate=0"),
     ]
     command = [sys.executable, "-m", "impala_llm.cli", "train", *words]
@@ -131,4 +134,4 @@ def test_a_run_turns_to_the_tasks_that_teach(user_folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (user_folder / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
     shares = [row["env/hopeless"] for row in rows]
-    assert sum(shares[-5:]) / 5 < 0.25 < sum(shares[:2]) / 2
+    assert sum(shares[-5:]) / 5 < 0.25 < shares[0]
