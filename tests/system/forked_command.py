@@ -5,6 +5,7 @@ no start. Run as a program, this is that process: it answers each line of JSON w
 """
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -38,6 +39,7 @@ def serve() -> None:
     import impala_llm.preflight  # noqa: F401
     from impala_llm import cli
 
+    gc.freeze()  # a fork that looks through all that was imported copies its memory
     for line in sys.stdin:
         words, folder = json.loads(line)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -6,6 +6,7 @@ each line of JSON with another.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -47,6 +48,7 @@ def forked_ranks(module: str) -> Iterator[Start]:
 def serve(module: ModuleType) -> None:
     """Start the ranks of each line of stdin, and print their status and what they have printed."""
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no thread but the one that forks"
+    gc.freeze()  # a fork that looks through all that was imported copies its memory
     for line in sys.stdin:
         number, words = json.loads(line)
         with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as said:
