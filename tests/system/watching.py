@@ -116,6 +116,7 @@ class Watched:
     def look(self, most_s: float = 0.25) -> None:
         """Take in what is shown within this time."""
         until = time.monotonic() + most_s
+        has_changed = False
         while (left := until - time.monotonic()) > 0:
             if not select.select([self._terminal], [], [], left)[0]:
                 break
@@ -126,13 +127,20 @@ class Watched:
                 break
             for stream in self._streams:
                 stream.feed(data)
-            self._long |= {
-                row.rstrip()
-                for row in self._screens[1].display
-                if len(row.rstrip()) > self.columns or row.rstrip().endswith("…")
-            }
-        if not self.seen or self.text != self.seen[-1][1]:
+            self._note_long_rows()
+            has_changed = True
+        if not self.seen or (has_changed and self.text != self.seen[-1][1]):
             self.seen.append((time.monotonic() - self._started, self.text))
+
+    def _note_long_rows(self) -> None:
+        """Of the rows that have changed: to draw all of a wide screen takes a tenth of a second."""
+        wide = self._screens[1]
+        for number in wide.dirty:
+            cells = wide.buffer[number]
+            end = 1 + max((column for column, cell in cells.items() if cell.data.strip()), default=-1)
+            if end > self.columns or (end and cells[end - 1].data == "…"):
+                self._long.add("".join(cells[column].data for column in range(end)))
+        wide.dirty.clear()
 
 
 def main(argv: Sequence[str]) -> int:
