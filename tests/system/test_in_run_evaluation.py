@@ -30,6 +30,7 @@ def test_scores_come_beside_training_also_when_an_actor_is_killed_amid_an_evalua
         begun, updates = len(evaluations(run)), len(run.rows())
         run.wait_for_updates(1)
         actors = run.processes(str(ROOT / "impala_llm/actor.py"))
+        assert len(actors) == 2 and run.listening() <= {"127.0.0.1", "::1"}
         actors[0].kill()
         run.wait_for(lambda: len(evaluations(run)) >= begun + 2, "evaluations after the loss of an actor")
         found = evaluations(run)
@@ -46,30 +47,15 @@ def test_scores_come_beside_training_also_when_an_actor_is_killed_amid_an_evalua
         assert len(tokens) == len(seconds) == len(steps)
         assert tokens == sorted(set(tokens)) and seconds == sorted(set(seconds))
         assert sum(column(run.rows(), "pipeline/malformed")) == sum(column(run.rows(), "pipeline/refused")) == 0
-        supervisor.send_signal(signal.SIGTERM)
-        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
+        assert (tmp_path / "policy" / "model.safetensors").is_file()
 
 
 @pytest.mark.system
-def test_a_run_without_gain_ends_early_and_keeps_its_best_policy(tmp_path: Path) -> None:
+def test_a_run_without_gain_ends_early_with_its_best_policy_also_when_it_was_interrupted(tmp_path: Path) -> None:
     """With a learning rate of zero nothing is ever better than the start."""
-    settings = ("experiment=toy", "learner.learning_rate=0", "evaluation.patience=2", ENDLESS)
-    with Run(tmp_path, *settings, "evaluation.every_updates=3", "evaluation.run_tasks=20") as run:
-        assert run.train().wait(120) == 0, run.printed()
-        run.assert_gone()
-        found = evaluations(run)
-        assert column(found, "evaluation/without_gain") == [0.0, 1.0, 2.0]
-        assert column(found, "evaluation/best_version") == [0.0, 0.0, 0.0]
-        assert "the run ends early" in run.log.read_text()
-        kept = json.loads((tmp_path / "policy-best" / "evaluation.json").read_text())
-        assert (kept["evaluation/version"], kept["evaluation/episodes"]) == (0, 20)
-        AutoModelForCausalLM.from_pretrained(tmp_path / "policy-best")
-        assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "policy-candidate").exists()
-
-
-@pytest.mark.system
-def test_a_run_that_goes_on_knows_its_best_score_and_how_long_nothing_was_better(tmp_path: Path) -> None:
     settings = ("experiment=toy", "learner.learning_rate=0", "evaluation.patience=4", ENDLESS)
     with Run(tmp_path, *settings, "evaluation.every_updates=3", "evaluation.run_tasks=20") as run:
         supervisor = run.train()
@@ -81,6 +67,11 @@ def test_a_run_that_goes_on_knows_its_best_score_and_how_long_nothing_was_better
         found = evaluations(run)
         assert column(found, "evaluation/without_gain") == [0.0, 1.0, 2.0, 3.0, 4.0]
         assert set(column(found, "evaluation/best_version")) == {0.0}
+        assert "the run ends early" in run.log.read_text()
+        kept = json.loads((tmp_path / "policy-best" / "evaluation.json").read_text())
+        assert (kept["evaluation/version"], kept["evaluation/episodes"]) == (0, 20)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "policy-best")
+        assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "policy-candidate").exists()
         for name in ("progress/tokens", "progress/episodes", "progress/seconds"):
             counted = column(run.rows(), name)
             assert counted == sorted(counted)

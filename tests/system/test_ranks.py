@@ -47,7 +47,7 @@ def test_a_learner_of_two_tensor_parallel_processes_trains_is_evaluated_and_goes
 @pytest.mark.system
 def test_a_run_goes_on_as_another_number_of_ranks_with_the_policy_in_other_parts(tmp_path: Path) -> None:
     """From the checkpoint alone: the memory of the host has nothing of a run that has ended."""
-    lives = (ALONE, FSDP2, ALONE, TENSOR, ALONE)
+    lives = (ALONE, FSDP2, TENSOR, ALONE)
     with Run(tmp_path, *TOY) as run:
         settings = list(run.settings)
         for number, ranks in enumerate(lives, start=1):

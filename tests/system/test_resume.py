@@ -4,10 +4,12 @@ import json
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 from tests.system.lost_hosts import SYNCHRONOUS, losses, violations
 from tests.system.runs import Run, column
@@ -26,12 +28,18 @@ def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp
 
 @pytest.mark.system
 def test_ctrl_c_and_the_same_command_again_is_one_curve(tmp_path: Path) -> None:
-    with Run(tmp_path, "experiment=toy", "actor.num_actors=1", "learner.total_updates=60") as run:
-        supervisor = run.train()
+    errors = tmp_path / "errors"
+    settings = ("experiment=toy", "actor.num_actors=1", "learner.save_every=0", "learner.total_updates=60")
+    with Run(tmp_path, *settings) as run:
+        supervisor = run.start(sys.executable, "-m", "impala_llm.cli", "train", errors=errors)
         run.wait_for_updates(10)
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
+        assert len(errors.read_text().splitlines()) <= 3 and "Traceback" not in errors.read_text()
+        assert "the run was interrupted by SIGINT; the same command goes on with it" in errors.read_text()
+        assert "the policy is saved in" in (tmp_path / "logs" / "learner.log").read_text()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
         last = int(run.rows()[-1]["step"])
         assert (tmp_path / "checkpoints" / f"update-{last:06d}" / "manifest.json").is_file(), run.printed()
         assert run.train().wait(240) == 0, run.printed()
