@@ -326,6 +326,7 @@ def refused(command: str, words: list[str], path: Path, call: Command = started)
 
 
 @pytest.mark.system
+@pytest.mark.xdist_group("refusals")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_work_is_refused_in_a_sentence(name: str, tmp_path: Path, forked: Command) -> None:
     refusal = REFUSALS[name]

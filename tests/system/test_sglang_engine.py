@@ -30,7 +30,7 @@ from tests.system.sglang_rig import (
     start_answers,
 )
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_sglang]
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("sglang_engine"), pytest.mark.timeout(600), needs_sglang]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
 from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_sglang]
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("sglang_transfer"), pytest.mark.timeout(600), needs_sglang]
 
 LONG = 500
 """Tokens of an answer that does not end before it should: none comes while weights are sent."""

@@ -25,6 +25,7 @@ from tests.system.runs import Run
 ROOT = Path(__file__).parents[2]
 STEPS = ("learner.epochs=2", "learner.batch_size=12")
 """Several steps an update: what a pass without gradient gathers must not outlive a step."""
+pytestmark = pytest.mark.xdist_group("sharding")
 
 
 @pytest.fixture(scope="module")
