@@ -152,8 +152,11 @@ def test_a_learner_alone_waits_for_actors_that_are_started_apart(tmp_path: Path)
 
 
 @pytest.mark.system
-def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on_sigterm(tmp_path: Path) -> None:
-    """With one actor no update beyond what is buffered can come but from the one that was started again."""
+def test_training_survives_the_loss_of_actor_and_learner_and_a_malformed_trajectory_and_ends_on_sigterm(
+    tmp_path: Path,
+) -> None:
+    """With one actor no update beyond what is buffered can come but from the one that was started again. The learner
+    ends in order, by a signal of somebody else; one that is killed, in the next test and in test_ranks.py."""
     with Run(tmp_path, "experiment=toy", "actor.num_actors=1", ENDLESS) as run:
         supervisor = run.train()
         run.wait_for_updates(3)
@@ -169,7 +172,13 @@ def test_training_survives_a_killed_actor_and_a_malformed_trajectory_and_ends_on
 
         refuse_one_trajectory(run.name)
         run.wait_for_updates(8)
+        [learner] = run.processes(str(ROOT / "impala_llm/learner.py"))
+        learner.terminate()
+        run.wait_for(lambda: "going on from update" in run.log.read_text(), "a new start of the learner")
+        run.wait_for_updates(8)
         assert sum(column(run.rows(), "pipeline/refused")) == 1
+        steps = column(run.rows(), "step")
+        assert steps == sorted(set(steps)), "no version is made twice"
 
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
@@ -281,24 +290,6 @@ def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path
     with Run(tmp_path / "usage", "experiment=toy") as run:
         assert run.start("tools/launch_actors.sh", "--actors", "2").wait(30) == 2
         assert "--actors is no option" in run.log.read_text()
-
-
-@pytest.mark.system
-def test_a_learner_that_is_told_to_end_goes_on_from_its_last_version_and_loses_nothing(tmp_path: Path) -> None:
-    """By somebody else than its supervisor. Killed: in the test of an offline run above, and in test_ranks.py."""
-    with Run(tmp_path, "experiment=toy", "actor.num_actors=2", ENDLESS) as run:
-        supervisor = run.train()
-        run.wait_for_updates(5)
-        [learner] = run.processes(str(ROOT / "impala_llm/learner.py"))
-        learner.terminate()
-        run.wait_for(lambda: "going on from update" in run.log.read_text(), "a new start of the learner")
-        run.wait_for_updates(5)
-        steps = column(run.rows(), "step")
-        assert steps == sorted(set(steps)), "no version is made twice"
-        assert sum(column(run.rows(), "pipeline/refused")) == 0
-        supervisor.send_signal(signal.SIGTERM)
-        assert supervisor.wait(STOP_S) == 128 + signal.SIGTERM
-        run.assert_gone()
 
 
 @pytest.mark.system
