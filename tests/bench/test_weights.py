@@ -53,6 +53,7 @@ def test_figures_follow_from_the_times() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.xdist_group("bench_weights")
 def test_a_small_run_leaves_nothing_behind() -> None:
     before = set(Path("/dev/shm").iterdir())
     figures, rows = weights.run({"megabytes": "3", "rounds": "2"})
@@ -86,6 +87,7 @@ def test_a_small_run_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.xdist_group("bench_weights")
 def test_publishing_in_bfloat16_is_measured_by_one_rank_and_by_two() -> None:
     before = set(Path("/dev/shm").iterdir())
     figures, rows = measure_export(2, "5m")

@@ -9,6 +9,8 @@ import pytest
 from impala_llm.bench import transport
 from impala_llm.bench._transport_peers import ZmqMultipart
 
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("bench_transport")]  # they look for what is left
+
 
 class Crashing(ZmqMultipart):
     name = "zmq_tcp"  # takes its place
@@ -29,7 +31,6 @@ def leftovers() -> set[Path]:
     return {*Path("/tmp").glob("illm-*"), *shared.glob("illm-*"), *shared.glob(f"*-bench-{os.getpid()}-*")}
 
 
-@pytest.mark.system
 def test_ours_and_two_peers_are_measured(small: None) -> None:
     before = leftovers()
     options = {"sizes": "512", "actors": "1,2", "peers": "mp_queue,zmq_ipc,bare_ring", "rounds": "2"}
@@ -44,7 +45,6 @@ def test_ours_and_two_peers_are_measured(small: None) -> None:
     assert [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())] == []
 
 
-@pytest.mark.system
 def test_a_peer_that_crashes_is_named(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "CONTENDERS", (transport.OurPipeline, ZmqMultipart, Crashing))
     found, rows = transport.run({"sizes": "512", "actors": "1", "rounds": "1"})
