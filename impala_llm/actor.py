@@ -146,9 +146,9 @@ class Actor:
             tasks = [*self.running.values(), *evaluated, *filter(None, (self.loading, self.starting))]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             if self.agents is not None:
-                await self.agents.close()
+                await self.agents.close()  # first: episodes would give their agents time to end by themselves
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.engine.close()
             self.channel.close()
 

@@ -32,7 +32,7 @@ from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, EnvConfig, model_directory
+from impala_llm.settings import Config, WebShopConfig, model_directory
 from impala_llm.trajectory import Trajectory
 
 NEGLIGIBLE = 0.01
@@ -204,8 +204,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     set_verbosity_error()  # problems of a model are raised
     with working("making the tasks"):
         suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
-        suites = [(suite, _hard_catalogue(config.env))]
         is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
+        suites = [(suite, _hard_catalogue(config.env.webshop) if is_shop else "")]
         if config.evaluation.unseen_seed is not None and is_shop:
             shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
             suites.append(
@@ -227,10 +227,9 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     return results, examples
 
 
-def _hard_catalogue(env: EnvConfig) -> str:
+def _hard_catalogue(shop: WebShopConfig) -> str:
     """The words that name a hard catalogue; none where it is another."""
-    shop = env.webshop
-    is_hard = env.name == "webshop" and shop.items is None and shop.catalogue == "hard"
+    is_hard = shop.items is None and shop.catalogue == "hard"
     return f", hard catalogue {shop.catalogue_seed}" if is_hard else ""
 
 

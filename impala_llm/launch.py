@@ -25,7 +25,7 @@ from impala_llm.config import ConfigError, keep_settings, load, threads_per_proc
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
-from impala_llm.learning.folder_owner import wait_for_owner
+from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
@@ -139,7 +139,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise`. indices: of the actors."""
-    wait_for_owner(Path(config.run.dir), say)
+    wait_for_owner(Path(config.run.dir), say, RUN_FIX)
     start = how_to_start(config)  # before config.yaml changes, with which it is compared
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     keep_settings(config)

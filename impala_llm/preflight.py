@@ -186,8 +186,8 @@ def _starting_policy(config: Config) -> list[str]:
         ]
     if path == "tiny_shopper" and not config.env.webshop.row_numbers:
         return [
-            "env.webshop.row_numbers=false: model.path=tiny_shopper clicks results by their numbers; leave it out, or "
-            "set model=pretrained model.path=DIRECTORY"
+            "env.webshop.row_numbers=false: model.path=tiny_shopper clicks results by their numbers: set "
+            "model=tiny_shopper, or env.webshop.row_numbers=true"
         ]
     if path == "scratch" and env == "webshop":
         return [

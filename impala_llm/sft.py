@@ -317,9 +317,9 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
             was learned is saved.
     """
     policy = resolve_policy(config)
-    data = load_data(config, policy, folders)
     folder = Path(config.sft.dir)
-    wait_for_owner(folder, say, "sft.dir")
+    wait_for_owner(folder, say, "end it first, or set another sft.dir")  # before minutes of reading
+    data = load_data(config, policy, folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))

@@ -254,7 +254,14 @@ def test_malformed_configuration_files_are_refused(
     [
         (["env=corridor"], ["model.path=tiny_shopper", "env=corridor", "model=scratch"]),
         (["model=scratch"], ["model.path=scratch", "env=webshop", "model=tiny_shopper"]),
-        (["env.webshop.row_numbers=false"], ["env.webshop.row_numbers=false", "by their numbers", "model=pretrained"]),
+        (
+            ["env.webshop.row_numbers=false"],
+            [
+                "env.webshop.row_numbers=false",
+                "by their numbers",
+                "set model=tiny_shopper, or env.webshop.row_numbers=true",
+            ],
+        ),
         (["env.webshop.observation_mode=text_rich"], ["observation_mode=text_rich", "compact", "model=pretrained"]),
     ],
 )

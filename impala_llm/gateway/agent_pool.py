@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import secrets
+import select
 import shutil
 import sys
 import tempfile
@@ -267,10 +268,17 @@ async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTrans
             if left and len(piece) >= left:
                 shown += _CUT % (_MOST_PRINTED >> 10, _PRINTED_S)
             left -= min(left, len(piece))
-            with contextlib.suppress(OSError):
-                os.write(2, shown)
+            _write_at_once(shown)
     finally:
         transport.close()
+
+
+def _write_at_once(data: bytes) -> None:
+    """Write on the standard error what it takes without waiting: a pipe that nobody reads must not stop the actor."""
+    with contextlib.suppress(OSError):
+        while data and select.select([], [2], [], 0)[1]:
+            # So much fits into a pipe that is ready, and more might not.
+            data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,13 @@ async def open_pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]
     """Open a pipe. Returns its stream, the transport that ends it, and the descriptor of its other end."""
     reading, writing = os.pipe()
     stream = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
-    )
+    file = os.fdopen(reading, "rb", 0)
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), file
+        )
+    except BaseException:
+        file.close()
+        os.close(writing)
+        raise
     return stream, transport, writing

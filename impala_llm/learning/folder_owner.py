@@ -30,6 +30,10 @@ SILENCE_S = 15.0
 _BYTES = 512
 
 
+RUN_FIX = "end it first, or set another run.name, and run.dir where it is given"
+"""What a user may do where the folder of a run is in use."""
+
+
 class FolderTaken(CheckpointError):
     """Another learner has taken the run's folder."""
 
@@ -95,7 +99,7 @@ class FolderOwner:
 def wait_for_owner(
     folder: Path,
     say: Callable[[str], object],
-    setting: str = "run.dir",
+    fix: str,
     silence_s: float = SILENCE_S,
     poll_s: float = 0.5,
 ) -> None:
@@ -104,7 +108,7 @@ def wait_for_owner(
     Args:
         folder: of a run, or of a warm start.
         say: takes a sentence, where this takes longer.
-        setting: names the folder.
+        fix: what a user may do where the folder is in use, with the key that names it.
         silence_s: seconds without a sign of life after which a learner of another host counts as lost.
         poll_s: seconds between two looks.
 
@@ -121,10 +125,7 @@ def wait_for_owner(
             time.sleep(poll_s)
         if found is None or found == first:
             return
-    raise ConfigError(
-        f"{setting}={folder} is in use: {_described(first)} is training there; end it first, or set another run.name, "
-        f"and {setting} where it is given"
-    )
+    raise ConfigError(f"{folder} is in use: {_described(first)} is training there: {fix}")
 
 
 def _this_process() -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def _described(owner: dict[str, Any]) -> str:
-    return f"the learner with process {owner['pid']} on {owner['host']}"
+    return f"process {owner['pid']} on {owner['host']}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -288,7 +288,7 @@ class VersionPublisher:
         mine = has_batch, wants, is_there, self.is_told_to_stop()
         num_with_batch, num_wanting, num_there, num_told = self._ranks.sum([float(n) for n in mine], of_processes=True)
         sent: dict[str, float] | None = {}
-        if num_wanting:
+        if num_wanting and not num_told:  # one that is to end has no time for a whole version
             if not num_there:
                 sent = self._send_together(version, True, may_skip=True)
                 num_there = self._ranks.sum([float(sent is not None)])[0]

@@ -12,7 +12,7 @@ import yaml
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
-from impala_llm.learning.folder_owner import wait_for_owner
+from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.pipeline.shm.run_directory import find_learner, find_run, shared_memory
 from impala_llm.settings import Config, holds_run, leaves, model_directory
 from impala_llm.supervised import SUPERVISED
@@ -111,7 +111,7 @@ def check_folder(config: Config) -> Start:
     """
     if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
         return Start()
-    wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True))
+    wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True), RUN_FIX)
     start = how_to_start(config)
     for note in start.notes:
         print(f"learner: {note}", flush=True)

@@ -1,8 +1,10 @@
 """Processes of agents: whatever an agent does, its episode comes back once, and the pool goes on."""
 
 import asyncio
+import contextlib
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from impala_llm.gateway import agent_pool
 from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
+from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 
 AGENTS = """
@@ -355,3 +358,45 @@ def test_folders_of_programs_go_with_a_process_that_is_killed(
 
     use(test, None, shlex.join([sys.executable, str(program)]))
     assert list(temporary.glob("impala-agent-*")) == []
+
+
+def test_a_pipe_that_nobody_reads_does_not_stop_what_prints_to_it() -> None:
+    """The standard error is a full pipe; what is printed comes from another one."""
+    script = (
+        "import asyncio, os\n"
+        "from impala_llm.gateway import agent_pool, pipes\n"
+        "async def main():\n"
+        "    stream, transport, writing = await pipes.open_pipe()\n"
+        "    printing = asyncio.create_task(agent_pool._print_some(stream, transport))\n"
+        "    for _ in range(4):\n"
+        "        os.write(writing, b'x' * 10000)\n"
+        "        await asyncio.sleep(0)\n"
+        "    os.close(writing)\n"
+        "    await printing\n"
+        "asyncio.run(main())\n"
+    )
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"-" * 4096)
+        os.set_blocking(writing, True)
+        assert subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=DEADLINE_S).returncode == 0
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_pipe_that_cannot_be_read_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("no more descriptors are watched")
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", fail)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="no more"):
+            await open_pipe()
+        assert os.listdir("/proc/self/fd") == before
+
+    asyncio.run(main())

@@ -22,7 +22,7 @@ DEADLINE_S = 20.0
 def wait(folder: Path) -> list[str]:
     """What is said while another learner is waited for."""
     said: list[str] = []
-    wait_for_owner(folder, said.append, SILENCE_S, BEAT_S)
+    wait_for_owner(folder, said.append, "end it first, or set another run.dir", SILENCE_S, BEAT_S)
     return said
 
 
@@ -61,7 +61,7 @@ def test_a_folder_without_an_owner_or_with_half_a_file_is_free(tmp_path: Path) -
 
 def test_a_living_learner_of_this_host_is_named_at_once(tmp_path: Path) -> None:
     with FolderOwner(tmp_path) as owner:
-        with pytest.raises(ConfigError, match="is in use: the learner with process .* end it first, or set another"):
+        with pytest.raises(ConfigError, match="is in use: process .* end it first, or set another run.dir"):
             wait(tmp_path)
         owner.check()
     assert wait(tmp_path) == [] and not (tmp_path / FILE).exists()

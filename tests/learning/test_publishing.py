@@ -240,8 +240,10 @@ def test_a_signal_to_any_process_ends_the_wait_for_a_batch(tmp_path: Path) -> No
     with pytest.raises(Stopped):
         learner.publish_early(1)
     learner.publisher.is_told_to_stop = lambda: True
+    learner.receiver.needs_any = True
     with pytest.raises(Stopped):
         learner.publish_early(1)
+    assert (learner.board.latest(), learner.sent) == (0, []), "one that is to end sends no version first"
     assert learner.publisher.wait_for_ranks(1, learner.receiver) == {}, "it meets the others until they know"
 
 

@@ -101,6 +101,7 @@ def test_the_agent_of_the_documentation_trains(tmp_path: Path) -> None:
         assert run.train().wait(200) == 0, run.printed()
         run.assert_gone()
         assert sum(column(run.rows(), "actor/failed_episodes")) == 0
+        assert "does not end" not in run.log.read_text()
 
 
 @pytest.mark.system
