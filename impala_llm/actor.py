@@ -32,7 +32,7 @@ from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, fault_reason
+from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_places
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
@@ -55,7 +55,7 @@ from impala_llm.pipeline.transport.messages import (
     Shutdown,
     WeightsAnnounced,
 )
-from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.supervised import end_with_supervisor, report_progress, tell
 from impala_llm.trajectory import Trajectory
@@ -316,10 +316,8 @@ class Actor:
         Environments and agents are other people's code: one broken episode must not end the others, but all of them
         may.
         """
-        reason = fault_reason(error)
-        if isinstance(error, TimeoutError):
-            reason = f"{reason}not done in actor.episode_timeout_s={self.config.actor.episode_timeout_s:g}"
-        if isinstance(error, EngineError | EpisodeAborted) or (isinstance(error, TimeoutError) and self.agents is None):
+        reason = failure_reason(error, self.config.actor.episode_timeout_s)
+        if not is_fault(error):
             return reason
         await asyncio.sleep(self.faults.observe(error))
         if self.faults.is_broken:
@@ -339,11 +337,10 @@ class Actor:
             spec = self.next_episode(Ticket(0, task_id, 0, task_id % (1 << 63), 0), "evaluation")
             async with asyncio.timeout(self.config.actor.episode_timeout_s):
                 episode = await self.play_spec(spec, limits)
-        except (EngineError, EpisodeAborted, TimeoutError) as error:
-            return f"{type(error).__name__}: {error}"
         except Exception as error:
-            await asyncio.sleep(self.evaluation_faults.observe(error))
-            return fault_reason(error)
+            if is_fault(error):
+                await asyncio.sleep(self.evaluation_faults.observe(error))
+            return failure_reason(error, self.config.actor.episode_timeout_s)
         self.evaluation_faults.clear()
         return episode
 

@@ -4,12 +4,28 @@ import time
 import traceback
 from collections.abc import Callable
 
+from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.rollout import ENGINE_AWAITED, EpisodeAborted
 
 
-def fault_reason(error: Exception) -> str:
-    """Return why an episode failed that the environment, or the agent, broke."""
-    return str(error) if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {error}"
+def is_fault(error: Exception) -> bool:
+    """Return whether the environment, or the agent, is why an episode failed: not where the engine was awaited."""
+    if isinstance(error, TimeoutError):
+        return error.__cause__ is None or ENGINE_AWAITED not in error.__cause__.args
+    return not isinstance(error, EngineError | EpisodeAborted)
+
+
+def failure_reason(error: Exception, timeout_s: float) -> str:
+    """Return why an episode failed. timeout_s: actor.episode_timeout_s."""
+    if isinstance(error, EnvironmentFault):
+        return str(error)
+    said = str(error)
+    if isinstance(error, TimeoutError) and not said:
+        said = f"not done in actor.episode_timeout_s={timeout_s:g}"
+        if not is_fault(error):
+            said += ", when the engine was still at an answer: where it is slow, raise it"
+    return f"{type(error).__name__}: {said}"
 
 
 class EnvironmentBroken(RuntimeError):

@@ -4,6 +4,7 @@ Invariant: the token row of an episode only ever grows. Observations are tokenis
 the engine's ids and are never decoded and encoded again, so the learner scores exactly what the policy saw and said.
 """
 
+import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from impala_llm.engines.base import Generation, ModelRefused, SamplingParams, To
 from impala_llm.envs import contract
 from impala_llm.envs.base import AsyncSession, Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
+
+ENGINE_AWAITED = "an answer of the engine was awaited"
+"""Argument of the CancelledError of an episode that was cancelled meanwhile."""
 
 
 class EpisodeAborted(RuntimeError):
@@ -196,7 +200,7 @@ async def play_episode(
             if on_unroll is not None and limits.ends_unroll(played.answers):
                 on_unroll(played.end_unroll({}, bootstrap=True, continues=True))
             params = _sampling(spec, chat, limits, room=limits.max_length - len(played.tokens))
-            answer = await engine.generate(spec.episode_id, played.tokens, params)
+            answer = await _answer(engine, spec.episode_id, played.tokens, params)
             if answer.finish_reason == "abort":
                 if not keep_aborted or not played.answers:
                     raise EpisodeAborted(
@@ -216,6 +220,14 @@ async def play_episode(
         contract.close(session)
     bootstrap = truncated and not terminated and len(played.tokens) <= limits.max_length
     return played.end_unroll(info, bootstrap=bootstrap)
+
+
+async def _answer(engine: TokenGenerator, session: str, tokens: list[int], params: SamplingParams) -> Generation:
+    """Sample an answer; where this is cancelled, the error says that the engine was awaited."""
+    try:
+        return await engine.generate(session, tokens, params)
+    except asyncio.CancelledError:
+        raise asyncio.CancelledError(ENGINE_AWAITED) from None
 
 
 def _sampling(spec: EpisodeSpec, chat: ChatFormat, limits: EpisodeLimits, room: int) -> SamplingParams:

@@ -1,16 +1,20 @@
 """Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from impala_llm.actor_metrics import Reporter
+from impala_llm.config import load
 from impala_llm.engines.base import EngineStats
-from impala_llm.environment_faults import EnvironmentFaults
-from impala_llm.envs import contract
+from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_fault
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 
 class Clock:
@@ -152,3 +156,38 @@ def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
     assert metrics["actor/idle_share"] == 1.0
     assert metrics["actor/generated_tokens_per_s"] > 0 and metrics["actor/prefill_tokens_per_s"] > 0
+
+
+def test_a_time_out_is_a_fault_unless_the_engine_was_awaited(tmp_path: Path) -> None:
+    policy = make_scratch_policy(tmp_path / "policy")
+    suite = make_suite(load(["experiment=toy"]).env)
+    spec = EpisodeSpec("e", task_id=1, group_id=1, ticket_id=1, seed=1, env=suite.name, actor_id="a", signature="s")
+    chat = ChatFormat.of(policy, suite.system_prompt)
+
+    class SlowEngine:
+        async def generate(self, *_: object) -> None:
+            await asyncio.Event().wait()
+
+        def release(self, session: str) -> None: ...
+
+    class Hangs:
+        async def reset(self, task_id: int) -> None:
+            await asyncio.Event().wait()
+
+        async def close(self) -> None: ...
+
+    async def play(session: Any) -> TimeoutError:
+        engine: Any = SlowEngine()
+        with pytest.raises(TimeoutError) as caught:
+            async with asyncio.timeout(0.1):
+                await play_episode(spec, session, engine, chat, EpisodeLimits(1.0, 8, 400))
+        return caught.value
+
+    slow, hangs = asyncio.run(play(suite.session(True))), asyncio.run(play(Hangs()))
+    assert not is_fault(slow) and is_fault(hangs)
+    assert failure_reason(hangs, 0.1) == "TimeoutError: not done in actor.episode_timeout_s=0.1"
+    assert failure_reason(slow, 0.1).startswith(
+        "TimeoutError: not done in actor.episode_timeout_s=0.1, when the engine"
+    )
+    own = TimeoutError("the database did not answer")
+    assert is_fault(own) and failure_reason(own, 0.1) == "TimeoutError: the database did not answer"

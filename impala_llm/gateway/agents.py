@@ -18,7 +18,7 @@ from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import GatewayEpisode, Outcome
 from impala_llm.gateway.server import Gateway
 from impala_llm.gateway.tasks import AgentSuite, Task
-from impala_llm.rollout import EpisodeLimits, EpisodeSpec, Turn
+from impala_llm.rollout import ENGINE_AWAITED, EpisodeLimits, EpisodeSpec, Turn
 from impala_llm.settings import Config, longest_record
 from impala_llm.trajectory import Trajectory
 
@@ -79,7 +79,7 @@ class AgentPlayer:
         task = Task(spec.task_id, spec.seed, training, data)
         gateway.add(episode, limits.temperature if training else None)
         try:
-            result: Any = await self._pool.run(task, gateway.url, episode.key)
+            result = await self._result(task, gateway.url, episode)
         except AgentFailed:
             if episode.failure is not None:  # and not the agent's
                 raise episode.failure from None
@@ -93,6 +93,18 @@ class AgentPlayer:
         if transcript is not None:
             transcript += episode.turns()
         return trajectory
+
+    async def _result(self, task: Task, url: str, episode: GatewayEpisode) -> Any:
+        """Run the agent; where this is cancelled, the error says whether the engine was awaited then."""
+        running = asyncio.ensure_future(self._pool.run(task, url, episode.key))
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            awaited = episode.awaits_engine  # before the agent ends, and its requests with it
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise asyncio.CancelledError(*[ENGINE_AWAITED] * awaited) from None
+        return running.result()
 
     async def evaluate(
         self, spec: EpisodeSpec, engine: Engine, limits: EpisodeLimits, transcript: list[Turn] | None = None

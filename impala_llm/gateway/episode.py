@@ -185,6 +185,11 @@ class GatewayEpisode:
             raise ValueError(f"completion_id is {completion_id!r}: this episode has no such completion")
         self._rewards[completion_id] = self._rewards.get(completion_id, 0.0) + _number("reward", reward)
 
+    @property
+    def awaits_engine(self) -> bool:
+        """Whether a request is under way, or the engine has failed one."""
+        return bool(self._running) or self.failure is not None
+
     async def close(self) -> None:
         """End what is under way, and take no further request."""
         self._is_over = True
