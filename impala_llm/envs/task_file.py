@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _VALIDATION, _TEST = 5, 5
 
 
 class TaskFileSuite:
-    """The tasks of a file. A task id is the number of its line, from 0.
+    """The tasks of a file. A task id is the number of the task, from 0: blank lines have none.
 
     The splits are those of the field `split`, in all lines or in none. Without it a hash of the prompt decides, 5 %
     each for validation and test: a prompt is in one split however often it is there, and stays there when lines are
@@ -60,12 +60,13 @@ class TaskFileSuite:
         self.name = f"tasks-{Path(options.file).stem}"
         self.system_prompt = options.system_prompt
         self._options = options
-        self._rows = _rows(Path(options.file).expanduser())
-        self._prompts = [self._prompt(number, row) for number, row in enumerate(self._rows, 1)]
-        self._splits = _splits(self._rows, self._prompts, options.file)
+        rows = _rows(Path(options.file).expanduser())
+        self._rows = list(rows.values())
+        self._prompts = [self._prompt(number, row) for number, row in rows.items()]
+        self._splits = _splits(rows, self._prompts, options.file)
         self._verify = load(VERIFIERS, options.verifier)
         check_call(VERIFIERS, options.verifier, self._verify, "", {}, **options.verifier_args)
-        self._check_answers()
+        self._check_answers(rows)
         self._scoring: ScoringProcess | None = None
         if not inspect.iscoroutinefunction(self._verify):
             example = self._begin(0)[1], options.verifier_args
@@ -92,7 +93,7 @@ class TaskFileSuite:
             return float(await self._verify(answer, task, **self._options.verifier_args))
         return await self._scoring.score(answer, task, self._options.verifier_args)
 
-    def _check_answers(self) -> None:
+    def _check_answers(self, rows: Mapping[int, dict[str, Any]]) -> None:
         """Raise ValueError where a packaged verifier could score no answer."""
         file, verifier, path = self._options.file, self._options.verifier, self._options.verifier_args.get("path")
         if verifier == "maths":
@@ -101,7 +102,7 @@ class TaskFileSuite:
             raise ValueError(
                 f"env.args.verifier_args.path={path} has no config.json: give the directory of a sequence classifier"
             )
-        for number, row in enumerate(self._rows, 1) if verifier in ("exact", "number", "maths") else ():
+        for number, row in rows.items() if verifier in ("exact", "number", "maths") else ():
             if row.get("answer") is None:
                 raise ValueError(
                     f"{file}, line {number}: it has no 'answer', which env.args.verifier={verifier} needs: add it, or "
@@ -123,22 +124,22 @@ class TaskFileSuite:
         return prompt
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The tasks of a file."""
-    is_table = path.suffix == ".parquet"
-    found: list[dict[str, Any]] = (
-        needed("pyarrow.parquet", "parquet").read_table(path).to_pylist() if is_table else read_json_lines(path)
-    )
+def _rows(path: Path) -> dict[int, dict[str, Any]]:
+    """The tasks of a file, by the number of their line, from 1."""
+    if path.suffix == ".parquet":
+        found = dict(enumerate(needed("pyarrow.parquet", "parquet").read_table(path).to_pylist(), 1))
+    else:
+        found = read_json_lines(path)
     if not found:
         raise ValueError(f"{path} has no tasks")
     return found
 
 
-def _splits(rows: Sequence[dict[str, Any]], prompts: Sequence[str], file: str) -> dict[Split, list[int]]:
+def _splits(rows: Mapping[int, dict[str, Any]], prompts: Sequence[str], file: str) -> dict[Split, list[int]]:
     """The task ids of each split."""
-    given = [row.get("split") for row in rows]
+    given = [row.get("split") for row in rows.values()]
     if any(split is not None for split in given):
-        for number, split in enumerate(given, 1):
+        for number, split in zip(rows, given, strict=True):
             if split not in SPLITS:
                 raise ValueError(f"{file}, line {number}: split is {split!r}: write one of {', '.join(SPLITS)}")
         return {split: [k for k, each in enumerate(given) if each == split] for split in SPLITS}

@@ -72,7 +72,7 @@ def suite_of(config: Config) -> Suite:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        return read_json_lines(path.expanduser())
+        return list(read_json_lines(path.expanduser()).values())
     except OSError as error:
         raise EnvironmentFault(f"agent.tasks={path} cannot be read ({error}): correct the path") from error
     except ValueError as error:

@@ -215,7 +215,7 @@ def test_tasks_may_hold_any_text(tmp_path: Path) -> None:
 
 
 def test_files_of_tasks_have_one_reader(tmp_path: Path) -> None:
-    """A byte-order mark and blank lines at the end are passed over; others would change the numbers of the tasks."""
+    """A byte-order mark and blank lines are passed over; messages name the line of the file all the same."""
     file = tmp_path / "tasks.jsonl"
 
     def suites() -> Iterator[Any]:
@@ -223,11 +223,12 @@ def test_files_of_tasks_have_one_reader(tmp_path: Path) -> None:
         yield lambda: make_suite(load(["env=tasks", f"env.args.file={file}"]).env)
 
     lines = [json.dumps({"prompt": f"{number} + 1 =", "answer": "1"}) for number in range(4)]
-    file.write_text("\ufeff" + "\n".join(lines) + "\n\n \n", "utf-8")
+    file.write_text("\ufeff" + "\n\n".join(lines) + "\n\n \n", "utf-8")
     of_agent, of_file = (make() for make in suites())
     assert of_agent.data(3)["prompt"] == of_file.session(True).reset(3)[0] == "3 + 1 ="
-    for broken, said in {"\n": "line 2, is blank", "[]\n": "line 2: a mapping", "{\n": "line 2: this is not"}.items():
-        file.write_text(f"{lines[0]}\n{broken}{lines[1]}\n", "utf-8")
+    said_of = {"[]": "line 3: each line must be a JSON object", "{": "line 3: this is not JSON"}
+    for broken, said in said_of.items():
+        file.write_text(f"{lines[0]}\n\n{broken}\n{lines[1]}\n", "utf-8")
         for make in suites():
             with pytest.raises((EnvironmentFault, ConfigError), match=said):
                 make()
