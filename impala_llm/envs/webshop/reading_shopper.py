@@ -57,7 +57,8 @@ class ReadingShopper:
 
     Args:
         speaks: before what it does on a features page, it says of each wanted attribute whether it is there.
-        max_steps: it buys the best that it has seen before so many steps are over.
+        max_steps: it plans to buy the best that it has seen before so many steps are over; where the way back to it is
+            long, one episode in fifty is too late.
 
     Raises:
         ValueError: a noise outside [0, 1].
