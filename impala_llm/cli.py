@@ -3,6 +3,7 @@
 What the commands need is imported inside of `main`: that takes a second, in which Ctrl-C is no error either.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -19,12 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for bad input, 130 after Ctrl-C, 141 where nobody reads what is printed.
     """
+    atexit.register(gc.freeze)  # the collections at the end of the process took longer than what many commands do
     try:
         from impala_llm.commands import run_command
 
         code = run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-        gc.freeze()  # the collections at the end of the process took longer than what many commands do
         return code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor is another one an error

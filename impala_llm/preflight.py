@@ -187,7 +187,7 @@ def _starting_policy(config: Config) -> list[str]:
     if path == "tiny_shopper" and not config.env.webshop.row_numbers:
         return [
             "env.webshop.row_numbers=false: model.path=tiny_shopper clicks results by their numbers: set "
-            "model=tiny_shopper, or env.webshop.row_numbers=true"
+            "env.webshop.row_numbers=true, as model=tiny_shopper does"
         ]
     if path == "scratch" and env == "webshop":
         return [

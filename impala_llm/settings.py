@@ -94,8 +94,8 @@ class WebShopConfig:
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
     success_bonus: float = bounded(0.0, least=0, most=1000.0)
-    """Added to the reward where the score is 1.0; not with sparse_reward. On hard catalogues the score alone pays reading
-    little more than buying unread."""
+    """Added to the reward where the score is 1.0; not with sparse_reward. On hard catalogues the score alone pays
+    reading little more than buying unread."""
 
 
 @dataclass

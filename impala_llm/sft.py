@@ -123,15 +123,18 @@ class WarmStart:
     Args:
         data: to learn from.
         policy: directory that it starts from.
+        owner: keeps the folder.
         stack: what is to be undone at the end.
         stops: signals of this process; they wait for the end of a change of the weights, however long it takes.
     """
 
-    def __init__(self, config: Config, data: Data, policy: Path, stack: ExitStack, stops: StopSignals) -> None:
+    def __init__(
+        self, config: Config, data: Data, policy: Path, owner: FolderOwner, stack: ExitStack, stops: StopSignals
+    ) -> None:
         self.config, self.data, self.stops = config, data, stops
         sft = config.sft
         self.folder = Path(sft.dir)
-        self.owner = stack.enter_context(FolderOwner(self.folder))
+        self.owner = owner
         self.files = policy_files(policy)
         self.log = MetricLog()
         self.ranks = Ranks(config.model.device)
@@ -318,16 +321,17 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
-    wait_for_owner(folder, say, "end it first, or set another sft.dir")  # before minutes of reading
-    data = load_data(config, policy, folders)
+    wait_for_owner(folder, say, "end it first, or set another sft.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
         raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
-    stops = StopSignals()
     with ExitStack() as stack:
-        warm = WarmStart(config, data, policy, stack, stops)
+        owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
+        data = load_data(config, policy, folders)
+        stops = StopSignals()
+        warm = WarmStart(config, data, policy, owner, stack, stops)
         try:
             warm.run()
         except (KeyboardInterrupt, SystemExit):

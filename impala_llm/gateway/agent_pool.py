@@ -30,6 +30,8 @@ _BLOCKED_S = 30.0
 _SILENT_PARTS = 3
 _GRACE_S = 5.0
 """Time in which an episode that was cancelled has to end."""
+_END_S = 1.0
+"""Time for each step of the end of a process: all of them fit into what the supervisor gives an actor."""
 _START_S = 120.0
 """Time in which a process has to come up: imports on a busy machine."""
 _MOST_PRINTED = 32 << 10
@@ -188,7 +190,11 @@ class _Process:
         self._closing = asyncio.create_task(self._close())
 
     async def close(self) -> None:
-        """End the process."""
+        """Cancel its episodes, which have `_END_S` for their clean-up, and end the process."""
+        if self.is_alive and self._results:
+            for number in self._results:
+                self._send({"cancel": number})
+            await asyncio.wait(list(self._results.values()), timeout=_END_S)
         self.end("the pool of agents was closed")
         if self._closing is not None:
             await self._closing
@@ -197,7 +203,7 @@ class _Process:
         assert self._process.stdin is not None
         self._process.stdin.close()  # upon which it ends, and what it has started
         try:
-            await asyncio.wait_for(self._process.wait(), _GRACE_S)
+            await asyncio.wait_for(self._process.wait(), _END_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -205,7 +211,7 @@ class _Process:
         await asyncio.to_thread(self._clear)
         if self._reader is not None:
             self._reader.cancel()
-        await asyncio.wait([self._printing], timeout=_GRACE_S)  # its last words
+        await asyncio.wait([self._printing], timeout=_END_S)  # its last words
         self._printing.cancel()
 
     def _clear(self) -> None:

@@ -333,7 +333,11 @@ class BatchSource:
 
 
 def share_batch(ranks: Ranks, batch: Batch | None) -> Batch:
-    """Return the batch of the process that leads this rank. batch: in this process, which must have one if it leads."""
+    """Return the batch of the process that leads this rank, in all of its processes.
+
+    Args:
+        batch: of this process; one that leads must have one.
+    """
     if ranks.tensor_parallel == 1 and batch is not None:
         return batch
     packed = None
@@ -345,7 +349,14 @@ def share_batch(ranks: Ranks, batch: Batch | None) -> Batch:
 
 
 def share_trajectories(ranks: Ranks, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Return the trajectories that the process that leads this rank has called it with, itself the same objects."""
+    """Return the trajectories of the process that leads this rank, in all of its processes.
+
+    Args:
+        trajectories: of this process; those of one that does not lead are not looked at.
+
+    Returns:
+        In the process that leads the same objects, in others copies.
+    """
     if ranks.tensor_parallel == 1:
         return trajectories
     packed = msgpack.packb([record_bytes(t) for t in trajectories]) if ranks.leads else None
@@ -354,5 +365,9 @@ def share_trajectories(ranks: Ranks, trajectories: Sequence[Trajectory]) -> Sequ
 
 
 def share_arrivals(ranks: Ranks, batches: BatchSource, version: int) -> Sequence[Trajectory]:
-    """Take in what has arrived at a rank, and return it in all of its processes. version: the learner's."""
+    """Take in what has arrived at a rank, and return it in all of its processes.
+
+    Args:
+        version: the learner's.
+    """
     return share_trajectories(ranks, batches.arrivals(version))

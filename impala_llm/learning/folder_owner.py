@@ -31,7 +31,7 @@ _BYTES = 512
 
 
 RUN_FIX = "end it first, or set another run.name, and run.dir where it is given"
-"""What a user may do where the folder of a run is in use."""
+"""Fix to offer where the folder of a run is in use."""
 
 
 class FolderTaken(CheckpointError):

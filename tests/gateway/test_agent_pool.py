@@ -52,6 +52,14 @@ async def agent(task, client):
     if what == "wait":
         open(task.data["file"], "w").close()
         await asyncio.sleep(1000)
+    if what == "tidy":
+        open(task.data["file"], "w").close()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0.1)
+            with open(task.data["file"], "w") as file:
+                file.write("tidied up")
     if what == "stubborn":
         open(task.data["file"], "w").close()
         while True:
@@ -124,6 +132,12 @@ async def play(pool: AgentPool, what: str, **data: Any) -> Any:
 
 async def appears(file: Path) -> None:
     while not file.exists():
+        await asyncio.sleep(0.01)
+
+
+async def vanishes(pid: int) -> None:
+    """A process that was sent SIGKILL takes a moment to go."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         await asyncio.sleep(0.01)
 
 
@@ -320,7 +334,7 @@ def test_a_command_reports_by_file_or_output_and_ends_with_its_episode(agents: P
         assert await play(pool, "nothing") is None
         assert await play(pool, "nothing", text="x" * 1_000_000) is None
         left = (await play(pool, "leave"))["stats"]["pid"]
-        assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        await vanishes(left)
         with pytest.raises(AgentFailed, match="ended with status 1"):
             await play(pool, "crash")
         waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
@@ -358,6 +372,22 @@ def test_folders_of_programs_go_with_a_process_that_is_killed(
 
     use(test, None, shlex.join([sys.executable, str(program)]))
     assert list(temporary.glob("impala-agent-*")) == []
+
+
+@pytest.mark.system
+def test_agents_clean_up_when_the_pool_is_closed_and_those_that_do_not_end_are_ended(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        kinds = ("tidy", "stubborn")
+        playing = [asyncio.ensure_future(play(pool, kind, file=str(agents / kind))) for kind in kinds]
+        for kind in kinds:
+            await appears(agents / kind)
+        await pool.close()
+        assert (agents / "tidy").read_text() == "tidied up"
+        for each in playing:
+            with pytest.raises(AgentFailed):
+                await each
+
+    use(test)
 
 
 def test_a_pipe_that_nobody_reads_does_not_stop_what_prints_to_it() -> None:

@@ -47,7 +47,7 @@ def test_a_learner_of_two_tensor_parallel_processes_trains_is_evaluated_and_goes
 @pytest.mark.system
 def test_a_run_goes_on_as_another_number_of_ranks_with_the_policy_in_other_parts(tmp_path: Path) -> None:
     """From the checkpoint alone: the memory of the host has nothing of a run that has ended."""
-    lives = (ALONE, FSDP2, TENSOR, ALONE)
+    lives = (ALONE, TENSOR, FSDP2, ALONE)
     with Run(tmp_path, *TOY) as run:
         settings = list(run.settings)
         for number, ranks in enumerate(lives, start=1):
@@ -83,6 +83,7 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
         assert column(rows, "learner/version") == list(range(1, 25))
         # Each of 24 updates of 32 trajectories was played once, but for what was under way to the rank that died.
         assert sum(column(rows, "pipeline/received")) <= 24 * 32 + 2 * 32
+        assert sum(column(rows, "pipeline/refused")) == 0
         assert "left" not in log, "no actor has left"
         with torch.no_grad():
             policy = PolicyModel.from_pretrained(tmp_path / "policy")

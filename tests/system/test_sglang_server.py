@@ -49,7 +49,7 @@ with open(sys.argv[1], "w+b") as file:
 print("mapped", flush=True)
 time.sleep(600) # like one of multiprocessing's spawn_main
 '''
-    shared = "/dev/shm/impala-test-" + here.name
+    shared = f"/dev/shm/impala-test-{{here.parent.name}}-{{here.name}}"
     worker = subprocess.Popen([sys.executable, "-c", code, shared], start_new_session=True, stdout=subprocess.PIPE)
     worker.stdout.readline()
     http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
@@ -101,7 +101,7 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
 
 
 def assert_no_files(folder: Path) -> None:
-    assert not Path(f"/dev/shm/impala-test-{folder.name}").exists()
+    assert not Path(f"/dev/shm/impala-test-{folder.parent.name}-{folder.name}").exists()
 
 
 def find(processes: list[psutil.Process], word: str) -> psutil.Process:
@@ -252,7 +252,7 @@ time.sleep(600)
 @pytest.mark.system
 @pytest.mark.parametrize("is_noted", [False, True])
 def test_only_what_the_server_made_is_removed_from_shared_memory(is_noted: bool, tmp_path: Path) -> None:
-    name = f"/dev/shm/impala-test-{tmp_path.name}"
+    name = f"/dev/shm/impala-test-{tmp_path.parent.name}-{tmp_path.name}"
     folder, early, late, own = Path(name), Path(f"{name}.early"), Path(f"{name}.late"), Path(f"{name}.own")
     in_folder = folder / "model.safetensors"
     try:

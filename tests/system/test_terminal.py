@@ -1,5 +1,6 @@
 """What people see of a run, in terminals of the usual widths."""
 
+import json
 import re
 import shlex
 import signal
@@ -81,6 +82,11 @@ def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path
         assert watched.wait(timeout_s=60) == 128 + signal.SIGINT
         assert watched.long_rows == []
         assert watched.rows[-1] == "impala-llm: policy, logs, tensorboard are in outputs/first"
+    lines = (tmp_path / "outputs" / "first" / "tensorboard" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    versions = [row["learner/version"] for row in metrics]
+    assert len(set(versions)) == len(versions), "no version is made twice"
+    assert sum(row["pipeline/refused"] for row in metrics) == 0
 
 
 @pytest.mark.system

@@ -133,7 +133,7 @@ class Watched:
             self.seen.append((time.monotonic() - self._started, self.text))
 
     def _note_long_rows(self) -> None:
-        """Of the rows that have changed: to draw all of a wide screen takes a tenth of a second."""
+        """Note those of the rows that have changed: to draw all of a wide screen takes a tenth of a second."""
         wide = self._screens[1]
         for number in wide.dirty:
             cells = wide.buffer[number]

@@ -214,6 +214,8 @@ class Ingest:
     """Copies records into the trajectory store, checks them, and passes those on that the ledger accepts.
 
     Args:
+        arena: the store that keeps them.
+        ledger: says which of them are wanted.
         pass_on: called with the trajectories that were kept.
         vocab_size: bound that token ids must lie below.
         max_tokens: of a record (engine.max_length).
