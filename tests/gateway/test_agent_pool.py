@@ -137,8 +137,9 @@ async def appears(file: Path) -> None:
 
 async def vanishes(pid: int) -> None:
     """A process that was sent SIGKILL takes a moment to go."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.system
