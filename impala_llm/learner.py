@@ -176,7 +176,7 @@ class Learner:
             if batch is None and not self.stops.number and self.ranks.leads:
                 with suppress(Stopped):
                     batch = self.batches.next_batch(self.version, self.time.ends_at, self.while_waiting)
-            self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver))
+            self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver, self.is_signalled))
         # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
         is_missing = batch is None if self.ranks.leads else self.stops.number > 0
         is_over, is_told = self.ranks.sum([float(is_missing), float(self.stops.number)], of_processes=True)
@@ -259,9 +259,7 @@ class Learner:
         """Publisher of the versions, on the boards at first."""
         interval, staleness = self.config.learner.sync_interval, self.config.algorithm.max_staleness
         boards = self.endpoint.board, self.endpoint.kept
-        found = VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
-        found.is_told_to_stop = lambda: self.stops.number > 0
-        return found
+        return VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
 
     def make_writer(self, stack: ExitStack) -> MetricWriter | None:
         """Writer of the metrics, on rank 0."""
@@ -310,6 +308,10 @@ class Learner:
 
     # --- while it trains
 
+    def is_signalled(self) -> bool:
+        """Return whether this process is told to stop."""
+        return self.stops.number > 0
+
     def while_waiting(self, what: str) -> None:
         """Publish what tickets wait for, and show what is missing. Called again and again while there is no batch.
 
@@ -319,7 +321,7 @@ class Learner:
         Raises:
             Stopped: a signal has come, to this process or another one of the learner.
         """
-        self.meters.log.update(self.publisher.publish_early(self.version, self.receiver))
+        self.meters.log.update(self.publisher.publish_early(self.version, self.receiver, self.is_signalled))
         if self.view is not None:
             self.actors.tell()
             self.view.wait(what)
@@ -354,7 +356,7 @@ class Learner:
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
         is_told = self.evaluations.finish(
-            self.version, self.update, self.time.elapsed_s, lambda: self.stops.number > 0, self.write_rest
+            self.version, self.update, self.time.elapsed_s, self.is_signalled, self.write_rest
         )
         self.stop_together(is_told)
 

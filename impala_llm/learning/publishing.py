@@ -190,8 +190,6 @@ class VersionPublisher:
         self._reader = WeightReader(board.directory)
         self._interval = interval
         self._max_staleness = max_staleness
-        self.is_told_to_stop: Callable[[], bool] = lambda: False
-        """Whether this process is told to stop: all ranks learn of it where they wait for batches."""
         self._last_due = 0
         self._warnings = RateLimitedWarnings()
 
@@ -240,11 +238,14 @@ class VersionPublisher:
         receiver.announce(version, published=is_published, kept=must_keep)
         return {**metrics, "weights/publish_s": time.perf_counter() - began}
 
-    def publish_early(self, version: int, receiver: Receiver) -> dict[str, float]:
+    def publish_early(self, version: int, receiver: Receiver, is_told_to_stop: Callable[[], bool]) -> dict[str, float]:
         """Publish and announce the learner's version where a rank gets no batch without it.
 
         For a rank that waits for a batch, again and again; one that has its own calls `wait_for_ranks`. Does nothing
         where batches may come, or readers hold all slots. The next version that is due stays the same.
+
+        Args:
+            is_told_to_stop: whether this process is; all ranks learn of it.
 
         Returns:
             Metrics by name.
@@ -252,13 +253,16 @@ class VersionPublisher:
         Raises:
             Stopped: a process of any rank is told to stop.
         """
-        _, metrics, is_over = self._meet(version, receiver, has_batch=False)
+        _, metrics, is_over = self._meet(version, receiver, is_told_to_stop(), has_batch=False)
         if is_over:
             raise Stopped
         return metrics
 
-    def wait_for_ranks(self, version: int, receiver: Receiver) -> dict[str, float]:
+    def wait_for_ranks(self, version: int, receiver: Receiver, is_told_to_stop: Callable[[], bool]) -> dict[str, float]:
         """Wait until all ranks have a batch, or need none any more, and take part in what `publish_early` publishes.
+
+        Args:
+            is_told_to_stop: whether this process is, asked again and again; all ranks learn of it.
 
         Returns:
             Metrics by name.
@@ -266,7 +270,7 @@ class VersionPublisher:
         metrics: dict[str, float] = {}
         all_have = False
         while not all_have:
-            all_have, found, _ = self._meet(version, receiver, has_batch=True)
+            all_have, found, _ = self._meet(version, receiver, is_told_to_stop(), has_batch=True)
             metrics |= found
         return metrics
 
@@ -281,11 +285,13 @@ class VersionPublisher:
     def _takes_part(self) -> bool:
         return self._ranks.is_main or self._ranks.is_sharded
 
-    def _meet(self, version: int, receiver: Receiver, has_batch: bool) -> tuple[bool, dict[str, float], bool]:
+    def _meet(
+        self, version: int, receiver: Receiver, is_told: bool, has_batch: bool
+    ) -> tuple[bool, dict[str, float], bool]:
         """Returns whether all ranks have a batch, metrics, and whether a process is told to stop."""
         wants = not has_batch and receiver.needs_weights()
         is_there = self._ranks.is_main and self._reader.latest() == version
-        mine = has_batch, wants, is_there, self.is_told_to_stop()
+        mine = has_batch, wants, is_there, is_told
         num_with_batch, num_wanting, num_there, num_told = self._ranks.sum([float(n) for n in mine], of_processes=True)
         sent: dict[str, float] | None = {}
         if num_wanting and not num_told:  # one that is to end has no time for a whole version

@@ -58,6 +58,7 @@ class Learner:
         policy = path / "policy"
         self.model = PolicyModel.from_pretrained(policy if policy.exists() else save_lm(policy))
         self.receiver = Receiver()
+        self.is_signalled = False
         self.sent: list[int] = []
         """By a way beside the board."""
         boards = [WeightPublisher(path / name, num_slots=2) for name in ("board", "kept")]
@@ -79,7 +80,10 @@ class Learner:
         return metrics
 
     def publish_early(self, version: int) -> dict[str, float]:
-        return self.publisher.publish_early(version, self.receiver)
+        return self.publisher.publish_early(version, self.receiver, lambda: self.is_signalled)
+
+    def wait_for_ranks(self, version: int) -> dict[str, float]:
+        return self.publisher.wait_for_ranks(version, self.receiver, lambda: self.is_signalled)
 
 
 PUBLISHED = {"weights/skipped": 0.0, "weights/servers_sent": 1.0}
@@ -227,7 +231,7 @@ def test_rank_0_sends_over_all_ways_what_another_rank_waits_for(tmp_path: Path) 
     learner.publish(1)
     # It has a batch and the other one waits for version 1; nobody waits for a reader; it is sent; both have a batch.
     ranks.totals = [[1.0, 1.0, 0.0, 0.0], [0.0], [1.0], [2.0, 0.0, 1.0, 0.0]]
-    assert learner.publisher.wait_for_ranks(1, learner.receiver) == {"weights/servers_sent": 1.0}
+    assert learner.wait_for_ranks(1) == {"weights/servers_sent": 1.0}
     assert (ranks.totals, learner.board.latest(), learner.sent, learner.receiver.early) == ([], 1, [1], [])
 
 
@@ -239,12 +243,12 @@ def test_a_signal_to_any_process_ends_the_wait_for_a_batch(tmp_path: Path) -> No
     ranks.totals = [[0.0, 0.0, 0.0, 1.0]]  # another's
     with pytest.raises(Stopped):
         learner.publish_early(1)
-    learner.publisher.is_told_to_stop = lambda: True
+    learner.is_signalled = True
     learner.receiver.needs_any = True
     with pytest.raises(Stopped):
         learner.publish_early(1)
     assert (learner.board.latest(), learner.sent) == (0, []), "one that is to end sends no version first"
-    assert learner.publisher.wait_for_ranks(1, learner.receiver) == {}, "it meets the others until they know"
+    assert learner.wait_for_ranks(1) == {}, "it meets the others until they know"
 
 
 @pytest.mark.parametrize("interval", [None, 4])

@@ -147,7 +147,7 @@ def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, t
         with WeightSender("recompute_kv", key=rig.server.key) as sender:
             reader = WeightReader(tmp_path / "board") if source == "board" else None
             publisher.transports.append(partial(send_to_servers, sender, lambda: rig.engine.fed, board=reader))
-            metrics = await asyncio.to_thread(publisher.publish_early, version, receiver)
+            metrics = await asyncio.to_thread(publisher.publish_early, version, receiver, lambda: False)
             assert metrics["weights/servers_sent"] == 1.0 and metrics["weights/servers_dropped"] == 0.0
             receiver.announce_late.assert_called_once_with(version)
             assert await rig.engine.adopt(version)

@@ -81,8 +81,8 @@ def publish(ranks: Ranks, model: PolicyModel, output: Path) -> dict[str, object]
     receiver: Any = Receiver(waits)
     with WeightReader(output / "board").lease(0) if ranks.is_main else nullcontext():
         while waits and not receiver.early:
-            publisher.publish_early(1, receiver)
-        publisher.wait_for_ranks(1, receiver)
+            publisher.publish_early(1, receiver, lambda: False)
+        publisher.wait_for_ranks(1, receiver, lambda: False)
     publisher.export.save(output / "saved", {})
     return {"early": receiver.early}
 
