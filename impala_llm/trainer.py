@@ -15,7 +15,7 @@ import torch
 
 from impala_llm.algorithms.advantages import episode_return
 from impala_llm.algorithms.importance import segment_sum
-from impala_llm.algorithms.interface import Episodes, PackedBatch, parts_of
+from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
@@ -100,8 +100,8 @@ class Trainer:
                 update.whitening = self.whitening(update)
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
-            if self.loss.of_batch and rules.train_policy:
-                rules = replace(rules, batch_limit=self.batch_limit(update, part, rules))
+            if isinstance(self.loss, BatchLoss) and rules.train_policy:
+                rules = replace(rules, batch_limit=self.batch_limit(self.loss, update, part, rules))
             bad = self.accumulate(update, part, rules)
             if number == 0:
                 # Before the ranks meet: what nobody can have published yet, nobody can have sampled from.
@@ -218,18 +218,18 @@ class Trainer:
         mean = total / max(1.0, count)
         return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
 
-    def batch_limit(self, update: Update, part: Sequence[int], rules: Rules) -> float:
-        """Return `Loss.batch_limit` of an optimizer step's batch, before its gradient pass; all ranks call it."""
+    def batch_limit(self, loss: BatchLoss, update: Update, part: Sequence[int], rules: Rules) -> float:
+        """Return `BatchLoss.batch_limit` of an optimizer step's batch, before its gradient pass; all ranks call it."""
         members = sorted(set(part) & set(update.teaching))
 
         def measure(cpu_micro: PackedBatch) -> torch.Tensor:
             micro, rows = self.rows(update, cpu_micro, [members[i] for i in cpu_micro.members])
-            return measured(self.config, self.model, micro, rows, rules).cpu()
+            return measured(loss, self.config, self.model, micro, rows, rules).cpu()
 
         with self.timer.stage("forward"), torch.no_grad():
             trajectories = [update.batch.trajectories[i] for i in members]
             found = self.budget.run(trajectories, measure, take_part=self.take_part)
-        return self.loss.batch_limit(torch.cat([torch.zeros(0), *found]), self.ranks.sum)
+        return loss.batch_limit(torch.cat([torch.zeros(0), *found]), self.ranks.sum)
 
     def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""

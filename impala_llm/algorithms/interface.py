@@ -7,7 +7,7 @@ A step of the learner calls them in this order, the first once for a batch and t
     worth = credit(scored, micro, prepared)          # advantages, and targets of values or None
     output = loss(scored, worth.advantages)          # a loss for each token, and every metric that it names
 
-A loss whose mask or weight depends on the whole batch (`Loss.of_batch`) is asked for it before the gradient pass:
+A loss whose mask or weight depends on the whole batch (a `BatchLoss`) is asked for it before the gradient pass:
 
     measured = loss.measure(scored, worth.advantages)          # for each micro-batch, in a forward pass of its own
     limit = loss.batch_limit(all_measured, sum_over_ranks)     # it comes back to the loss as `Scored.batch_limit`
@@ -109,7 +109,7 @@ class Scored:
     teacher_log_probs: Tensor | None = None
     """float32, by the teacher; None where nothing asks for it."""
     batch_limit: float | None = None
-    """Limit that the loss has found over the batch of the optimizer step, see `Loss.batch_limit`; None: none."""
+    """Limit that the loss has found over the batch of the optimizer step, see `BatchLoss.batch_limit`; None: none."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -213,26 +213,6 @@ class Loss(LossSettings, ABC):
 
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
-    of_batch: ClassVar[bool] = False
-    """Whether the loss of a token depends on the others of the batch: `measure` and `batch_limit` are then called
-    before each optimizer step, at the cost of one more forward pass."""
-
-    def measure(self, scored: Scored, advantages: Tensor) -> Tensor:
-        """float32[n], any n: what `batch_limit` needs to know of the tokens that teach, of one micro-batch.
-
-        Args:
-            scored, advantages: as in `__call__`, without gradient.
-        """
-        raise NotImplementedError
-
-    def batch_limit(self, measured: Tensor, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> float:
-        """Return the number that `__call__` finds in `Scored.batch_limit`, the same on all ranks.
-
-        Args:
-            measured: float32: what `measure` gave, of all micro-batches of this rank.
-            sum_over_ranks: collective: all ranks call it together, and equally often.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
@@ -241,6 +221,30 @@ class Loss(LossSettings, ABC):
         Args:
             scored: the tokens that teach.
             advantages: float32[N], constant.
+        """
+
+
+class BatchLoss(Loss):
+    """Loss of a token that depends on the others of the batch.
+
+    It is asked for what it needs of them before each optimizer step, at the cost of one more forward pass.
+    """
+
+    @abstractmethod
+    def measure(self, scored: Scored, advantages: Tensor) -> Tensor:
+        """float32[n], any n: what `batch_limit` needs to know of the tokens that teach, of one micro-batch.
+
+        Args:
+            scored, advantages: as in `__call__`, without gradient.
+        """
+
+    @abstractmethod
+    def batch_limit(self, measured: Tensor, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> float:
+        """Return the number that `__call__` finds in `Scored.batch_limit`, the same on all ranks.
+
+        Args:
+            measured: float32: what `measure` gave, of all micro-batches of this rank.
+            sum_over_ranks: collective: all ranks call it together, and equally often.
         """
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impala_llm.algorithms.checks import require_positive, require_segment_ids
 from impala_llm.algorithms.importance import ratios, segment_sum
-from impala_llm.algorithms.interface import Loss, LossOutput, Scored, loss
+from impala_llm.algorithms.interface import BatchLoss, Loss, LossOutput, Scored, loss
 from impala_llm.algorithms.loss_parts import (
     RATIO_METRICS,
     in_dtype,
@@ -113,10 +113,9 @@ def m2po(log_probs: Tensor, behaviour_log_probs: Tensor, advantages: Tensor, lim
 
 @loss("m2po")
 @dataclass
-class M2PO(Loss):
+class M2PO(BatchLoss):
     """-ρA without the tokens that have departed farthest from μ, until their second moment is small; see `m2po`."""
 
-    of_batch = True
     metrics = RATIO_METRICS | {
         "departing_share": "share of the action tokens that teach which the update moves on from μ: A > 0 and a ratio "
         "above 1, or A < 0 and a ratio below 1",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import importance, losses
-from impala_llm.algorithms.interface import LossOutput, MetricValue, PackedBatch, Scored, Worth, parts_of
+from impala_llm.algorithms.interface import BatchLoss, LossOutput, MetricValue, PackedBatch, Scored, Worth, parts_of
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
@@ -168,10 +168,12 @@ def judged(
 
 
 @torch.no_grad()
-def measured(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Tensor:
-    """Return `Loss.measure` of a micro-batch, float32[n], which the loss needs before it can judge any token."""
+def measured(
+    loss: BatchLoss, config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules
+) -> Tensor:
+    """Return `BatchLoss.measure` of a micro-batch, float32[n], which the loss needs before it can judge any token."""
     scored, worth, keep = judged(config, model, batch, rows, rules)
-    return parts_of(config.algorithm)[1].measure(scored.select(keep), worth.advantages[keep])
+    return loss.measure(scored.select(keep), worth.advantages[keep])
 
 
 def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows, version: int) -> Scored:
