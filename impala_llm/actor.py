@@ -113,8 +113,8 @@ class Actor:
         self.announced = -1
         self.distrusts = False
         """Another learner may have left servers in the middle of a transfer."""
-        self.faults = EnvironmentFaults()
-        self.evaluation_faults = EnvironmentFaults()
+        self.faults = EnvironmentFaults(config.actor.fault_patience_s)
+        self.evaluation_faults = EnvironmentFaults(config.actor.fault_patience_s)
         """Faults of evaluation tasks: they end no actor, since it may train all the same."""
         self.is_connected = False
         """Whether the learner has answered."""

@@ -38,14 +38,16 @@ class EnvironmentFaults:
     The first fault of each kind is printed with its traceback. Faults in a row are answered ever more slowly, so that a
     broken environment fills no log and takes no core; after a while they end the actor. A wrong return value comes
     again: of those, the number in a row suffices.
+
+    Args:
+        patience_s: seconds of faults after which the actor ends.
     """
 
     MOST_IN_A_ROW = 32
-    PATIENCE_S = 20.0
-    """Seconds of faults after which the actor ends: shorter outages of what the environment needs are waited for."""
     MAX_DELAY_S = 2.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s = patience_s
         self.num_in_a_row = 0
         self._num_breaches = 0
         self._clock = clock
@@ -72,5 +74,5 @@ class EnvironmentFaults:
     @property
     def is_broken(self) -> bool:
         """Whether there have been so many, for so long, that the next ones will not be better."""
-        is_lasting = self._clock() - self._since >= self.PATIENCE_S
+        is_lasting = self._clock() - self._since >= self._patience_s
         return self._num_breaches >= self.MOST_IN_A_ROW or (self.num_in_a_row >= self.MOST_IN_A_ROW and is_lasting)

@@ -252,7 +252,7 @@ def player(tmp_path: Path) -> Any:
     actor: Any = Actor.__new__(Actor)
     actor.config = load(["experiment=toy", f"run.dir={tmp_path}", "engine.temperature=0.7"])
     actor.actor_id, actor.episodes, actor.engine = "actor-0", 0, FirstLetter()
-    actor.faults, actor.evaluation_faults, actor.failure = EnvironmentFaults(), EnvironmentFaults(), None
+    actor.faults, actor.evaluation_faults, actor.failure = EnvironmentFaults(20.0), EnvironmentFaults(20.0), None
     actor.suite = make_suite(actor.config.env)
     actor.chat = ChatFormat.of(resolve_policy(actor.config), "")
     return actor

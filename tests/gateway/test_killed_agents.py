@@ -68,7 +68,7 @@ def test_every_ticket_ends_once_whatever_is_killed(tmp_path: Path, monkeypatch: 
     command = shlex.join([sys.executable, "-S", str(program)])
     actor.config = load(["experiment=toy", f'agent.command="{command}"', f"run.dir={tmp_path}"])
     actor.actor_id, actor.episodes, actor.keep_aborted, actor.failure = "actor-0", 0, False, None
-    actor.suite, actor.faults, actor.channel = suite_of(actor.config), EnvironmentFaults(), Channel()
+    actor.suite, actor.faults, actor.channel = suite_of(actor.config), EnvironmentFaults(20.0), Channel()
     actor.limits = EpisodeLimits(1.0, 8, 400)
     actor.engine = RandomEngine(rng, ChatTokens(AutoTokenizer.from_pretrained(policy)).encode("ab c"))
     actor.agents = AgentPlayer(actor.config, policy, actor.suite)

@@ -19,13 +19,8 @@ MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
 START_S = 120.0
 """Deadline for whatever includes the start of processes, which import PyTorch on a busy machine."""
-IMPATIENT = """
-from impala_llm.environment_faults import EnvironmentFaults
-
-EnvironmentFaults.PATIENCE_S = 1.0
-"""
-"""Code of a sitecustomize.py for runs of which only how they end is looked at; that faults are borne for `PATIENCE_S`,
-tests/test_actor_faults.py shows."""
+IMPATIENT = "actor.fault_patience_s=1"
+"""Setting of runs of which only how they end is looked at; that faults are borne, tests/test_actor_faults.py shows."""
 
 
 class Run:

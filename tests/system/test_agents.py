@@ -114,8 +114,7 @@ def test_the_agent_of_the_documentation_trains(tmp_path: Path) -> None:
 )
 def test_an_agent_that_always_fails_ends_the_run_with_the_reason(tmp_path: Path, line: str, reason: str) -> None:
     (tmp_path / "broken.py").write_text(f"import asyncio\n\nasync def agent(task, client):\n    {line}\n")
-    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
-    settings = ("agent.name=broken:agent", "agent.processes=1", "actor.episode_timeout_s=1")
+    settings = ("agent.name=broken:agent", "agent.processes=1", "actor.episode_timeout_s=1", IMPATIENT)
     with Run(tmp_path / "run", *SMALL, *settings) as run:
         run.python_path.insert(0, str(tmp_path))
         assert run.train().wait(280) == 2, run.printed()

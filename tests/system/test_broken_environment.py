@@ -26,13 +26,14 @@ toy.ParrotSession.step = broken
 def break_environment(folder: Path, sound: int, fault: str) -> str:
     """A folder for PYTHONPATH in which each process's environment breaks after so many steps."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(IMPATIENT + PATCH.format(sound=sound, fault=fault))
+    (folder / "sitecustomize.py").write_text(PATCH.format(sound=sound, fault=fault))
     return str(folder)
 
 
 @pytest.mark.system
 def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", "learner.total_updates=100000") as run:
+    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", IMPATIENT)
+    with Run(tmp_path / "run", *settings) as run:
         run.python_path.insert(0, break_environment(tmp_path / "patch", 200, 'raise KeyError("no such room")'))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
@@ -50,13 +51,12 @@ def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(t
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(
-        f"{IMPATIENT}\n"
         "from impala_llm.envs import toy\n"
         "def fail(self, argument):\n"
         '    raise KeyError("no such house")\n'
         f"toy.ParrotSuite.{broken} = fail\n"
     )
-    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1") as run:
+    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", IMPATIENT) as run:
         run.python_path.insert(0, str(patch))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
@@ -98,10 +98,8 @@ def test_data_files_that_are_none_are_named(command: str, tmp_path: Path) -> Non
 
 @pytest.mark.system
 def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_path: Path) -> None:
-    settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1")
-    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
+    settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1", IMPATIENT)
     with Run(tmp_path / "run", *settings) as run:
-        run.python_path.insert(0, str(tmp_path))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         assert "raise engine.max_length" in run.log.read_text()
