@@ -68,6 +68,8 @@ def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
         asyncio.run(contract.step(Scripted(result), "go", "maze"))
     for word in ["env maze", "step", *words]:
         assert word in str(fault.value)
+    # What it returned ends the run at once; what it raised may be over soon.
+    assert (fault.value.__cause__ is None) == (not isinstance(result, Exception))
 
 
 @pytest.mark.parametrize("result", ["page", ("page",), (7, {}), RuntimeError("no such task")])
