@@ -147,7 +147,7 @@ class Actor:
             for task in tasks:
                 task.cancel()
             if self.agents is not None:
-                await self.agents.close()  # first: episodes would give their agents time to end by themselves
+                await self.agents.close()  # first: it bounds the time that agents have for their end
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.engine.close()
             self.channel.close()
