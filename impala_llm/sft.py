@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
 from impala_llm.imitation import Imitation
+from impala_llm.learning.cautions import slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
 from impala_llm.learning.checkpoint_reader import CheckpointReader
@@ -332,6 +333,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
+        for caution in slow_precision(config, warm.imitation.model.lm.device):
+            say(f"sft: {caution}")
         try:
             warm.run()
         except (KeyboardInterrupt, SystemExit):

@@ -3,12 +3,15 @@
 import torch
 
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.products import bfloat16_cost
 from impala_llm.settings import Config
 
 LARGE_MODEL = 50_000_000
 """Parameters."""
 LARGE_RATE = 5e-5
 """A learning rate that harms a large model."""
+SLOW = 1.5
+"""`bfloat16_cost` from which on there is nothing to be gained from bfloat16."""
 
 
 def cautions(config: Config, model: PolicyModel) -> list[str]:
@@ -31,4 +34,18 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
             f"{4 * heads * longest**2 / 1e9:.2g} GB at engine.max_length={longest}; lower engine.max_length if memory "
             "runs out"
         )
-    return found
+    return found + slow_precision(config, model.lm.device)
+
+
+def slow_precision(config: Config, device: torch.device) -> list[str]:
+    """A sentence where bfloat16 is asked for on a CPU that has no instructions for it."""
+    if config.learner.precision != "bfloat16" or device.type != "cpu":
+        return []
+    cost = bfloat16_cost()
+    if cost < SLOW:
+        return []
+    return [
+        f"learner.precision=bfloat16: on this CPU a matrix product in bfloat16 takes {cost:.1f} times as long as in "
+        "float32, since it has no instructions for it; set learner.precision=float32 and, where actors run on such a "
+        "CPU, engine.dtype=float32"
+    ]

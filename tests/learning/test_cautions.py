@@ -9,8 +9,9 @@ from torch import nn
 from transformers import LlamaConfig
 
 from impala_llm.config import load
-from impala_llm.learning.cautions import cautions
+from impala_llm.learning.cautions import SLOW, cautions, slow_precision
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.products import bfloat16_cost
 from tests.learning.builders import save_lm
 
 
@@ -46,3 +47,31 @@ def test_float32_with_grouped_heads_on_a_gpu_is_named_with_its_memory() -> None:
     config = load(["model=tiny_shopper", "learner.learning_rate=1e-6", "engine.max_length=2048"])
     (said,) = cautions(config, large("cuda"))
     assert "2 key-value heads for 8 heads" in said and "0.13 GB at engine.max_length=2048" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "cost", "is_said"),
+    [
+        (["learner.precision=bfloat16"], "cpu", 8.0, True),
+        (["learner.precision=bfloat16"], "cpu", 0.2, False),
+        (["learner.precision=bfloat16"], "cuda", 8.0, False),
+        ([], "cpu", 8.0, False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], device: str, cost: float, is_said: bool
+) -> None:
+    monkeypatch.setattr("impala_llm.learning.cautions.bfloat16_cost", lambda: cost)
+    said = slow_precision(load(["model=tiny_shopper", *settings]), torch.device(device))
+    assert len(said) == is_said
+    for sentence in said:
+        assert "8.0 times" in sentence and "set learner.precision=float32" in sentence
+
+
+def test_the_cost_of_bfloat16_is_that_of_this_cpu() -> None:
+    """With instructions for it a product is no slower; without them it is several times slower."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if not flags or "flags" not in flags:
+        pytest.skip("only x86 on Linux says which instructions it has")
+    has_instructions = "amx_bf16" in flags or "avx512_bf16" in flags
+    assert (bfloat16_cost() < SLOW) == has_instructions
