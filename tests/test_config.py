@@ -42,7 +42,7 @@ def test_a_model_that_a_script_brings_is_asked_for_by_the_script(monkeypatch, tm
 
 
 def test_each_model_preset_carries_its_own_learning_rate():
-    rates = {"tiny_shopper": 1e-4, "scratch": 6e-4, "pretrained": 1e-6}
+    rates = {"tiny_shopper": 2e-4, "scratch": 6e-4, "pretrained": 1e-6}
     for preset, rate in rates.items():
         config = load([f"model={preset}", *(["model.path=tiny_shopper"] if preset == "pretrained" else [])])
         assert config.learner.learning_rate == rate
@@ -56,7 +56,7 @@ def test_each_model_preset_carries_its_own_learning_rate():
 
 def test_a_model_keeps_its_learning_rate_in_every_experiment():
     for path in (config_folder() / "experiment").glob("*.yaml"):
-        for preset, rate in {"tiny_shopper": 1e-4, "scratch": 6e-4, "pretrained": 1e-6}.items():
+        for preset, rate in {"tiny_shopper": 2e-4, "scratch": 6e-4, "pretrained": 1e-6}.items():
             own = ["model.path=tiny_shopper"] if preset == "pretrained" else []
             config = load([f"experiment={path.stem}", f"model={preset}", *own])
             assert config.learner.learning_rate == rate, (path, preset)
