@@ -5,7 +5,6 @@ Invariant: what is chosen for a CPU changes nothing on a GPU, and the other way 
 """
 
 import ctypes
-import time
 from typing import Any
 
 import torch
@@ -30,28 +29,6 @@ def prepare_cpu(num_threads: int) -> None:
     products.fp32_precision = "bf16"
     if (a @ b - exact).abs().max() > 1e-4:  # float32 over 256 terms: 2e-5; bfloat16: 0.1
         products.fp32_precision = before
-
-
-def bfloat16_cost() -> float:
-    """Time of a matrix product in bfloat16 on this CPU, as a multiple of that in float32.
-
-    Below 1 with instructions for it (AMX, AVX-512 BF16); 7 to 16 were measured without, on an AMD EPYC with AVX2.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several, waits for the others are measured as well
-    best = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.ones(256, 512, dtype=dtype)
-        b = torch.ones(512, 512, dtype=dtype).T  # as weights of a layer lie
-        a @ b  # the first product of a kind prepares much
-        times = []
-        for _ in range(5):
-            begin = time.thread_time()  # what others run on this CPU does not count
-            a @ b
-            times.append(time.thread_time() - begin)
-        best[dtype] = min(times)
-    torch.set_num_threads(threads)
-    return best[torch.bfloat16] / best[torch.float32]
 
 
 _M_MMAP_THRESHOLD = -3  # glibc, malloc.h

@@ -9,9 +9,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from impala_llm.config import load
-from impala_llm.learning.cautions import SLOW, cautions, slow_precision
+from impala_llm.learning.cautions import cautions, slow_precision
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.products import bfloat16_cost
 from tests.learning.builders import save_lm
 
 
@@ -50,28 +49,28 @@ def test_float32_with_grouped_heads_on_a_gpu_is_named_with_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "cost", "is_said"),
+    ("settings", "device", "capabilities", "is_said"),
     [
-        (["learner.precision=bfloat16"], "cpu", 8.0, True),
-        (["learner.precision=bfloat16"], "cpu", 0.2, False),
-        (["learner.precision=bfloat16"], "cuda", 8.0, False),
-        ([], "cpu", 8.0, False),
+        (["learner.precision=bfloat16"], "cpu", {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
+        (["learner.precision=bfloat16"], "cpu", {"avx2": True, "avx512_bf16": True, "amx_bf16": False}, False),
+        (["learner.precision=bfloat16"], "cpu", {"neon": True, "bf16": True}, False),
+        (["learner.precision=bfloat16"], "cpu", {"neon": True, "bf16": False}, True),
+        (["learner.precision=bfloat16"], "cuda", {"avx2": True}, False),
+        ([], "cpu", {"avx2": True}, False),
     ],
 )
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named_with_its_cost(
-    monkeypatch: pytest.MonkeyPatch, settings: list[str], device: str, cost: float, is_said: bool
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], device: str, capabilities: dict[str, bool], is_said: bool
 ) -> None:
-    monkeypatch.setattr("impala_llm.learning.cautions.bfloat16_cost", lambda: cost)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     said = slow_precision(load(["model=tiny_shopper", *settings]), torch.device(device))
-    assert len(said) == is_said
-    for sentence in said:
-        assert "8.0 times" in sentence and "set learner.precision=float32" in sentence
+    assert ["set learner.precision=float32" in sentence for sentence in said] == [True] * is_said
 
 
-def test_the_cost_of_bfloat16_is_that_of_this_cpu() -> None:
-    """With instructions for it a product is no slower; without them it is several times slower."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if not flags or "flags" not in flags:
+def test_what_this_cpu_has_is_what_the_system_says_of_it() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    if "flags\t" not in flags:
         pytest.skip("only x86 on Linux says which instructions it has")
-    has_instructions = "amx_bf16" in flags or "avx512_bf16" in flags
-    assert (bfloat16_cost() < SLOW) == has_instructions
+    said = slow_precision(load(["model=tiny_shopper", "learner.precision=bfloat16"]), torch.device("cpu"))
+    assert bool(said) == ("amx_bf16" not in flags and "avx512_bf16" not in flags)
