@@ -45,10 +45,12 @@ disable_progress_bar()
 set_verbosity_error()
 folder, file, target = sys.argv[1:]
 AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).save_pretrained(target)
-# What the file leaves out, as it is in the original: the converter takes defaults of GPT-2's for it.
-AutoTokenizer.from_pretrained(
-    folder, gguf_file=file, eos_token="<|im_end|>", pad_token="<|im_end|>", clean_up_tokenization_spaces=False
-).save_pretrained(target)
+# What the file leaves out, as it is in the original: the converter takes defaults of GPT-2's for it. Set afterwards, since
+# it may take its own over arguments.
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+tokenizer.clean_up_tokenization_spaces = False
+tokenizer.save_pretrained(target)
 PYTHON
 rm -rf "$target"
 mv "$target.new" "$target"
