@@ -223,6 +223,15 @@ class Loss(LossSettings, ABC):
             advantages: float32[N], constant.
         """
 
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        is_of_batch = getattr(self, "of_batch", False) or callable(getattr(self, "batch_limit", None))
+        if not is_of_batch or isinstance(self, BatchLoss):
+            return []
+        return [
+            f"algorithm.loss={self.name} cannot be used: its class {type(self).__name__} needs the whole batch, but "
+            f"only a BatchLoss is asked for its batch_limit: derive it from {BatchLoss.__module__}.BatchLoss"
+        ]
+
 
 class BatchLoss(Loss):
     """Loss of a token that depends on the others of the batch.

@@ -35,6 +35,18 @@ class PlainReturn(Credit):
 class Clashing(MyLoss):
     metrics = {"policy": "mine"}
 
+@dataclass
+class Unasked(MyLoss):
+    def measure(self, scored, advantages):
+        return scored.log_ratio
+
+    def batch_limit(self, measured, sum_over_ranks):
+        return 1.0
+
+@dataclass
+class Flagged(MyLoss):
+    of_batch = True
+
 class NoLoss:
     pass
 """
@@ -159,6 +171,8 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm.loss=json:Loss"], ["algorithm.loss=json:Loss", "json has no Loss"]),
         (["algorithm.loss=my_parts:NoLoss"], ["algorithm.loss=my_parts:NoLoss", "interface.Loss"]),
         (["algorithm.loss=my_parts:PlainReturn"], ["algorithm.loss=my_parts:PlainReturn", "interface.Loss"]),
+        (["algorithm.loss=my_parts:Unasked"], ["class Unasked", "derive it from", "interface.BatchLoss"]),
+        (["algorithm.loss=my_parts:Flagged"], ["class Flagged", "derive it from", "interface.BatchLoss"]),
         (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),
         (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.lmit=3"], ["algorithm.loss.lmit=3", "loss.limit?"]),
     ],
