@@ -23,9 +23,12 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from impala_llm.config import ConfigError
 from impala_llm.engines import make_engine
+from impala_llm.engines.base import Engine, EngineError
+from impala_llm.environment_faults import failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
-from impala_llm.gateway.agents import AgentPlayer
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
@@ -83,6 +86,7 @@ def evaluate(
     split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
     limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
+    timeout_s = config.actor.episode_timeout_s
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
     bar = _progress_bar()
     shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
@@ -98,7 +102,7 @@ def evaluate(
                     f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
                 )
                 if agents is not None:
-                    return await agents.evaluate(spec, engine, limits, transcripts.get(task))
+                    return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
                 return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
 
         try:
@@ -128,6 +132,30 @@ def evaluate(
     )
     examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
     return result, examples
+
+
+async def _play_by_agent(
+    agents: AgentPlayer,
+    spec: EpisodeSpec,
+    engine: Engine,
+    limits: EpisodeLimits,
+    transcript: list[Turn] | None,
+    timeout_s: float,
+) -> Trajectory:
+    """Play a task by the agent. An evaluation is nothing without all of its tasks.
+
+    Raises:
+        EnvironmentFault: the agent failed.
+        EngineError: the engine failed, or was still at an answer when the time was over.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await agents.play(spec, engine, limits, training=False, transcript=transcript)
+    except (AgentFailed, TimeoutError) as error:
+        reason = failure_reason(error, timeout_s)
+        if is_fault(error):
+            raise EnvironmentFault(f"the agent failed at task {spec.task_id}: {reason}") from error
+        raise EngineError(f"task {spec.task_id} was not played: {reason}") from error
 
 
 def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[Result]:

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from impala_llm.engines.base import Engine, ModelRefused
 from impala_llm.envs.base import Suite
-from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.conversation import Conversation
@@ -105,17 +104,6 @@ class AgentPlayer:
             await asyncio.gather(running, return_exceptions=True)
             raise asyncio.CancelledError(*[ENGINE_AWAITED] * awaited) from None
         return running.result()
-
-    async def evaluate(
-        self, spec: EpisodeSpec, engine: Engine, limits: EpisodeLimits, transcript: list[Turn] | None = None
-    ) -> Trajectory:
-        """Play a task of an evaluation, which is nothing without all of them. EnvironmentFault where that fails."""
-        try:
-            async with asyncio.timeout(self._config.actor.episode_timeout_s):
-                return await self.play(spec, engine, limits, training=False, transcript=transcript)
-        except (AgentFailed, TimeoutError) as error:
-            reason = str(error) or f"over after actor.episode_timeout_s={self._config.actor.episode_timeout_s:g}"
-            raise EnvironmentFault(f"the agent failed at task {spec.task_id}: {reason}") from error
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the start."""

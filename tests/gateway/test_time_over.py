@@ -11,6 +11,8 @@ import pytest
 from impala_llm.config import load
 from impala_llm.engines.base import EngineError
 from impala_llm.environment_faults import is_fault
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.evaluate import evaluate
 from impala_llm.gateway.agents import AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.scratch import make_scratch_policy
@@ -19,12 +21,17 @@ from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 AGENT = """
 import asyncio
 
-async def agent(task, client):
-    if task.id == 1:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
-    open(f"{__file__}.{task.id}", "w").close()
+async def asks(task, client):
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+
+async def sleeps(task, client):
+    open(f"{__file__}.asleep", "w").close()
     await asyncio.sleep(1000)
+
+async def agent(task, client):
+    await (asks if task.id == 1 else sleeps)(task, client)
 """
+TIMEOUT_S = 300
 
 
 class SlowEngine:
@@ -45,14 +52,22 @@ class SlowEngine:
 
     def release(self, session: str) -> None: ...
 
+    async def start(self) -> None: ...
 
-@pytest.mark.system
-def test_a_time_out_is_the_agents_fault_unless_the_engine_was_awaited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the agent makes before it sleeps."""
     (tmp_path / "slow_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    return tmp_path / "slow_agent.py.asleep"
+
+
+@pytest.mark.system
+def test_a_time_out_is_the_agents_fault_unless_the_engine_was_awaited(tmp_path: Path, asleep: Path) -> None:
     policy = make_scratch_policy(tmp_path / "policy")
     config = load(["experiment=toy", "agent.name=slow_agent:agent", "agent.processes=1", f"run.dir={tmp_path}"])
 
@@ -64,19 +79,46 @@ def test_a_time_out_is_the_agents_fault_unless_the_engine_was_awaited(
         for task_id in (0, 1):
             spec = EpisodeSpec(f"e{task_id}", task_id, 1, 1, seed=1, env="agent", actor_id="a", signature="")
             with pytest.raises(TimeoutError) as caught:
-                async with asyncio.timeout(None) as limit:
-                    playing = asyncio.create_task(reached(engine, tmp_path / f"slow_agent.py.{task_id}", limit))
+                async with asyncio.timeout(TIMEOUT_S):
+                    watching = asyncio.create_task(end_time(engine, asleep))
                     await player.play(spec, engine, EpisodeLimits(1.0, 8, 400), training=True)
-            await playing
+            await watching
+            asleep.unlink(missing_ok=True)
             found.append(is_fault(caught.value))
         await player.close()
         return found
 
-    assert asyncio.run(asyncio.wait_for(main(), 250)) == [True, False]
+    assert asyncio.run(main()) == [True, False]
 
 
-async def reached(engine: SlowEngine, file: Path, limit: asyncio.Timeout) -> None:
-    """Let the time be over once the agent sleeps, or the engine is asked."""
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("agent", "kind", "said"),
+    [
+        ("sleeps", EnvironmentFault, r"the agent failed at task 900: .*actor.episode_timeout_s=300$"),
+        ("asks", EngineError, r"^task 900 .*actor.episode_timeout_s=300, when the engine was .*raise it"),
+    ],
+)
+def test_an_evaluation_says_whether_the_agent_or_the_engine_was_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asleep: Path, agent: str, kind: type[Exception], said: str
+) -> None:
+    policy = make_scratch_policy(tmp_path / "policy")
+    settings = [f"agent.name=slow_agent:{agent}", "agent.processes=1", "evaluation.num_tasks=1"]
+    config = load(["experiment=toy", *settings, f"actor.episode_timeout_s={TIMEOUT_S}", f"run.dir={tmp_path}"])
+
+    class Engine(SlowEngine):
+        async def start(self) -> None:
+            self.watching = asyncio.create_task(end_time(self, asleep))
+
+    monkeypatch.setattr("impala_llm.evaluate.make_engine", lambda *_, **__: Engine())
+    with pytest.raises(kind, match=said):
+        evaluate(config, policy, suite_of(config), "policy", "tasks")
+
+
+async def end_time(engine: SlowEngine, file: Path) -> None:
+    """Put the clock of the loop forward once the agent sleeps, or the engine is asked."""
     while not file.exists() and not engine.asked.is_set():
         await asyncio.sleep(0.01)
-    limit.reschedule(asyncio.get_running_loop().time())
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + TIMEOUT_S  # type: ignore[method-assign]
