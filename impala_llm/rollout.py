@@ -20,7 +20,8 @@ from impala_llm.envs.base import AsyncSession, Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
 
 ENGINE_AWAITED = "an answer of the engine was awaited"
-"""Argument of the CancelledError of an episode that was cancelled meanwhile."""
+"""Argument of the CancelledError of an episode that was cancelled meanwhile. It is no class of its own: Python 3.11's
+`asyncio.timeout` makes a TimeoutError of CancelledError itself, and of no subclass."""
 
 
 class EpisodeAborted(RuntimeError):
