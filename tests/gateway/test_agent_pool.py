@@ -391,21 +391,23 @@ def test_agents_clean_up_when_the_pool_is_closed_and_those_that_do_not_end_are_e
     use(test)
 
 
-def test_a_pipe_that_nobody_reads_does_not_stop_what_prints_to_it() -> None:
-    """The standard error is a full pipe; what is printed comes from another one."""
-    script = (
-        "import asyncio, os\n"
-        "from impala_llm.gateway import agent_pool, pipes\n"
-        "async def main():\n"
-        "    stream, transport, writing = await pipes.open_pipe()\n"
-        "    printing = asyncio.create_task(agent_pool._print_some(stream, transport))\n"
-        "    for _ in range(4):\n"
-        "        os.write(writing, b'x' * 10000)\n"
-        "        await asyncio.sleep(0)\n"
-        "    os.close(writing)\n"
-        "    await printing\n"
-        "asyncio.run(main())\n"
-    )
+FLOODED = """
+import asyncio
+from impala_llm.gateway.agent_pool import AgentPool
+from impala_llm.gateway.tasks import Task
+
+async def main():
+    pool = AgentPool("pool_agents:agent", None, 1, 1e12)
+    await pool.start()
+    print(await pool.run(Task(5, 6, True, {"what": "flood"}), "http://127.0.0.1:1/v1", "sk-1"))
+    await pool.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.system
+def test_a_standard_error_that_nobody_reads_does_not_stop_an_agent_that_prints(agents: Path) -> None:
     reading, writing = os.pipe()
     try:
         os.set_blocking(writing, False)
@@ -413,7 +415,9 @@ def test_a_pipe_that_nobody_reads_does_not_stop_what_prints_to_it() -> None:
             while True:
                 os.write(writing, b"-" * 4096)
         os.set_blocking(writing, True)
-        assert subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=DEADLINE_S).returncode == 0
+        command = [sys.executable, "-c", FLOODED]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, timeout=DEADLINE_S)
+        assert (done.returncode, done.stdout) == (0, b"1\n")
     finally:
         os.close(reading)
         os.close(writing)
