@@ -38,6 +38,9 @@ _MOST_PRINTED = 32 << 10
 """Bytes of what a process and its agents print that are kept, in each period of `_PRINTED_S`."""
 _PRINTED_S = 60.0
 _CUT = b"\n[the agents of this process have printed %d kB in less than %g s: the rest of this time is left out]\n"
+_DROPPED = (
+    b"\n[%d bytes that the agents of this process have printed were dropped: the actor's log was not read in time]\n"
+)
 
 
 class AgentFailed(RuntimeError):
@@ -265,6 +268,7 @@ class _Process:
 async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTransport) -> None:
     """Print a stream on the standard error, up to a limit in each period, so that no agent fills the log."""
     loop = asyncio.get_running_loop()
+    dropped = 0
     left, until = _MOST_PRINTED, loop.time() + _PRINTED_S
     try:
         while piece := await stream.read(1 << 16):
@@ -274,17 +278,23 @@ async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTrans
             if left and len(piece) >= left:
                 shown += _CUT % (_MOST_PRINTED >> 10, _PRINTED_S)
             left -= min(left, len(piece))
-            _write_at_once(shown)
+            dropped += _write_at_once(shown)
     finally:
+        if dropped:
+            _write_at_once(_DROPPED % dropped)
         transport.close()
 
 
-def _write_at_once(data: bytes) -> None:
-    """Write on the standard error what it takes without waiting: a pipe that nobody reads must not stop the actor."""
+def _write_at_once(data: bytes) -> int:
+    """Write on the standard error what it takes without waiting: a pipe that nobody reads must not stop the actor.
+
+    Returns the number of bytes that it did not take.
+    """
     with contextlib.suppress(OSError):
         while data and select.select([], [2], [], 0)[1]:
             # So much fits into a pipe that is ready, and more might not.
             data = data[os.write(2, data[: select.PIPE_BUF]) :]
+    return len(data)
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

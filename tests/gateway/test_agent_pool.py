@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -392,14 +393,15 @@ def test_agents_clean_up_when_the_pool_is_closed_and_those_that_do_not_end_are_e
 
 
 FLOODED = """
-import asyncio
+import asyncio, sys
 from impala_llm.gateway.agent_pool import AgentPool
 from impala_llm.gateway.tasks import Task
 
 async def main():
     pool = AgentPool("pool_agents:agent", None, 1, 1e12)
     await pool.start()
-    print(await pool.run(Task(5, 6, True, {"what": "flood"}), "http://127.0.0.1:1/v1", "sk-1"))
+    print(await pool.run(Task(5, 6, True, {"what": "flood"}), "http://127.0.0.1:1/v1", "sk-1"), flush=True)
+    sys.stdin.readline()
     await pool.close()
 
 asyncio.run(main())
@@ -407,20 +409,26 @@ asyncio.run(main())
 
 
 @pytest.mark.system
-def test_a_standard_error_that_nobody_reads_does_not_stop_an_agent_that_prints(agents: Path) -> None:
+def test_a_standard_error_that_nobody_reads_stops_no_agent_and_is_told_what_it_missed(agents: Path) -> None:
     reading, writing = os.pipe()
-    try:
-        os.set_blocking(writing, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(writing, b"-" * 4096)
-        os.set_blocking(writing, True)
-        command = [sys.executable, "-c", FLOODED]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, timeout=DEADLINE_S)
-        assert (done.returncode, done.stdout) == (0, b"1\n")
-    finally:
-        os.close(reading)
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"-" * 4096)
+    os.set_blocking(writing, True)
+    command, pipe = [sys.executable, "-c", FLOODED], subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=writing) as process,
+        os.fdopen(reading, "rb") as errors,
+    ):
         os.close(writing)
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        assert set(errors.read1(1 << 20)) == set(b"-")
+        process.stdin.close()
+        said = errors.read()
+    [dropped] = re.findall(rb"(\d+) bytes that the agents of this process have printed were dropped", said)
+    assert process.returncode == 0 and 32 << 10 <= int(dropped) < 33 << 10  # what the log would have had
 
 
 def test_a_pipe_that_cannot_be_read_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
