@@ -39,8 +39,15 @@ def make_scratch_policy(directory: Path, hidden_size: int = 64, num_layers: int 
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return save_random_policy(directory, tokenizer, hidden_size, num_layers, seed)
+
+
+def save_random_policy(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
+) -> Path:
+    """Write a tokenizer, and a random Qwen3 of its vocabulary; arguments and result as of `make_scratch_policy`."""
     config = Qwen3Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
@@ -49,9 +56,9 @@ def make_scratch_policy(directory: Path, hidden_size: int = 64, num_layers: int 
         head_dim=16,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        eos_token_id=vocabulary[END],
+        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        pad_token_id=vocabulary[PAD],
+        pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

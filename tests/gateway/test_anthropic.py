@@ -7,10 +7,11 @@ import anthropic
 import pytest
 
 from impala_llm.gateway.chat import ChatTokens
+from impala_llm.learning.scratch import ACT, END
 from tests.gateway.test_conversations import assert_exact
 from tests.gateway.test_server import Served, serving
 from tests.gateway.test_tools import Scripted, chat, ids
-from tests.gateway.tool_policy import ACT, CALL, CALLED, CALLS, END
+from tests.gateway.tool_policy import CALL, CALLED, CALLS
 
 __all__ = ["chat"]
 TOOL: Any = {"name": "look_up", "description": "Number of a letter.", "input_schema": {"type": "object"}}

@@ -10,12 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from impala_llm.gateway.chat import ChatTokens
+from impala_llm.learning.scratch import ACT, END
 from impala_llm.rollout import EpisodeLimits
 from tests.gateway import test_server
 from tests.gateway.engines import RandomEngine
 from tests.gateway.test_conversations import assert_exact
 from tests.gateway.test_server import serving
-from tests.gateway.tool_policy import ACT, CALL, CALLED, CALLS, END, make_tool_policy
+from tests.gateway.tool_policy import CALL, CALLED, CALLS, make_tool_policy
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast
 
-ACT, END, PAD, UNKNOWN, CALL, CALLED = "<|act|>", "<|end|>", "<|pad|>", "<|unknown|>", "<tool_call>", "</tool_call>"
+from impala_llm.learning.scratch import ACT, END, PAD, UNKNOWN, save_random_policy
+
+CALL, CALLED = "<tool_call>", "</tool_call>"
 CALLS = [f'{{"name": "look_up", "arguments": {{"key": "{key}"}}}}' for key in "ab"]
 TEMPLATE = (
     "{% if tools %}tools {% endif %}{% for message in messages %}{{ message.content }}"
@@ -33,22 +34,4 @@ def make_tool_policy(directory: Path) -> Path:
         chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=vocabulary[END],
-        bos_token_id=None,
-        pad_token_id=vocabulary[PAD],
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return save_random_policy(directory, tokenizer)
