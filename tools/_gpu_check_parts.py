@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from impala_llm.bench._learner_loops import random_row
 from impala_llm.child_processes import FAMILY, Child, end
 from impala_llm.config import load
 from impala_llm.engines import make_engine
@@ -88,31 +90,9 @@ def random_rows(lengths: Sequence[int], vocabulary: int, device: str) -> list[Te
 
 def episodes(lengths: Sequence[int], vocabulary: int) -> list[Trajectory]:
     """Random rows with random rewards; all tokens but the first four are one action."""
-    rng, found = np.random.default_rng(1), []
-    for number, length in enumerate(lengths):
-        mask = np.arange(length) >= 4
-        rewards = np.zeros(length, np.float32)
-        rewards[-1] = rng.normal()
-        found.append(
-            Trajectory(
-                tokens=rng.integers(0, vocabulary, length).astype(np.int32),
-                action_mask=mask,
-                behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                rewards=rewards,
-                turns=np.array([[4, length]], np.int32),
-                bootstrap=False,
-                episode_id=str(number),
-                group_id=number,
-                task_id=0,
-                env="check",
-                actor_id="check",
-                ticket_id=number,
-                score=0.0,
-                success=False,
-            )
-        )
-    return found
+    rng = np.random.default_rng(1)
+    rows = [random_row(rng, number, 4, length, vocabulary) for number, length in enumerate(lengths)]
+    return [replace(row, group_id=number) for number, row in enumerate(rows)]
 
 
 def packed_log_probs(model: PolicyModel, rows: Sequence[Tensor]) -> Tensor:

@@ -45,27 +45,7 @@ def rows_of_actions(folder: Path, lengths: Sequence[int], share: float = 1.0, sc
     rows = []
     for number, length in enumerate(lengths):
         begin = max(1, length - int(share * length))
-        mask = np.arange(length) >= begin
-        rewards = np.zeros(length, np.float32)
-        rewards[-1] = rng.normal()
-        row = Trajectory(
-            tokens=rng.integers(0, vocabulary, length).astype(np.int32),
-            action_mask=mask,
-            behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-            rewards=rewards,
-            turns=np.array([[begin, length]], np.int32),
-            bootstrap=False,
-            episode_id=str(number),
-            group_id=0,
-            task_id=0,
-            env="bench",
-            actor_id="bench",
-            ticket_id=number,
-            score=0.0,
-            success=False,
-        )
-        rows.append(row)
+        rows.append(random_row(rng, number, begin, length, vocabulary))
     if not scored:
         return rows
     model = PolicyModel.from_pretrained(folder)
@@ -74,6 +54,30 @@ def rows_of_actions(folder: Path, lengths: Sequence[int], share: float = 1.0, sc
         for i, log_probs in zip(micro.members, found, strict=True):
             rows[i].behaviour_logprobs[rows[i].action_mask] = log_probs.numpy()
     return rows
+
+
+def random_row(rng: np.random.Generator, number: int, begin: int, length: int, vocabulary: int) -> Trajectory:
+    """Random tokens with a random return; all from `begin` on are one action, as a uniform policy samples it."""
+    mask = np.arange(length) >= begin
+    rewards = np.zeros(length, np.float32)
+    rewards[-1] = rng.normal()
+    return Trajectory(
+        tokens=rng.integers(0, vocabulary, length).astype(np.int32),
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        rewards=rewards,
+        turns=np.array([[begin, length]], np.int32),
+        bootstrap=False,
+        episode_id=str(number),
+        group_id=0,
+        task_id=0,
+        env="bench",
+        actor_id="bench",
+        ticket_id=number,
+        score=0.0,
+        success=False,
+    )
 
 
 def trainer(folder: Path, rows: Sequence[Trajectory], *words: str) -> tuple[Callable[[], float], int, PolicyModel]:
