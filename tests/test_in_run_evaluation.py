@@ -1,7 +1,6 @@
 """When an evaluation inside of a run is due, what it is said to have found, and which policy is kept for it."""
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.messages import EvaluationResult
 from impala_llm.settings import EvaluationConfig
+from tests.two_ranks import Meeting
 
 
 def evaluation(
@@ -295,17 +295,14 @@ class TwoProcesses:
 
     is_sharded = False
 
-    def __init__(self, shared: tuple[threading.Barrier, list[list[float]]], rank: int) -> None:
-        (self.barrier, self.numbers), self.rank = shared, rank
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
         self.num_sums = 0
 
     def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
         self.num_sums += 1
-        self.numbers[self.rank] = list(numbers) if of_processes or self.rank == 0 else [0.0] * len(numbers)
-        self.barrier.wait(20)
-        total = [float(sum(pair)) for pair in zip(*self.numbers, strict=True)]
-        self.barrier.wait(20)
-        return total
+        mine = list(numbers) if of_processes or self.rank == 0 else [0.0] * len(numbers)
+        return [float(sum(pair)) for pair in zip(*self.meeting.exchange(self.rank, mine), strict=True)]
 
 
 def rounds(inside: InRunEvaluation | None, ranks: Any) -> EvaluationRounds:
@@ -319,8 +316,8 @@ def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Pat
     """Though only one process is told to stop, when it has waited for a while."""
     inside, _ = make(tmp_path)
     assert inside.begin(0, 0, 0.0)
-    shared = threading.Barrier(2), [[0.0], [0.0]]
-    ranks = [TwoProcesses(shared, rank) for rank in (0, 1)]
+    meeting = Meeting()
+    ranks = [TwoProcesses(meeting, rank) for rank in (0, 1)]
 
     def finish(rank: int) -> bool:
         def stop() -> bool:

@@ -1,8 +1,8 @@
 """Losses for stale data against their definitions, token by token, and the limits in which they are other losses."""
 
 import math
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from impala_llm.algorithms.losses import ppo_clip, truncated_is
 from impala_llm.algorithms.stale_losses import departures, m2po, second_moment_limit, topr
 from impala_llm.config import ConfigError, load
+from tests.two_ranks import Meeting
 
 GENERATOR = torch.Generator().manual_seed(0)
 BEHAVIOUR = -torch.rand(200, generator=GENERATOR, dtype=torch.float64) * 3
@@ -75,23 +76,16 @@ def test_infinite_squares_go_and_the_others_are_judged_without_them() -> None:
 def test_ranks_find_the_limit_of_all_their_tokens_together() -> None:
     squares = LOG_RATIO.float().square()
     parts = (squares[:50], squares[50:])
-    meeting, asked, found = threading.Barrier(2), {}, {}
+    meeting = Meeting()
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> float:
         def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-            asked[rank] = numbers
-            meeting.wait(60)
-            total = [first + second for first, second in zip(asked[0], asked[1], strict=True)]
-            meeting.wait(60)
-            return total
+            return [sum(pair) for pair in zip(*meeting.exchange(rank, numbers), strict=True)]
 
-        found[rank] = second_moment_limit(parts[rank], 0.3, sum_over_ranks)
+        return second_moment_limit(parts[rank], 0.3, sum_over_ranks)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, (0, 1)))
     assert found[0] == found[1] == second_moment_limit(squares, 0.3)
     assert found[0] not in [second_moment_limit(part, 0.3) for part in parts]
 

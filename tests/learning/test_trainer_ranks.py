@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,31 +32,25 @@ from tests.learning.builders import (
     trainer_with,
     varied,
 )
+from tests.two_ranks import Meeting
 
 
 class ThreadRanks(Ranks):
     """Two ranks in one process, a thread each."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
+    def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__("cpu")
         self.rank = self.process = rank
         self.world_size = self.num_processes = 2
-        self._meeting, self._table = meeting, table
-
-    def _exchange(self, mine: object) -> list:
-        self._table[self.rank] = mine
-        self._meeting.wait(30)
-        both = [self._table[0], self._table[1]]
-        self._meeting.wait(30)
-        return both
+        self._meeting = meeting
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        return [sum(pair) for pair in zip(*self._exchange(list(numbers)), strict=True)]
+        return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
 
     def sum_gradients(self, model: torch.nn.Module) -> None:
         parameters = list(model.parameters())
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, *both in zip(parameters, *self._exchange(mine), strict=True):
+        for p, *both in zip(parameters, *self._meeting.exchange(self.rank, mine), strict=True):
             p.grad = both[0] + both[1]
 
 
@@ -76,19 +71,15 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
         return [p.detach() for p in trainer.model.parameters()]
 
     lock = threading.Lock()
-    meeting, table = threading.Barrier(2), {}
-    results: dict[int, list[torch.Tensor]] = {}
+    meeting = Meeting()
 
-    def work(rank: int) -> None:
-        results[rank] = trained(ThreadRanks(rank, meeting, table), whole[rank::2])
+    def work(rank: int) -> list[torch.Tensor]:
+        return trained(ThreadRanks(rank, meeting), whole[rank::2])
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(work, (0, 1)))
     alone = trained(Ranks("cpu"), whole)
-    for mine, other, together in zip(alone, results[0], results[1], strict=True):
+    for mine, other, together in zip(alone, *results, strict=True):
         assert torch.equal(other, together)
         torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
 
@@ -96,8 +87,8 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
 class RecordedRanks(ThreadRanks):
     """Remembers the sums that it was asked for, by their lengths."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
-        super().__init__(rank, meeting, table)
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting)
         self.asked: list[int] = []
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -124,7 +115,7 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
     tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = save_lm(tmp_path)
-    meeting, table = threading.Barrier(2), {}
+    meeting = Meeting()
     good = make_batch()
     bad = [*good[:3], endless(good[3]), *good[4:]]
     summaries: dict[int, list[dict[str, float]]] = {0: [], 1: []}
@@ -135,7 +126,7 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
 
     def work(rank: int) -> None:
         model = models[rank]
-        trainer = Trainer(config, ThreadRanks(rank, meeting, table), model, Finite(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, ThreadRanks(rank, meeting), model, Finite(), MetricLog())  # type: ignore[arg-type]
         for version, episodes in enumerate([bad if rank else good, good], start=3):
             before = [p.detach().clone() for p in model.parameters()]
             varied = [dataclasses.replace(t, ticket_id=i) for i, t in enumerate(episodes)]
@@ -144,12 +135,8 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
             assert all(bool(p.isfinite().all()) for p in model.parameters())
             summaries[rank].append(trainer.log.flush())
 
-    with caplog.at_level(logging.WARNING):
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 1)))
     assert moved == {0: [False, True], 1: [False, True]}
     for rank in (0, 1):
         assert [summary["optimizer/skipped"] for summary in summaries[rank]] == [1.0, 0.0]
@@ -216,8 +203,8 @@ def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batc
     words = [f"algorithm={algorithm}", "algorithm.group_size=6", f"algorithm.whiten_advantages={whitens}"]
     config = load(["model=scratch", *words, "learner.batch_size=12", "learner.epochs=2", "learner.minibatches=2"])
     models = [PolicyModel.from_pretrained(policy) for _ in range(2)]
-    meeting, table = threading.Barrier(2), {}
-    ranks = [RecordedRanks(rank, meeting, table) for rank in (0, 1)]
+    meeting = Meeting()
+    ranks = [RecordedRanks(rank, meeting) for rank in (0, 1)]
     differing = varied().trajectories
     equal = (differing[0],) * 6
     batches = [[differing, differing], [equal, (endless(differing[0]), *differing[1:])]]
@@ -227,10 +214,7 @@ def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batc
         for version, trajectories in enumerate(batches[rank], start=3):
             trainer.update(dataclasses.replace(varied(), trajectories=trajectories), version, 0.0)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 1)))
     assert ranks[0].asked == ranks[1].asked
     assert ranks[0].asked.count(-1) == 2 * 4, "a gradient for each minibatch of each pass"

@@ -16,6 +16,7 @@ from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import board
 from impala_llm.pipeline.weights.board import SlotsInUse, TensorPart, WeightPublisher, WeightReader, WeightsError
 from impala_llm.pipeline.weights.slots import TensorSource
+from tests.two_ranks import Meeting
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 
@@ -482,21 +483,14 @@ def test_concurrent_readers_never_see_half_a_version(tmp_path: Path) -> None:
 class Pair:
     """Two processes that write a version together, as threads: the first is the publisher."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, table: dict[int, object]) -> None:
-        self._rank, self._meeting, self._table = rank, meeting, table
-
-    def _exchange(self, mine: object) -> list:
-        self._table[self._rank] = mine
-        self._meeting.wait(30)
-        both = [self._table[0], self._table[1]]
-        self._meeting.wait(30)
-        return both
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
 
     def tell(self, number: int) -> int:
-        return self._exchange(number)[0]
+        return self._meeting.exchange(self._rank, number)[0]
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self._exchange(list(numbers))
+        return self._meeting.exchange(self._rank, list(numbers))
 
 
 def part_of(tensors: Mapping[str, TensorBytes], rank: int, cut: Mapping[str, int]) -> dict[str, TensorSource]:
@@ -513,23 +507,23 @@ def test_processes_write_the_parts_of_a_version_together(tmp_path: Path) -> None
     """Parts that begin between words, and within one; one that is empty; and nothing while readers hold all slots."""
     tensors = make_tensors(seed=3)
     cut = {"b.bias": 7, "a.weight": 800, "scalar": 0, "empty": 0, "odd": 3}
-    meeting, table = threading.Barrier(2), {}
+    meeting = Meeting()
     boards = [WeightPublisher(tmp_path / "board", num_slots=2) for _ in range(2)]
     outcomes: list[object] = []
 
     def contribute() -> None:
         for _ in range(3):
-            outcomes.append(boards[1].contribute(part_of(tensors, 1, cut), Pair(1, meeting, table)))
+            outcomes.append(boards[1].contribute(part_of(tensors, 1, cut), Pair(1, meeting)))
 
     thread = threading.Thread(target=contribute)
     thread.start()
     reader, mine = WeightReader(tmp_path / "board"), part_of(tensors, 0, cut)
-    boards[0].publish(mine, 1, sharing=Pair(0, meeting, table))
+    boards[0].publish(mine, 1, sharing=Pair(0, meeting))
     with reader.lease() as lease:
         assert_same(lease.tensors(verify=True), tensors)
-        boards[0].publish(mine, 2, sharing=Pair(0, meeting, table))
+        boards[0].publish(mine, 2, sharing=Pair(0, meeting))
         with pytest.raises(SlotsInUse):
-            boards[0].publish(mine, 3, 0.01, sharing=Pair(0, meeting, table))
+            boards[0].publish(mine, 3, 0.01, sharing=Pair(0, meeting))
     thread.join(30)
     assert outcomes == [True, True, False]
     with reader.lease() as lease:
