@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 
 OPTIONS = {
     "layers": "layers of the model; default 30, which makes 135 M parameters",
@@ -41,13 +41,10 @@ _LEAST_S = 1e-3
 
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Measure; see the module for figures and rows. BenchError where an option is malformed."""
-    try:
-        layers, tokens = int(options.get("layers", 30)), int(options.get("tokens", 64))
-        steps, rounds = int(options.get("steps", 6)), int(options.get("rounds", 3))
-    except ValueError as error:
-        raise BenchError(f"--layers, --tokens, --steps and --rounds take whole numbers: {error}") from error
-    if layers < 1 or tokens < 2 or steps < 2 or rounds < 1:
-        raise BenchError(f"--layers is {layers}, --tokens {tokens}, --steps {steps} and --rounds {rounds}: too few")
+    layers = whole_number("layers", options.get("layers", 30))
+    tokens = whole_number("tokens", options.get("tokens", 64), least=2)
+    steps = whole_number("steps", options.get("steps", 6), least=2)
+    rounds = whole_number("rounds", options.get("rounds", 3))
     with tempfile.TemporaryDirectory(prefix="impala_llm-bench-", dir=options.get("folder")) as folder:
         times = measure(Path(folder), layers, tokens, steps, rounds)
     return figures_of(times), rows_of(times)

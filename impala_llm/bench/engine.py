@@ -40,7 +40,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 from impala_llm.engines.sglang.launch_args import find_python
 
 OPTIONS = {
@@ -61,13 +61,8 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     """Measures; see the module for figures and rows. BenchError where an option is malformed or a contender fails."""
     from impala_llm.bench import _engine_work as work
 
-    try:
-        num_rounds = int(options["rounds"]) if "rounds" in options else None
-        slots = int(options.get("slots", 16))
-    except ValueError as error:
-        raise BenchError(f"--rounds and --slots take whole numbers: {error}") from error
-    if (num_rounds is not None and num_rounds < 1) or slots < 1:
-        raise BenchError(f"--rounds is {num_rounds} and --slots {slots}: both must be >= 1")
+    num_rounds = whole_number("rounds", options["rounds"]) if "rounds" in options else None
+    slots = whole_number("slots", options.get("slots", 16))
     if options.get("only", "embedded") not in _PARTS:
         raise BenchError(f"--only is {options['only']!r}: it takes embedded or sglang")
     models = _choose("models", options, work.MODELS)

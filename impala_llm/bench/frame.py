@@ -12,6 +12,7 @@ of standard output is one JSON object and holds every number; a peer that is not
 Nothing heavy is imported here (torch least of all), so a benchmark's memory figures are its own.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -81,6 +82,14 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
         "rows": rows,
         "left_out": left_out(options) if left_out else [peer for peer in peers if not _installed(peer)],
     }
+
+
+def whole_number(name: str, value: str | int, least: int = 1) -> int:
+    """Read the value of an option. BenchError where it is no whole number, or below `least`."""
+    with contextlib.suppress(ValueError):
+        if (number := int(value)) >= least:
+            return number
+    raise BenchError(f"--{name.replace('_', '-')} is {value!r}: it takes a whole number, {least} at least")
 
 
 def machine() -> dict[str, object]:

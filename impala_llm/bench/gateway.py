@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from impala_llm.bench._gateway_agent import TURNS, agent
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 
 OPTIONS = {
     "rounds": "measured rounds; default 5",
@@ -52,12 +52,7 @@ class _Round(NamedTuple):
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Measures; see the module for figures and rows. BenchError where an option is malformed."""
     defaults = {"rounds": 5, "episodes": 64, "tokens": 96, "hidden": 256, "processes": 2}
-    try:
-        numbers = {name: int(options.get(name, default)) for name, default in defaults.items()}
-    except ValueError as error:
-        raise BenchError(f"options of this benchmark are whole numbers: {error}") from error
-    if min(numbers.values()) < 1:
-        raise BenchError(f"options of this benchmark are at least 1, and given are {numbers}")
+    numbers = {name: whole_number(name, options.get(name, default)) for name, default in defaults.items()}
     rounds = asyncio.run(_measure(**numbers))
     pairs = list(zip(rounds["direct"], rounds["gateway"], strict=True))
     figures = {

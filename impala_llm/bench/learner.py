@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.bench._engine_work import MODELS, save_model
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 
 OPTIONS = {
     "models": "5m, 135m (a quarter of an hour) or both, with commas; default 5m",
@@ -63,13 +63,8 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     models = options.get("models", "5m").split(",")
     if unknown := [name for name in models if name not in MODELS]:
         raise BenchError(f"--models has {unknown[0]!r}: it takes {', '.join(MODELS)}, with commas between")
-    try:
-        rounds = int(options["rounds"]) if "rounds" in options else None
-        padded = int(options.get("padded_rounds", 2))
-    except ValueError as error:
-        raise BenchError(f"--rounds and --padded-rounds take whole numbers: {error}") from error
-    if (rounds is not None and rounds < 1) or padded < 0:
-        raise BenchError(f"--rounds is {rounds} and --padded-rounds {padded}: the first must be >= 1, the second >= 0")
+    rounds = whole_number("rounds", options["rounds"]) if "rounds" in options else None
+    padded = whole_number("padded_rounds", options.get("padded_rounds", 2), least=0)
     if options.get("memory", "no") not in ("yes", "no"):
         raise BenchError(f"--memory is {options['memory']!r}: it takes yes or no")
     if options.get("memory") == "yes":

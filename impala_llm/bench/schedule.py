@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 from impala_llm.settings import PACKAGE
 
 OPTIONS = {
@@ -40,14 +40,13 @@ NUM_TASKS = 200
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Train in turns; see the module for figures and rows. BenchError where an option is malformed or a run fails."""
     try:
-        updates, rounds = int(options.get("updates", 80)), int(options.get("rounds", 2))
-        staleness, width = int(options.get("staleness", 4)), int(options.get("width", 512))
         median_s, sigma = float(options.get("median_s", 0.2)), float(options.get("sigma", 1.0))
     except ValueError as error:
-        raise BenchError(f"--median-s and --sigma take numbers, the others whole numbers: {error}") from error
-    if updates <= WARM_UP or rounds < 1 or staleness < 1:
-        least = f"more than {WARM_UP}, 1 and 1 at least"
-        raise BenchError(f"--updates is {updates}, --rounds {rounds} and --staleness {staleness}: {least}")
+        raise BenchError(f"--median-s and --sigma take numbers: {error}") from error
+    updates = whole_number("updates", options.get("updates", 80), least=WARM_UP + 1)
+    rounds = whole_number("rounds", options.get("rounds", 2))
+    staleness = whole_number("staleness", options.get("staleness", 4))
+    width = whole_number("width", options.get("width", 512))
     words = [
         *("experiment=toy", "model=scratch", f"model.scratch.hidden_size={width}", "model.scratch.num_layers=3"),
         *("env=impala_llm.bench._schedule_environment:SlowParrot", f"env.args.median_s={median_s}"),

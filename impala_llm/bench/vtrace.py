@@ -31,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 
 OPTIONS = {
     "steps": "T, steps of a padded row, with commas; default 64,256,4096",
@@ -50,13 +50,9 @@ Times = dict[str, list[tuple[float, float]]]
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Measures all that is installed; see the module for figures and rows. BenchError where an option is malformed, or
     a contender computes something else than ours."""
-    try:
-        steps = [int(number) for number in options.get("steps", "64,256,4096").split(",")]
-        rows, rounds = int(options.get("rows", 64)), int(options.get("rounds", 30))
-    except ValueError as error:
-        raise BenchError(f"--steps takes whole numbers with commas, --rows and --rounds one: {error}") from error
-    if min(*steps, rows, rounds) < 1:
-        raise BenchError(f"--steps is {steps}, --rows {rows}, --rounds {rounds}: all must be >= 1")
+    steps = [whole_number("steps", number) for number in options.get("steps", "64,256,4096").split(",")]
+    rows = whole_number("rows", options.get("rows", 64))
+    rounds = whole_number("rounds", options.get("rounds", 30))
     figures: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     for number in steps:

@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from impala_llm.bench.frame import BenchError
+from impala_llm.bench.frame import BenchError, whole_number
 
 OPTIONS = {
     "megabytes": "sizes in 10^6 bytes, with commas; default 25,500",
@@ -61,13 +61,8 @@ Times = dict[str, list[tuple[float, float, float]]]
 def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Measures each size; see the module for figures and rows. BenchError where an option is malformed, shared memory
     is short, or a contender delivers wrong bytes."""
-    try:
-        sizes = [int(size) for size in options.get("megabytes", "25,500").split(",")]
-        num_rounds = int(options["rounds"]) if "rounds" in options else None
-    except ValueError as error:
-        raise BenchError(f"--megabytes takes whole numbers with commas, --rounds one: {error}") from error
-    if min(sizes) < 1 or (num_rounds is not None and num_rounds < 1):
-        raise BenchError(f"--megabytes is {sizes} and --rounds {num_rounds}: all must be >= 1")
+    sizes = [whole_number("megabytes", size) for size in options.get("megabytes", "25,500").split(",")]
+    num_rounds = whole_number("rounds", options["rounds"]) if "rounds" in options else None
     if options.get("bfloat16", "no") not in ("yes", "no"):
         raise BenchError(f"--bfloat16 is {options['bfloat16']!r}: it takes yes or no")
     if options.get("bfloat16") == "yes":
