@@ -3,9 +3,10 @@
 
     for seed in 0 1 2; do tools/quickstart.sh run.seed=$seed run.name=quickstart-$seed; done
     python tools/quickstart_results.py outputs/quickstart-0 outputs/quickstart-1 outputs/quickstart-2
+    python tools/quickstart_results.py outputs/webshop_long-0 --picture long.png
 
 Needs the extra `plots`. Each run gives docs/results/quickstart/<run>.csv (a row an update), <run>.json (evaluation)
-and <run>.yaml (settings); all runs together give curve.png, and the table of docs/results/quickstart.md is printed.
+and <run>.yaml (settings); all runs together give a picture, and the table of docs/results/quickstart.md is printed.
 """
 
 import argparse
@@ -52,8 +53,10 @@ def write_csv(steps: list[dict], path: Path) -> None:
 
 
 def smooth(values: list[float]) -> np.ndarray:
+    """Running mean of the values that are there: an update before which no episode arrived has none (NaN)."""
     kernel = np.ones(min(SMOOTHING, len(values)))
-    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+    there = np.isfinite(values)
+    return np.convolve(np.where(there, values, 0.0), kernel, "same") / np.convolve(there, kernel, "same")
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
@@ -111,6 +114,7 @@ def table(evaluations: dict[str, list[dict]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs (run.dir)")
+    parser.add_argument("--picture", default="curve.png", help="name of the file with the curves, beside the data")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     curves, evaluations = {}, {}
@@ -121,7 +125,7 @@ def main() -> None:
         kept = [{key: value for key, value in result.items() if key != "scores"} for result in results]
         (OUT / f"{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
         shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
-    plot(curves, OUT / "curve.png")
+    plot(curves, OUT / args.picture)
     print(table(evaluations))
 
 

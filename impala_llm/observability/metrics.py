@@ -201,9 +201,10 @@ _DECLARED = (
     (
         "learner/trained_tokens_per_s",
         _SUM,
-        "tokens of the trained trajectories, padding excluded, per second; all ranks",
+        "tokens of the batch's trajectories per second, padding excluded, those without a gradient (advantage/zero_share)"
+        " included; all ranks",
     ),
-    ("learner/trained_tokens", _SUM, "tokens of the trajectories trained on in this step, padding excluded; all ranks"),
+    ("learner/trained_tokens", _SUM, "tokens of the batch's trajectories, counted as in trained_tokens_per_s"),
     ("learner/version", _LAST, "policy version, by which engines know the weights; after a lost host ahead of updates"),
     ("learner/resident_memory_gb", _MAX, "resident memory of the largest learner rank, 10^9 bytes"),
     # Between the two sides.
