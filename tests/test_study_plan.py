@@ -153,3 +153,17 @@ def test_no_run_begins_when_time_is_up_and_the_same_call_goes_on(
     assert study.run_missing(runs, tmp_path, 1, deadline=0.0) == []
     assert "2 runs are left: the same command goes on" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_whose_data_are_kept_are_finished_in_another_folder(tmp_path: Path) -> None:
+    runs = plan.rates([0])[:3]
+    results = as_scored({"no correction": 0.9})(runs[:2])
+    study.report_of_second("rates", results, tmp_path / "data")
+    study.restore(tmp_path / "data", tmp_path / "runs")
+    assert [r["settings"]["overrides"] for r in study.finished(runs, tmp_path / "runs")] == [
+        list(run.overrides) for run in runs[:2]
+    ]
+    newer = results[0] | {"episodes": 7}
+    study.keep(newer, study.run_path(tmp_path / "runs", runs[0]))
+    study.restore(tmp_path / "data", tmp_path / "runs")
+    assert study.finished(runs, tmp_path / "runs")[0] == newer, "what has just run is kept"

@@ -9,7 +9,8 @@
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones before it: rates, screen, main, long, shop-rates, shop (tools/_study_plan.py). A finished run is one file under
---runs, named by its settings: a second call runs only what is missing, and changed settings run anew.
+--runs, named by its settings: a second call runs only what is missing, and changed settings run anew. Runs whose data
+stand under --out are finished too, so that a clone of this repository goes on where the study stopped.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -56,12 +57,16 @@ def run_one(settings: lab.RunSettings, path: Path) -> float:
     policy = None if start is None else run_path(path.parent, start).with_suffix("")
     save = path.with_suffix("") if settings.part == "start" else None
     result = lab.run(settings, policy, save)
+    keep(result, path)
+    return float(result["seconds"])
+
+
+def keep(result: dict[str, Any], path: Path) -> None:
+    """Write a result; it is renamed into place, so that a file that is there is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place: a file that is there is complete.
     aside = path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(result))
     aside.rename(path)
-    return float(result["seconds"])
 
 
 def run_missing(
@@ -109,6 +114,17 @@ def run_missing(
 def finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, Any]]:
     paths = [run_path(folder, settings) for settings in wanted]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def restore(data: Path, folder: Path) -> None:
+    """Put the runs of the second study that a folder of reports holds back to where finished ones are looked for."""
+    for part in plan.SEEDS:
+        path = data / f"{part}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            result = json.loads(line)
+            settings = lab.RunSettings(**result["settings"] | {"overrides": tuple(result["settings"]["overrides"])})
+            if not (path_of_run := run_path(folder, settings)).exists():
+                keep(result, path_of_run)
 
 
 def all_finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, Any]]:
@@ -197,6 +213,7 @@ def main() -> int:
     parser.add_argument("--policy", help="Hugging Face directory that shop-rates and shop start from")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
+    restore(arguments.out, arguments.runs)
     failures = []
     for part in arguments.part or list(SEEDS):
         seeds = range(1 if arguments.quick else arguments.seeds or SEEDS[part])
