@@ -201,8 +201,8 @@ _DECLARED = (
     (
         "learner/trained_tokens_per_s",
         _SUM,
-        "tokens of the batch's trajectories per second, padding excluded, those without a gradient (advantage/zero_share)"
-        " included; all ranks",
+        "tokens of the batch's trajectories per second, padding excluded, also of those without a gradient"
+        " (advantage/zero_share); all ranks",
     ),
     ("learner/trained_tokens", _SUM, "tokens of the batch's trajectories, counted as in trained_tokens_per_s"),
     ("learner/version", _LAST, "policy version, by which engines know the weights; after a lost host ahead of updates"),
