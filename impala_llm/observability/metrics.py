@@ -204,7 +204,7 @@ _DECLARED = (
         "tokens of the batch's trajectories per second, padding excluded, also of those without a gradient"
         " (advantage/zero_share); all ranks",
     ),
-    ("learner/trained_tokens", _SUM, "tokens of the batch's trajectories, counted as in trained_tokens_per_s"),
+    ("learner/trained_tokens", _SUM, "tokens of the batch's trajectories, padding excluded, all ranks"),
     ("learner/version", _LAST, "policy version, by which engines know the weights; after a lost host ahead of updates"),
     ("learner/resident_memory_gb", _MAX, "resident memory of the largest learner rank, 10^9 bytes"),
     # Between the two sides.
