@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.scoring_process import ScoringProcess
-from impala_llm.envs.single_turn import SingleTurnSession, check_task, split_sizes
+from impala_llm.envs.single_turn import ReferenceScript, SingleTurnSession, check_task, split_sizes
 from impala_llm.settings import bounded
 
 EVALUATED = frozenset(
@@ -75,6 +76,7 @@ class ReasoningGymSuite:
         self.name = f"reasoning_gym-{options.task}"
         self.system_prompt = utils.SYSTEM_PROMPTS.get(options.system_prompt, options.system_prompt)
         self._options, self._extract = options, utils.extract_answer
+        self._asks_for_tags = options.answer_tags or options.system_prompt in utils.SYSTEM_PROMPTS
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
         size = self._splits["test"].stop
         try:
@@ -99,11 +101,15 @@ class ReasoningGymSuite:
         return self._splits[split]
 
     def session(self, training: bool) -> SingleTurnSession:
-        return SingleTurnSession(self._begin, self._scored)
+        return SingleTurnSession(self._begin, self._scored, self._reference)
 
     def signature(self, task_id: int) -> str:
         """The dataset that the item is of."""
         return self._options.task
+
+    def script(self, noise: float, seed: int) -> ReferenceScript:
+        """The library's own answers; some datasets have none."""
+        return ReferenceScript(noise, seed, self._wrong)
 
     def entry(self, task_id: int) -> dict[str, Any]:
         """Return an item as the library has it: question, answer, metadata."""
@@ -114,6 +120,14 @@ class ReasoningGymSuite:
     def _begin(self, task_id: int) -> tuple[str, Any]:
         item = self.entry(task_id)
         return str(item["question"]), item
+
+    def _reference(self, item: dict[str, Any]) -> str | None:
+        if item["answer"] is None:
+            return None
+        return f"<answer>{item['answer']}</answer>" if self._asks_for_tags else str(item["answer"])
+
+    def _wrong(self, rng: random.Random) -> str | None:
+        return self._reference(self.entry(rng.choice(self._splits["train"])))
 
     async def _scored(self, text: str, item: dict[str, Any]) -> float:
         if self._scoring is None:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,17 +22,22 @@ class SingleTurnSession:
         score: of an answer to a task, 0 to 1; it may be a coroutine function. What is below or above counts as 0 or 1.
             Where it raises, or is no number, the answer scores 0 and `scoring_errors` is counted: an answer that
             nobody has thought of must not end the run. The reason is logged now and then.
+        reference: returns a right answer to a task, None where none is known. It is `info["reference"]` of `reset`, for
+            `ReferenceScript`.
     """
 
     def __init__(
-        self, begin: Callable[[int], tuple[str, Any]], score: Callable[[str, Any], float | Awaitable[float]]
+        self,
+        begin: Callable[[int], tuple[str, Any]],
+        score: Callable[[str, Any], float | Awaitable[float]],
+        reference: Callable[[Any], str | None] = lambda task: None,
     ) -> None:
-        self._begin, self._score = begin, score
+        self._begin, self._score, self._reference = begin, score, reference
         self._task: Any = None
 
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
         question, self._task = self._begin(task_id)
-        return question, {}
+        return question, {"reference": self._reference(self._task)}
 
     async def step(self, action: str) -> Result:
         stats = {"scoring_errors": 0.0}
@@ -45,6 +51,27 @@ class SingleTurnSession:
             score, stats["scoring_errors"] = 0.0, 1.0
         score = min(max(score, 0.0), 1.0)
         return "", score, True, False, {"score": score, "success": score == 1.0, "stats": stats}
+
+
+class ReferenceScript:
+    """Gives the reference answer of a task; with noise, so large a share of the answers is that of another task.
+
+    Args:
+        wrong: returns the reference answer of a task that the generator draws.
+    """
+
+    def __init__(self, noise: float, seed: int, wrong: Callable[[random.Random], str | None]) -> None:
+        self._noise, self._rng, self._wrong = noise, random.Random(seed), wrong
+
+    def act(self, observation: str, info: dict[str, Any]) -> str:
+        """Raises ValueError where the task has no reference answer."""
+        answer = self._wrong(self._rng) if self._rng.random() < self._noise else info["reference"]
+        if answer is None:
+            raise ValueError(
+                "demonstrations.player=script: a task of this environment has no reference answer: set "
+                "demonstrations.player=policy or person"
+            )
+        return str(answer)
 
 
 def split_sizes(num_train: int, num_validation: int, num_test: int) -> dict[Split, range]:

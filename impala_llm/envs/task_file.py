@@ -12,7 +12,7 @@ from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.json_lines import read_json_lines
 from impala_llm.envs.scoring_process import ScoringProcess
-from impala_llm.envs.single_turn import SingleTurnSession
+from impala_llm.envs.single_turn import ReferenceScript, SingleTurnSession
 from impala_llm.plugs import VERIFIERS, check_call, load
 from impala_llm.settings import bounded
 
@@ -76,11 +76,18 @@ class TaskFileSuite:
         return self._splits[split]
 
     def session(self, training: bool) -> SingleTurnSession:
-        return SingleTurnSession(self._begin, self._score)
+        return SingleTurnSession(self._begin, self._score, self._reference)
 
     def signature(self, task_id: int) -> str:
         """The field `kind`."""
         return str(self._rows[task_id].get(self._options.kind_field, "task"))
+
+    def script(self, noise: float, seed: int) -> ReferenceScript:
+        """The field `answer`, for verifiers that have it as a right answer."""
+        return ReferenceScript(noise, seed, lambda rng: self._reference(rng.choice(self._rows)))
+
+    def _reference(self, task: Mapping[str, Any]) -> str | None:
+        return None if task.get("answer") is None else str(task["answer"])
 
     def _begin(self, task_id: int) -> tuple[str, dict[str, Any]]:
         if not 0 <= task_id < len(self._rows):

@@ -35,7 +35,7 @@ class RandomPlayer:
         self._random = random.Random(seed)
         self._moves: list[str] = []
 
-    def act(self, observation: str) -> str:
+    def act(self, observation: str, _info: object = None) -> str:
         for line in observation.splitlines():
             # The latest line with moves counts; the first bracket of a line says who speaks.
             self._moves = _BRACKETED.findall(line.partition("] ")[2] or line) or self._moves
@@ -91,6 +91,10 @@ class TextArenaSuite:
     def signature(self, task_id: int) -> str:
         """The seat."""
         return f"seat {self.seat(task_id)}"
+
+    def script(self, noise: float, seed: int) -> RandomPlayer:
+        """A player of random moves, whatever the noise: of its games keep those that were won (`sft.min_score`)."""
+        return RandomPlayer(seed)
 
     def seat(self, task_id: int) -> int:
         """Seat of the policy in a game."""

@@ -139,8 +139,8 @@ def test_textarena_plays_the_other_seats() -> None:
     rng = random.Random(0)
     scores = []
     for task in range(30):
-        mover = RandomPlayer(seed=task)
-        shown, info, rewards = play(game, task, mover.act)
+        mover = game.script(noise=0.0, seed=task)
+        shown, info, rewards = play(game, task, lambda observation, mover=mover: mover.act(observation, {}))
         assert f"You are Player {task % 2} in Tic Tac Toe" in shown[0] and game.signature(task) == f"seat {task % 2}"
         assert info["score"] == (rewards[-1] + 1) / 2 and info["success"] == (rewards[-1] == 1)
         assert info["stats"]["lost_by_invalid_move"] == 0.0 and not any(rewards[:-1])

@@ -68,6 +68,32 @@ def test_items_whose_scorers_run_elsewhere_are_of_plain_values() -> None:
         assert gym.score(sent["answer"], sent) == 1.0
 
 
+def scripted(gym: Any, noise: float, num_tasks: int) -> float:
+    """Mean score of the suite's script over training tasks."""
+
+    async def episode(task_id: int) -> float:
+        session, script = gym.session(training=True), gym.script(noise, seed=task_id)
+        question, info = session.reset(task_id)
+        *_, end = await contract.step(session, script.act(question, info), gym.name)
+        return float(end["score"])
+
+    return sum(asyncio.run(episode(task)) for task in range(num_tasks)) / num_tasks
+
+
+def test_its_script_gives_the_reference_answer_in_the_form_that_is_scored() -> None:
+    for words in (["env.args.answer_tags=true"], ["env.args.system_prompt=default", "env.args.answer_tags=true"], []):
+        gym = suite("env.args.num_train=100", *words)
+        assert scripted(gym, 0.0, 20) == 1.0
+        assert scripted(gym, 1.0, 20) < 0.2, "another task's answer"
+    assert 0.2 < scripted(suite("env.args.num_train=100"), 0.5, 100) < 0.8
+
+
+def test_a_task_without_a_reference_answer_has_no_script() -> None:
+    gym = suite("env.args.task=rush_hour")
+    with pytest.raises(ValueError, match="no reference answer: set demonstrations.player=policy or person"):
+        scripted(gym, 0.0, 1)
+
+
 def test_splits_are_disjoint_and_the_same_in_every_process() -> None:
     first, second = suite("env.args.num_test=3"), suite("env.args.num_test=3")
     splits = [list(first.tasks(split)) for split in ("train", "validation", "test")]

@@ -89,11 +89,21 @@ def folder(user_folder: Path) -> Iterator[Path]:
 def test_its_prompts_and_kinds_come_from_the_file(folder: Path) -> None:
     path = write([*rows(4), {"prompt": "say b", "answer": "b", "kind": "echo"}])
     tasks = suite(f"env.args.file={path}", "env.args.system_prompt=Answer.")
-    assert tasks.session(training=True).reset(4) == ("say b", {}) and tasks.system_prompt == "Answer."
+    assert tasks.session(training=True).reset(4) == ("say b", {"reference": "b"}) and tasks.system_prompt == "Answer."
     assert [tasks.signature(k) for k in (3, 4)] == ["task", "echo"]
     other = [{"question": f"q{k}", "group": "g", "answer": 1} for k in range(3)]
     named = suite(f"env.args.file={write(other)}", "env.args.prompt_field=question", "env.args.kind_field=group")
-    assert named.session(training=False).reset(1) == ("q1", {}) and named.signature(1) == "g"
+    assert named.session(training=False).reset(1)[0] == "q1" and named.signature(1) == "g"
+
+
+def test_its_script_gives_the_answers_of_the_file(folder: Path) -> None:
+    tasks = suite(f"env.args.file={write([*rows(9), {'prompt': 'free', 'kind': 'open'}])}", "env.args.verifier=mine:odd")
+    for task_id in range(9):
+        question, info = tasks.session(training=True).reset(task_id)
+        assert tasks.script(0.0, seed=0).act(question, info) == str(task_id + 1)
+    assert len({tasks.script(1.0, seed).act(question, info) for seed in (1, 2, 3, 4)} - {"9"}) > 1
+    with pytest.raises(ValueError, match="no reference answer"):
+        tasks.script(0.0, seed=0).act(*tasks.session(training=True).reset(9))
 
 
 def test_its_splits_are_disjoint_and_keep_their_prompts_when_the_file_changes(folder: Path) -> None:
