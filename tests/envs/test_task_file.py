@@ -97,7 +97,9 @@ def test_its_prompts_and_kinds_come_from_the_file(folder: Path) -> None:
 
 
 def test_its_script_gives_the_answers_of_the_file(folder: Path) -> None:
-    tasks = suite(f"env.args.file={write([*rows(9), {'prompt': 'free', 'kind': 'open'}])}", "env.args.verifier=mine:odd")
+    tasks = suite(
+        f"env.args.file={write([*rows(9), {'prompt': 'free', 'kind': 'open'}])}", "env.args.verifier=mine:odd"
+    )
     for task_id in range(9):
         question, info = tasks.session(training=True).reset(task_id)
         assert tasks.script(0.0, seed=0).act(question, info) == str(task_id + 1)
