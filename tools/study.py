@@ -208,12 +208,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="three updates a run, one seed: does it run at all?")
     parser.add_argument("--report", action="store_true", help="run nothing that trains")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "study", help="folder of finished runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "off_policy", help="data and plots")
+    parser.add_argument("--out", type=Path, help="data and plots; default: docs/results/off_policy, not with --quick")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--policy", help="Hugging Face directory that shop-rates and shop start from")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
-    restore(arguments.out, arguments.runs)
+    # A trial does not take the place of the study's data.
+    out = arguments.out or (arguments.runs / "quick" if arguments.quick else ROOT / "docs" / "results" / "off_policy")
+    restore(out, arguments.runs)
     failures = []
     for part in arguments.part or list(SEEDS):
         seeds = range(1 if arguments.quick else arguments.seeds or SEEDS[part])
@@ -228,7 +230,7 @@ def main() -> int:
             starts = dict.fromkeys(start for settings in wanted if (start := grid.start_of(settings)))
             failures += run_missing(list(starts), arguments.runs, arguments.jobs, deadline)
             failures += run_missing(wanted, arguments.runs, arguments.jobs, deadline)
-        print(f"\n{report(part, wanted, seeds, arguments.runs, arguments.out)}")
+        print(f"\n{report(part, wanted, seeds, arguments.runs, out)}")
     for failure in failures:
         print(f"study: failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
