@@ -67,11 +67,7 @@ class AgentPool:
 
     async def start(self) -> None:
         """Start all processes. Raises AgentFailed where the agent cannot be imported."""
-        try:
-            async with asyncio.timeout(_START_S):
-                self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._num_processes))))
-        except TimeoutError:
-            raise AgentFailed(f"no process of the agent came up in {_START_S:g} s") from None
+        self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._num_processes))))
 
     async def run(self, task: Task, url: str, key: str) -> Any:
         """Run the agent. Cancelled, it ends the agent first, or the process where that does not end.
@@ -108,7 +104,11 @@ class AgentPool:
             os.close(writing)
         worker = _Process(process, name, asyncio.create_task(_print_some(printed, transport)))
         try:
-            await worker.start(self._settings)
+            async with asyncio.timeout(_START_S):
+                await worker.start(self._settings)
+        except TimeoutError:
+            await worker.close()
+            raise AgentFailed(f"no process of the agent came up in {_START_S:g} s") from None
         except BaseException:
             await worker.close()
             raise

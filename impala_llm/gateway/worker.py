@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,7 +160,7 @@ class Worker:
 
     def __init__(self, run: _Run, say: Callable[[dict[str, Any]], None]) -> None:
         self._run, self._say = run, say
-        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._episodes: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._seen: set[str] = set()
 
     def handle(self, command: dict[str, Any]) -> None:
@@ -169,7 +170,9 @@ class Worker:
                 task.cancel()
             return
         number = command["episode"]
-        self._episodes[number] = asyncio.get_running_loop().create_task(self._play(number, command))
+        task = asyncio.get_running_loop().create_task(self._play(command))
+        self._episodes[number] = task
+        task.add_done_callback(partial(self._end, number))
 
     async def live(self) -> None:
         """Say that the loop turns."""
@@ -177,23 +180,26 @@ class Worker:
             self._say({"alive": True})
             await asyncio.sleep(ALIVE_S)
 
-    async def _play(self, number: int, command: dict[str, Any]) -> None:
-        event: dict[str, Any] = {"episode": number, "failed": "cancelled"}
+    async def _play(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The event of its end, without its number."""
         try:
             result = await self._run(Task(**command["task"]), command["url"], command["key"])
             # An agent may return anything; numbers of numpy are numbers.
             as_json = json.dumps(result, default=float)
             if len(as_json) > _MOST_RESULT:
                 raise AgentError(f"its result has {len(as_json)} characters as JSON: at most {_MOST_RESULT} are taken")
-            event = {"episode": number, "result": json.loads(as_json)}
+            return {"result": json.loads(as_json)}
         except asyncio.CancelledError as error:
-            event["leaks"] = isinstance(error, ThreadLeft)
+            return {"failed": "cancelled", "leaks": isinstance(error, ThreadLeft)}
         except BaseException as error:  # of other people's code, sys.exit included
             self._show(error)
-            event["failed"] = f"{type(error).__name__}: {error}"[:2000]
-        finally:
-            del self._episodes[number]
-            self._say(event)
+            return {"failed": f"{type(error).__name__}: {error}"[:2000]}
+
+    def _end(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
+        del self._episodes[number]
+        # One that was cancelled before its first step has not come to its own words.
+        event = {"failed": "cancelled", "leaks": False} if task.cancelled() else task.result()
+        self._say({"episode": number, **event})
 
     def _show(self, error: BaseException) -> None:
         """Print the first error of each kind with its traceback."""

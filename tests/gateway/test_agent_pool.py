@@ -20,6 +20,7 @@ from impala_llm.gateway import agent_pool
 from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
 from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
+from impala_llm.gateway.worker import Worker
 
 AGENTS = """
 import asyncio, os, signal, subprocess, threading, time
@@ -199,6 +200,39 @@ def test_an_agent_that_does_not_end_with_its_time_costs_its_process(
         assert pool.num_replaced == 1
 
     use(test, f"pool_agents:{name}")
+
+
+def test_an_episode_that_is_cancelled_before_it_began_ends_like_others() -> None:
+    async def never(task: Task, url: str, key: str) -> None:
+        raise AssertionError("it was cancelled")
+
+    async def main() -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        worker = Worker(never, said.append)
+        # As they come where the process was busy meanwhile.
+        worker.handle({"episode": 3, "task": vars(task("number")), "url": "", "key": ""})
+        worker.handle({"cancel": 3})
+        while not said:
+            await asyncio.sleep(0)
+        worker.handle({"cancel": 3})
+        return said
+
+    assert asyncio.run(asyncio.wait_for(main(), 5)) == [{"episode": 3, "failed": "cancelled", "leaks": False}]
+
+
+@pytest.mark.system
+def test_a_process_that_takes_a_dead_ones_place_and_does_not_come_up_fails_its_episode(
+    agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(pool: AgentPool) -> None:
+        monkeypatch.setattr(agent_pool, "_START_S", 0.5)
+        (agents / "pool_agents.py").write_text("import time\ntime.sleep(1000)\n")
+        with pytest.raises(AgentFailed, match="status 7"):
+            await play(pool, "die")
+        with pytest.raises(AgentFailed, match=r"no process of the agent came up in 0\.5 s"):
+            await asyncio.wait_for(play(pool, "number"), 20)
+
+    use(test)
 
 
 @pytest.mark.system
