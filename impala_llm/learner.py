@@ -136,6 +136,8 @@ class Learner:
         suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
         tasks, curriculum = contract.tasks(suite, "train"), None
+        if config.evaluation.before_and_after:  # which would find an empty split after the run
+            contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # checked by config.py
         if config.algorithm.curriculum is not None:
             curriculum = Curriculum(contract.kinds(suite, tasks), config.algorithm.curriculum, config.run.seed)
         self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size, curriculum)

@@ -90,7 +90,7 @@ def test_an_episode_that_is_given_up_is_no_fault_and_its_end_may_take_time() -> 
         ([1, 2, 1], "each task id once"),
         ([0, -1], "task ids from 0 to"),
         ([2**63], "task ids from 0 to"),
-        ([], "a sequence of task ids"),
+        ([], "at least one task"),
         (["a"], "a sequence of task ids"),
     ],
 )

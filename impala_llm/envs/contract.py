@@ -34,7 +34,12 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
     if isinstance(given, Sequence) and _call(what, lambda: len(given)) > _MOST_TASKS:
         raise EnvironmentFault(f"{what} returned {_shown(given)}: at most {_MOST_TASKS} tasks are expected")
     found: list[int] = _call(what, lambda: list(given))
-    if not found or not all(isinstance(task, int | np.integer) for task in found):
+    if not found:
+        raise EnvironmentFault(
+            f"{what} returned {_shown(given)}: at least one task is expected; give the split one, or choose another "
+            "(evaluation.split)"
+        )
+    if not all(isinstance(task, int | np.integer) for task in found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: a sequence of task ids (int) is expected")
     if min(found) < 0 or max(found) >= 2**63:
         raise EnvironmentFault(f"{what} returned {_shown(found)}: task ids from 0 to 2^63 - 1 are expected")

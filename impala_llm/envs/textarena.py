@@ -4,9 +4,10 @@ The games draw from Python's global generator; each episode has a state of it of
 """
 
 import inspect
+import itertools
 import random
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,6 +96,11 @@ class TextArenaSuite:
     def script(self, noise: float, seed: int) -> RandomPlayer:
         """A player of random moves, whatever the noise: of its games keep those that were won (`sft.min_score`)."""
         return RandomPlayer(seed)
+
+    def baselines(self) -> dict[str, Callable[[], RandomPlayer]]:
+        """Random moves."""
+        seeds = itertools.count()
+        return {"random moves": lambda: RandomPlayer(next(seeds))}
 
     def seat(self, task_id: int) -> int:
         """Seat of the policy in a game."""

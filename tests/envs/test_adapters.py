@@ -146,6 +146,10 @@ def test_textarena_plays_the_other_seats() -> None:
         assert info["stats"]["lost_by_invalid_move"] == 0.0 and not any(rewards[:-1])
         scores.append(info["score"])
     assert {0.0, 1.0} <= set(scores) and 0.2 < sum(scores) / 30 < 0.8, "two random players win about alike"
+    baseline = game.baselines()["random moves"]
+    assert len({baseline().act("[GAME] '[0]', '[1]', '[2]', '[3]'", {}) for _ in range(30)}) == 4, (
+        "each episode its own"
+    )
     lost = play(game, 0, lambda _: f"pass {rng.random()}")[1]
     assert lost["score"] == 0.0 and lost["stats"]["lost_by_invalid_move"] == 1.0
 

@@ -1,5 +1,6 @@
 """Environments that break: the run ends with the reason, or with its time, and never in a loop."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_data_files_that_are_none_are_named(command: str, tmp_path: Path) -> Non
     with Run(tmp_path / "run", "experiment=quickstart", *files) as run:
         said = run.refused(command)
         assert "env.name=webshop cannot be made" in said and "must hold a JSON" in said
+
+
+@pytest.mark.system
+def test_a_split_without_tasks_is_named_before_the_run_and_not_after_it(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n), "answer": "1", "split": split} for n, split in enumerate(("train", "validation"))]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        "model=scratch",
+        "env=tasks",
+        f"env.args.file={tmp_path}/tasks.jsonl",
+        "evaluation.before_and_after=true",
+    )
+    with Run(tmp_path / "run", *settings, IMPATIENT) as run:
+        assert run.train().wait(200) == 2, run.printed()
+        run.assert_gone()
+        assert "tasks('test') returned []: at least one task is expected" in run.log.read_text()
+        assert not run.rows(), "no update was made"
 
 
 @pytest.mark.system
