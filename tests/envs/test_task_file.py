@@ -162,7 +162,7 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows(5)), "tasks.parquet")
     same = suite("env.args.file=tasks.parquet"), suite(f"env.args.file={write(rows(5))}")
-    assert same[0].session(True).reset(3) == same[1].session(True).reset(3) == ("3 + 1 =", {})
+    assert same[0].session(True).reset(3) == same[1].session(True).reset(3) == ("3 + 1 =", {"reference": "4"})
     assert same[0].tasks("test") == same[1].tasks("test")
 
 
