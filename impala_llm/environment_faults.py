@@ -64,8 +64,11 @@ class EnvironmentFaults:
             self._since = self._clock()
         self.num_in_a_row += 1
         self._num_breaches += isinstance(error, EnvironmentFault) and error.__cause__ is None
-        frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-        kind = f"{type(error.__cause__ or error).__name__} in {frames[-1].filename}:{frames[-1].lineno}"
+        cause = error.__cause__ or error
+        # A cause that was raised in another process, or never, has no traceback.
+        frames = traceback.extract_tb(cause.__traceback__) or traceback.extract_tb(error.__traceback__)
+        place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        kind = f"{type(error).__name__}, {type(cause).__name__}{place}"
         if kind not in self._seen:
             self._seen.add(kind)
             traceback.print_exception(error)

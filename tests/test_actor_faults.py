@@ -146,6 +146,14 @@ def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pyte
     assert "has no attribute 'reset'" in capsys.readouterr().err
 
 
+def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = EnvironmentFaults(20.0)
+    remote = ConnectionError("no sandbox is free")
+    remote.__cause__ = RuntimeError("as it came from another process")
+    assert faults.observe(remote) > 0 and faults.observe(remote) > 0 and faults.num_in_a_row == 2
+    assert capsys.readouterr().err.count("no sandbox is free") == 1, "of each kind the first"
+
+
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
     actor: Any = SimpleNamespace(
