@@ -165,6 +165,11 @@ class EvaluationSchedule:
         patience = self._config.patience
         return patience is not None and self._without_gain >= patience
 
+    def take_over(self, found: Best) -> None:
+        """Take over an evaluation that another learner of this run has made, if it is the best."""
+        if self.best is None or found.score > self.best.score:
+            self.best, self._without_gain = found, 0
+
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers and lists."""
         best = None if self.best is None else list(self.best)
@@ -282,8 +287,7 @@ class InRunEvaluation:
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
             found = Best(version, score, int(kept.get("evaluation/update", version)))
-            if self.schedule.best is None or found.score > self.schedule.best.score:
-                self.schedule.best = found
+            self.schedule.take_over(found)
 
     def _keep(self, metrics: dict[str, float]) -> None:
         try:

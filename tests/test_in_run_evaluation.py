@@ -266,13 +266,14 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
         inside.collect(version, version)
         states.append(json.loads(json.dumps(inside.state_dict())))
     later, receiver = make(tmp_path, version=3, patience=2)
-    later.load_state_dict(states[0])
+    later.load_state_dict(states[0] | {"without_gain": 1})  # counted against an older best one
     receiver.published = 5
     assert later.begin(5, 5, 0.0)
     save(later, 50)
     receiver.ended = evaluation([0.6] * 4, 5)
     later.collect(5, 5)
     assert kept(tmp_path)[0] == 5 and later.schedule.best == (5, pytest.approx(0.7), 5)
+    assert later.schedule.best == (5, pytest.approx(0.7), 5) and not later.is_over, "one evaluation since the best"
     (tmp_path / "policy-best" / "evaluation.json").write_text("not JSON")
     anew, _ = make(tmp_path, version=9)
     assert anew.schedule.best is None
