@@ -108,7 +108,10 @@ def evaluate(
         try:
             await engine.start()
             if agents is not None:
-                await agents.start(engine)
+                try:
+                    await agents.start(engine)
+                except AgentFailed as error:
+                    raise EnvironmentFault(str(error)) from error
             playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
             for episode in asyncio.as_completed(playing):
                 await episode

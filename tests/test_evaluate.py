@@ -17,6 +17,7 @@ from impala_llm import evaluate as evaluation
 from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
+from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import mean_interval, wilson_interval
@@ -140,6 +141,21 @@ def test_an_agent_plays_its_own_tasks_alone_and_its_turns_can_be_read(
     assert [(result.num_tasks, result.score) for result in results] == [(2, 0.5)]
     assert [turn.action for turn in example.turns] == ["a", "a"]
     assert [turn.observation.strip() for turn in example.turns] == ["say b", "again"]
+
+
+@pytest.mark.system
+def test_an_agent_that_cannot_be_imported_is_a_sentence(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "unlicensed_agent.py").write_text("async def agent(task, client): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    own = ["agent.name=unlicensed_agent:agent", "agent.processes=1", "model=scratch", f"run.dir={tmp_path}"]
+    settings = load([*own, "evaluation.num_tasks=2"])
+    (tmp_path / "unlicensed_agent.py").write_text("raise ImportError('no licence')\n")
+    with pytest.raises(EnvironmentFault, match="cannot be imported .*no licence"):
+        evaluation.evaluate_policies(settings, {"policy": resolve_policy(config)})
 
 
 def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
