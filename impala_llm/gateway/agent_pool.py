@@ -34,6 +34,8 @@ _END_S = 1.0
 """Time for each step of the end of a process: all of them fit into what the supervisor gives an actor."""
 _START_S = 120.0
 """Time in which a process has to come up: imports on a busy machine."""
+_RETRY_S = 30.0
+"""Time between two attempts to replace processes while others play on."""
 _MOST_PRINTED = 32 << 10
 """Bytes of what a process and its agents print that are kept, in each period of `_PRINTED_S`."""
 _PRINTED_S = 60.0
@@ -61,13 +63,16 @@ class AgentPool:
         self._num_processes, self._most_memory = num_processes, most_memory
         self._workers: list[_Process] = []
         self._retired: list[_Process] = []
-        self._tending: asyncio.Lock = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
+        """Starts those that are missing, while the others play on."""
+        self._start_at = 0.0
+        """Time of the loop before which that is not tried again."""
         self.num_replaced = 0
         """Processes that were replaced, since the start."""
 
     async def start(self) -> None:
         """Start all processes. Raises AgentFailed where the agent cannot be imported."""
-        self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._num_processes))))
+        await self._fill()
 
     async def run(self, task: Task, url: str, key: str) -> Any:
         """Run the agent. Cancelled, it ends the agent first, or the process where that does not end.
@@ -75,12 +80,20 @@ class AgentPool:
         Raises:
             AgentFailed: it raised, or its process ended.
         """
-        await self._tend()
+        self._tend()
+        if not self._workers:
+            starting = self._starting = self._starting or asyncio.create_task(self._fill())
+            await asyncio.wait([starting])  # which goes on for other episodes where this one is cancelled
+            if not self._workers:
+                starting.result()
         worker = min(self._workers, key=lambda each: each.num_episodes)
         return await worker.run(task, url, key)
 
     async def close(self) -> None:
         """End all processes."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in [*self._workers, *self._retired]))
         self._workers, self._retired = [], []
 
@@ -112,20 +125,42 @@ class AgentPool:
         except BaseException:
             await worker.close()
             raise
+        if worker.memory() > self._most_memory:
+            size = worker.memory()
+            await worker.close()
+            raise AgentFailed(
+                f"agent.process_memory_mb={self._most_memory / 2**20:g}: a process of the agents has "
+                f"{size / 2**20:.0f} MB before its first episode; raise it"
+            )
         return worker
 
-    async def _tend(self) -> None:
-        """Replace processes that have ended, or are to end with their last episode."""
-        async with self._tending:
-            for worker in [each for each in self._retired if not each.num_episodes]:
-                self._retired.remove(worker)
-                worker.end("it was replaced")
-            for place, worker in enumerate(self._workers):
-                if worker.is_alive and not worker.leaks and worker.memory() <= self._most_memory:
-                    continue
-                self._workers[place] = await self._new()
+    async def _fill(self) -> None:
+        """Start the processes that are missing. Raises AgentFailed where one does not come up."""
+        missing = self._num_processes - len(self._workers)
+        found = await asyncio.gather(*(self._new() for _ in range(missing)), return_exceptions=True)
+        self._workers += [each for each in found if isinstance(each, _Process)]
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+
+    def _tend(self) -> None:
+        """Retire processes that have ended, or are to end with their last episode; others start beside the rest."""
+        for worker in list(self._workers):
+            if not worker.is_alive or worker.leaks or worker.memory() > self._most_memory:
+                self._workers.remove(worker)
                 self._retired.append(worker)
                 self.num_replaced += 1
+        for worker in [each for each in self._retired if not each.num_episodes]:
+            self._retired.remove(worker)
+            worker.end("it was replaced")
+        now = asyncio.get_running_loop().time()
+        if self._starting is not None and self._starting.done():
+            if (error := self._starting.exception()) is not None:
+                self._start_at = now + _RETRY_S
+                print(f"a process of the agents could not be replaced: {error}", file=sys.stderr, flush=True)
+            self._starting = None
+        if len(self._workers) < self._num_processes and self._starting is None and now >= self._start_at:
+            self._starting = asyncio.create_task(self._fill())
 
 
 class _Process:

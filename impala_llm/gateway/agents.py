@@ -85,8 +85,11 @@ class AgentPlayer:
             raise
         finally:
             await gateway.remove(episode)
+        # A program's last line may be a number that is not its reward: what it has posted counts more.
+        if result is None or (self._config.agent.command is not None and episode.result is not None):
+            result = episode.result
         try:
-            trajectory = episode.trajectory(Outcome.of(episode.result if result is None else result))
+            trajectory = episode.trajectory(Outcome.of(result))
         except ValueError as error:
             raise AgentFailed(f"the agent has ended, but {error}") from error
         if transcript is not None:

@@ -63,8 +63,14 @@ def function_runner(name: str) -> _Run:
         import openai
     except ImportError as error:
         raise ValueError(f"agent.name={name} needs the package openai: pip install 'impala-llm[agents]'") from error
-    # Connections of all episodes of this process: a client of its own costs each tens of milliseconds.
-    http_client = openai.DefaultAsyncHttpxClient()
+
+    class SharedClient(openai.DefaultAsyncHttpxClient):
+        """Connections of all episodes of this process: a client of its own costs each tens of milliseconds."""
+
+        async def aclose(self) -> None:
+            """Do nothing: an agent that closes its client closes those of the other episodes as well."""
+
+    http_client = SharedClient()
 
     is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
 
@@ -103,7 +109,10 @@ def command_runner(command: str) -> _Run:
             if status:
                 raise AgentError(f"{words[0]} ended with status {status}")
             if reward.exists():
-                return json.loads(reward.read_text())
+                try:
+                    return json.loads(reward.read_text())
+                except ValueError as error:
+                    raise AgentError(f"{words[0]} left no JSON in its reward file: {error}") from None
             return _last_value(output.decode(errors="replace"))
 
     return run
@@ -161,13 +170,17 @@ class Worker:
     def __init__(self, run: _Run, say: Callable[[dict[str, Any]], None]) -> None:
         self._run, self._say = run, say
         self._episodes: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._cancelled: set[int] = set()
         self._seen: set[str] = set()
 
     def handle(self, command: dict[str, Any]) -> None:
         """Start or cancel an episode."""
         if "cancel" in command:
-            if task := self._episodes.get(command["cancel"]):
-                task.cancel()
+            number = command["cancel"]
+            # Once: a second time would cancel what the agent does for its end.
+            if number in self._episodes and number not in self._cancelled:
+                self._cancelled.add(number)
+                self._episodes[number].cancel()
             return
         number = command["episode"]
         task = asyncio.get_running_loop().create_task(self._play(command))
@@ -197,6 +210,7 @@ class Worker:
 
     def _end(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
         del self._episodes[number]
+        self._cancelled.discard(number)
         # One that was cancelled before its first step has not come to its own words.
         event = {"failed": "cancelled", "leaks": False} if task.cancelled() else task.result()
         self._say({"episode": number, **event})
@@ -212,10 +226,13 @@ class Worker:
 
 def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: Callable[[Any], None]) -> None:
     """In a thread, so that also a process whose loop is blocked ends with its actor."""
-    for line in commands:
-        loop.call_soon_threadsafe(handle, json.loads(line))
-    kill_started(WORKER, os.environ.get(WORKER, ""))
-    os._exit(0)
+    try:
+        for line in commands:
+            if line.endswith(b"\n"):  # else the actor was killed while it wrote
+                loop.call_soon_threadsafe(handle, json.loads(line))
+    finally:
+        kill_started(WORKER, os.environ.get(WORKER, ""))
+        os._exit(0)
 
 
 async def main() -> None:

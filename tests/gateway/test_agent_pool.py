@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import pytest
 
 from impala_llm.gateway import agent_pool
 from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
+from impala_llm.gateway.descendants import WORKER
 from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker import Worker
@@ -76,6 +78,11 @@ async def agent(task, client):
         return os.getpid()
     if what == "start":
         return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+    if what == "close":
+        async with client:
+            return 1
+    if what == "request":
+        await client.with_options(max_retries=0).models.list()
     if what == "signal":
         os.killpg(os.getpgrp(), signal.SIGKILL)
     if what == "large":
@@ -233,6 +240,88 @@ def test_a_process_that_takes_a_dead_ones_place_and_does_not_come_up_fails_its_e
             await asyncio.wait_for(play(pool, "number"), 20)
 
     use(test)
+
+
+@pytest.mark.system
+def test_processes_play_on_while_one_in_a_dead_ones_place_comes_up(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        (agents / "pool_agents.py").write_text("import time\ntime.sleep(1000)\n")
+        with pytest.raises(AgentFailed, match="status 7"):
+            await play(pool, "die")
+        for _ in range(3):
+            assert await asyncio.wait_for(play(pool, "number"), 60) == 0.5
+        assert pool.num_replaced == 1
+
+    use(test, processes=2)
+
+
+@pytest.mark.system
+def test_an_agent_that_closes_its_client_closes_no_others(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "close") == 1
+        with pytest.raises(AgentFailed, match="APIConnectionError"):  # nothing listens there: it has been tried
+            await play(pool, "request")
+
+    use(test)
+
+
+@pytest.mark.system
+def test_a_limit_of_memory_that_no_process_can_keep_is_refused(agents: Path) -> None:
+    async def main() -> None:
+        pool = AgentPool("pool_agents:agent", None, 2, 2.0**20)
+        try:
+            with pytest.raises(AgentFailed, match=r"agent.process_memory_mb=1: .* before its first episode; raise it"):
+                await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_what_an_agent_does_for_its_end_is_not_cancelled_a_second_time() -> None:
+    async def tidy(task: Task, url: str, key: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            said.append({"tidied": True})
+
+    async def main() -> None:
+        worker = Worker(tidy, said.append)
+        worker.handle({"episode": 3, "task": vars(task("number")), "url": "", "key": ""})
+        await asyncio.sleep(0)
+        while len(said) < 2:
+            worker.handle({"cancel": 3})
+            await asyncio.sleep(0)
+
+    said: list[dict[str, Any]] = []
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert said == [{"tidied": True}, {"episode": 3, "failed": "cancelled", "leaks": False}]
+
+
+@pytest.mark.system
+def test_a_process_whose_actor_was_killed_in_the_middle_of_a_command_ends_with_what_it_has_started(
+    agents: Path,
+) -> None:
+    name = f"test-{agents.name}"
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "impala_llm.gateway.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, WORKER: name},
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    command = {"episode": 0, "task": vars(task("start")), "url": "http://127.0.0.1:1/v1", "key": "sk-1"}
+    for line in ({"agent": "pool_agents:agent", "command": None}, command):
+        worker.stdin.write(json.dumps(line).encode() + b"\n")
+        worker.stdin.flush()
+    events = map(json.loads, worker.stdout)
+    started = psutil.Process(next(event["result"] for event in events if "result" in event))
+    worker.stdin.write(b'{"episode": 1, "task": {"da')
+    worker.stdin.close()
+    assert worker.wait(DEADLINE_S) == 0
+    assert psutil.wait_procs([started], timeout=DEADLINE_S)[1] == []
 
 
 @pytest.mark.system
