@@ -279,6 +279,10 @@ class LossSettings:
         """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
         return []
 
+    def problems_of_class(self) -> list[str]:
+        """The same, for what no loss may be; not to be overridden."""
+        return []
+
 
 @dataclass
 class AlgorithmConfig:

@@ -418,7 +418,8 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
-    return [*found, *algorithm.credit.problems(algorithm), *algorithm.loss.problems(algorithm)]
+    loss = algorithm.loss
+    return [*found, *algorithm.credit.problems(algorithm), *loss.problems_of_class(), *loss.problems(algorithm)]
 
 
 _OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--config")

@@ -223,7 +223,7 @@ class Loss(LossSettings, ABC):
             advantages: float32[N], constant.
         """
 
-    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+    def problems_of_class(self) -> list[str]:
         is_of_batch = getattr(self, "of_batch", False) or callable(getattr(self, "batch_limit", None))
         if not is_of_batch or isinstance(self, BatchLoss):
             return []

@@ -47,6 +47,9 @@ class Unasked(MyLoss):
 class Flagged(MyLoss):
     of_batch = True
 
+    def problems(self, algorithm):
+        return []  # its own, beside ours
+
 class NoLoss:
     pass
 """
