@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -213,3 +215,32 @@ def test_fewer_seeds_of_the_trace_are_fewer_runs(tmp_path: Path, monkeypatch: py
     reporting.write_lines(tmp_path / "trace.jsonl", measured(range(3)))
     with pytest.raises(study.FewerRuns, match="holds 3 runs, and this report has 1"):
         study.report("b", [], range(1), tmp_path, tmp_path)
+
+
+def run_or_be_killed(settings: lab.RunSettings, path: Path) -> float:
+    """Stands for `study.run_one` in its process: seed 1 ends as the kernel ends a process when memory is out."""
+    if settings.seed == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    study.keep(result_of(settings, 0.5), path)
+    return 0.0
+
+
+def test_a_run_whose_process_is_killed_has_failed_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "run_one", run_or_be_killed)
+    runs = [replace(plan.rates([0])[0], seed=seed) for seed in range(4)]
+    [failure] = study.run_missing(runs, tmp_path, 2)
+    assert "seed 1: BrokenProcessPool" in failure
+    assert [r["settings"]["seed"] for r in study.finished(runs, tmp_path)] == [0, 2, 3]
+
+
+def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "run_missing", lambda wanted, *_: [f"{wanted[0].part}: killed"])
+    monkeypatch.setattr("sys.argv", ["study.py", "--part", "rates", "--part", "screen"])
+    assert study.main() == 1
+    errors = capsys.readouterr().err
+    assert "failed: rates: killed" in errors and "part screen cannot be planned: 420 of 420" in errors

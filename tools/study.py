@@ -26,6 +26,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,19 +94,27 @@ def run_missing(
         return []
     failures: list[str] = []
     started = time.monotonic()
-    # A process for each run would import PyTorch each time; a fork would inherit its threads.
-    with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ExitStack() as pools:
+
+        def new_pool() -> ProcessPoolExecutor:
+            """One process: where it is killed, no other run ends with it."""
+            # A process for each run would import PyTorch each time; a fork would inherit its threads.
+            return pools.enter_context(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
+
         left = iter(missing)
-        running: dict[Future[float], lab.RunSettings] = {}
+        idle = [new_pool() for _ in range(num_jobs)]
+        running: dict[Future[float], tuple[lab.RunSettings, ProcessPoolExecutor]] = {}
         number = 0
         while True:
-            while len(running) < num_jobs and time.monotonic() < deadline and (job := next(left, None)):
-                running[pool.submit(run_one, *job)] = job[0]
+            while idle and time.monotonic() < deadline and (job := next(left, None)):
+                pool = idle.pop()
+                running[pool.submit(run_one, *job)] = (job[0], pool)
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number += 1
-                s = running.pop(future)
+                s, pool = running.pop(future)
+                idle.append(new_pool() if isinstance(future.exception(), BrokenProcessPool) else pool)
                 label = f"{s.part} · {s.task} · {s.method} · lag {s.lag} · seed {s.seed}"
                 if error := future.exception():
                     failures.append(f"{label}: {error!r}")
@@ -259,8 +269,8 @@ def main() -> int:
         try:
             wanted = planned(part, seeds, arguments.runs, arguments.policy)
         except plan.Missing as error:
-            print(f"study: part {part} cannot be planned: {error}", file=sys.stderr)
-            return 1
+            failures.append(f"part {part} cannot be planned: {error}")
+            break
         if arguments.quick:
             wanted = [grid.quick(settings) for settings in wanted]
         if not arguments.report:
