@@ -78,6 +78,21 @@ def test_replay_draws_each_episode_as_often_as_its_ratio_says_at_the_same_lag(ba
         assert all(version - t.oldest_version >= min(version, 4) for t in trajectories)
 
 
+def test_training_plays_in_training_mode_and_what_is_scored_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    class WatchedSuite(lab.CorridorSuite):
+        def session(self, training: bool):  # type: ignore[no-untyped-def]
+            modes.append(training)
+            return super().session(training)
+
+    monkeypatch.setattr(lab, "CorridorSuite", WatchedSuite)
+    settings = small(0, 1)
+    lab.run(settings)
+    evaluation = [False] * 2 * settings.evaluation_tasks  # greedy and sampled
+    assert modes == [*evaluation, *[True] * 8, *evaluation]
+
+
 def test_every_run_of_the_study_has_settings_that_the_learner_accepts() -> None:
     plan = [*grid.part_a([0]), *grid.part_c([0]), *grid.part_d([0]), *grid.part_e([0])]
     starts = [start for run in plan if (start := grid.start_of(run))]

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from tools import _study_contrasts as contrasts
 from tools import _study_grid as grid
 from tools import _study_lab as lab
 from tools import _study_plan as plan
+from tools import _study_report as reporting
 from tools import _study_stats as stats
 from tools import study
 
@@ -167,3 +170,77 @@ def test_runs_whose_data_are_kept_are_finished_in_another_folder(tmp_path: Path)
     study.keep(newer, study.run_path(tmp_path / "runs", runs[0]))
     study.restore(tmp_path / "data", tmp_path / "runs")
     assert study.finished(runs, tmp_path / "runs")[0] == newer, "what has just run is kept"
+
+
+def test_the_data_of_the_repository_are_finished_runs_and_their_report_is_those_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_repository = study.ROOT / "docs" / "results" / "off_policy"
+    for part, name in {"a": "lag", "c": "replay", "d": "variants", "e": "critic"}.items():
+        words = ["--report", "--part", part, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr("sys.argv", ["study.py", *words])
+        assert study.main() == 0
+        assert (tmp_path / "out" / f"{name}.jsonl").read_text() == (of_repository / f"{name}.jsonl").read_text()
+    assert "no run has finished" not in capsys.readouterr().out
+
+
+def test_a_trial_rests_on_the_data_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = as_scored({})(plan.rates(range(plan.SEEDS["rates"])))
+    study.report_of_second("rates", results, tmp_path / "docs" / "results" / "off_policy")
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["study.py", "--report", "--quick", "--part", "screen"])
+    assert study.main() == 0
+
+
+def test_a_report_of_fewer_runs_than_its_file_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "docs" / "results" / "off_policy"
+    study.report_of_second("rates", as_scored({})(plan.rates(range(2))), folder)
+    before = (folder / "rates.jsonl").read_bytes()
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["study.py", "--report", "--part", "rates", "--part", "a", "--seeds", "1"])
+    assert study.main() == 1
+    assert (folder / "rates.jsonl").read_bytes() == before
+    output = capsys.readouterr()
+    assert f"{folder / 'rates.jsonl'} holds 168 runs, and this report has 84" in output.err and "--out" in output.err
+    assert "part a: no run has finished" in output.out, "the other parts are reported"
+
+
+def test_fewer_seeds_of_the_trace_are_fewer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(seeds: Sequence[int]) -> list[dict]:
+        return [{"half_lives": [1.0 for _ in seeds]}]
+
+    monkeypatch.setattr(study.trace, "measure", measured)
+    reporting.write_lines(tmp_path / "trace.jsonl", measured(range(3)))
+    with pytest.raises(study.FewerRuns, match="holds 3 runs, and this report has 1"):
+        study.report("b", [], range(1), tmp_path, tmp_path)
+
+
+def run_or_be_killed(settings: lab.RunSettings, path: Path) -> float:
+    """Stands for `study.run_one` in its process: seed 1 ends as the kernel ends a process when memory is out."""
+    if settings.seed == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    study.keep(result_of(settings, 0.5), path)
+    return 0.0
+
+
+def test_a_run_whose_process_is_killed_has_failed_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "run_one", run_or_be_killed)
+    runs = [replace(plan.rates([0])[0], seed=seed) for seed in range(4)]
+    [failure] = study.run_missing(runs, tmp_path, 2)
+    assert "seed 1: BrokenProcessPool" in failure
+    assert [r["settings"]["seed"] for r in study.finished(runs, tmp_path)] == [0, 2, 3]
+
+
+def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "run_missing", lambda wanted, *_: [f"{wanted[0].part}: killed"])
+    monkeypatch.setattr("sys.argv", ["study.py", "--part", "rates", "--part", "screen"])
+    assert study.main() == 1
+    errors = capsys.readouterr().err
+    assert "failed: rates: killed" in errors and "part screen cannot be planned: 420 of 420" in errors

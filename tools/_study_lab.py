@@ -145,15 +145,18 @@ class Player:
 
     async def play(self, num_episodes: int) -> list[Trajectory]:
         """The next episodes of the training tasks, sampled at the training temperature."""
-        return await self._play([self.tasks.next() for _ in range(num_episodes)], greedy=False, seed=self._seed)
+        jobs = [self.tasks.next() for _ in range(num_episodes)]
+        return await self._play(jobs, greedy=False, seed=self._seed, training=True)
 
     async def score(self, greedy: bool) -> float:
         """Mean score on the held-out tasks; sampled ones always with the same random numbers."""
         jobs = [(task, number, number) for number, task in enumerate(self._held_out)]
-        episodes = await self._play(jobs, greedy, seed=self._seed + (1 << 31))
+        episodes = await self._play(jobs, greedy, seed=self._seed + (1 << 31), training=False)
         return float(np.mean([episode.score for episode in episodes]))
 
-    async def _play(self, jobs: Sequence[tuple[int, int, int]], greedy: bool, seed: int) -> list[Trajectory]:
+    async def _play(
+        self, jobs: Sequence[tuple[int, int, int]], greedy: bool, seed: int, training: bool
+    ) -> list[Trajectory]:
         settings = self._config.engine
         limits = EpisodeLimits(settings.temperature, settings.max_new_tokens, settings.max_length, greedy)
         specs = [
@@ -163,7 +166,7 @@ class Player:
             for task, group, n in jobs
         ]
         return await asyncio.gather(
-            *(play_episode(spec, self.suite.session(True), self.engine, self._chat, limits) for spec in specs)
+            *(play_episode(spec, self.suite.session(training), self.engine, self._chat, limits) for spec in specs)
         )
 
 

@@ -10,7 +10,8 @@ First study: a, corrections by lag; b, how fast V-trace forgets under engine noi
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones before it: rates, screen, main, long, shop-rates, shop (tools/_study_plan.py). A finished run is one file under
 --runs, named by its settings: a second call runs only what is missing, and changed settings run anew. Runs whose data
-stand under --out are finished too, so that a clone of this repository goes on where the study stopped.
+stand under docs/results/off_policy are finished too, so that a clone of this repository goes on where the study
+stopped; to run a part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -25,6 +26,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,12 @@ from tools import _study_trace as trace  # noqa: E402
 
 SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5, **plan.SEEDS}
 """Number of seeds of each part."""
+DATA = {"a": "lag", "b": "trace", "c": "replay", "d": "variants", "e": "critic", **{part: part for part in plan.SEEDS}}
+"""Name of the data and plots of each part."""
+
+
+class FewerRuns(Exception):
+    """A report would put a file of data in the place of one that holds more runs."""
 
 
 def run_path(folder: Path, settings: lab.RunSettings) -> Path:
@@ -85,19 +94,27 @@ def run_missing(
         return []
     failures: list[str] = []
     started = time.monotonic()
-    # A process for each run would import PyTorch each time; a fork would inherit its threads.
-    with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ExitStack() as pools:
+
+        def new_pool() -> ProcessPoolExecutor:
+            """One process: where it is killed, no other run ends with it."""
+            # A process for each run would import PyTorch each time; a fork would inherit its threads.
+            return pools.enter_context(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
+
         left = iter(missing)
-        running: dict[Future[float], lab.RunSettings] = {}
+        idle = [new_pool() for _ in range(num_jobs)]
+        running: dict[Future[float], tuple[lab.RunSettings, ProcessPoolExecutor]] = {}
         number = 0
         while True:
-            while len(running) < num_jobs and time.monotonic() < deadline and (job := next(left, None)):
-                running[pool.submit(run_one, *job)] = job[0]
+            while idle and time.monotonic() < deadline and (job := next(left, None)):
+                pool = idle.pop()
+                running[pool.submit(run_one, *job)] = (job[0], pool)
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number += 1
-                s = running.pop(future)
+                s, pool = running.pop(future)
+                idle.append(new_pool() if isinstance(future.exception(), BrokenProcessPool) else pool)
                 label = f"{s.part} · {s.task} · {s.method} · lag {s.lag} · seed {s.seed}"
                 if error := future.exception():
                     failures.append(f"{label}: {error!r}")
@@ -117,14 +134,41 @@ def finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, 
 
 
 def restore(data: Path, folder: Path) -> None:
-    """Put the runs of the second study that a folder of reports holds back to where finished ones are looked for."""
-    for part in plan.SEEDS:
-        path = data / f"{part}.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            result = json.loads(line)
+    """Put the runs that a folder of reports holds back to where finished ones are looked for."""
+    for part in DATA.keys() - {"b"}:  # b trains nothing and is measured anew for each report
+        for result in read_data(part, data):
             settings = lab.RunSettings(**result["settings"] | {"overrides": tuple(result["settings"]["overrides"])})
             if not (path_of_run := run_path(folder, settings)).exists():
                 keep(result, path_of_run)
+
+
+def read_data(part: str, folder: Path) -> list[dict[str, Any]]:
+    """Data of a part in a folder of reports; none where it has no file."""
+    path = folder / f"{DATA[part]}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_data(part: str, results: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the data of a part.
+
+    Raises:
+        FewerRuns: the file that is there holds more.
+    """
+    from tools import _study_report as reporting
+
+    path = folder / f"{DATA[part]}.jsonl"
+    num_kept, num_new = num_runs(read_data(part, folder)), num_runs(results)
+    if num_new < num_kept:
+        raise FewerRuns(
+            f"{path} holds {num_kept} runs, and this report has {num_new}, so it was not written: "
+            "name another folder with --out, or move that file away"
+        )
+    reporting.write_lines(path, results)
+
+
+def num_runs(results: Sequence[dict[str, Any]]) -> int:
+    """One a row; in part b a row holds all seeds of a setting."""
+    return sum(len(result.get("half_lives", [result])) for result in results)
 
 
 def all_finished(wanted: Sequence[lab.RunSettings], folder: Path) -> list[dict[str, Any]]:
@@ -162,25 +206,28 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
 
 
 def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], runs: Path, out: Path) -> str:
-    """Write a part's data and plots; returns its table."""
+    """Write a part's data and plots; returns its table.
+
+    Raises:
+        FewerRuns: see `write_data`.
+    """
     from tools import _study_report as reporting
 
     if part == "b":
         results = trace.measure(seeds)
-        reporting.write_lines(out / "trace.jsonl", results)
+        write_data(part, results, out)
         reporting.plot_trace(results, out / "trace.svg")
         return reporting.trace_table(results)
     results = finished(wanted, runs)
     if not results:
         return f"part {part}: no run has finished"
     if part in ("a", "d", "e"):
-        name = {"a": "lag", "d": "variants", "e": "critic"}[part]
-        reporting.write_lines(out / f"{name}.jsonl", results)
-        reporting.plot_curves(results, ("task", "lag"), "update", out / f"{name}.svg")
+        write_data(part, results, out)
+        reporting.plot_curves(results, ("task", "lag"), "update", out / f"{DATA[part]}.svg")
         return reporting.lag_table(results)
     if part in plan.SEEDS:
         return report_of_second(part, results, out)
-    reporting.write_lines(out / "replay.jsonl", results)
+    write_data(part, results, out)
     reporting.plot_curves(results, ("task", "lag"), "episodes", out / "replay.svg")
     return reporting.replay_table(results)
 
@@ -188,9 +235,8 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
 def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str:
     """Write the data and plots of a phase of the second study; returns its tables."""
     from tools import _study_contrasts as contrasts
-    from tools import _study_report as reporting
 
-    reporting.write_lines(out / f"{part}.jsonl", results)
+    write_data(part, results, out)
     if part in ("rates", "shop-rates"):
         return contrasts.rate_table(results)
     contrasts.plot_by_lag(results, out / f"{part}.svg")
@@ -214,23 +260,27 @@ def main() -> int:
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     # A trial does not take the place of the study's data.
-    out = arguments.out or (arguments.runs / "quick" if arguments.quick else ROOT / "docs" / "results" / "off_policy")
-    restore(out, arguments.runs)
+    of_repository = ROOT / "docs" / "results" / "off_policy"
+    out = arguments.out or (arguments.runs / "quick" if arguments.quick else of_repository)
+    restore(of_repository, arguments.runs)
     failures = []
     for part in arguments.part or list(SEEDS):
         seeds = range(1 if arguments.quick else arguments.seeds or SEEDS[part])
         try:
             wanted = planned(part, seeds, arguments.runs, arguments.policy)
         except plan.Missing as error:
-            print(f"study: part {part} cannot be planned: {error}", file=sys.stderr)
-            return 1
+            failures.append(f"part {part} cannot be planned: {error}")
+            break
         if arguments.quick:
             wanted = [grid.quick(settings) for settings in wanted]
         if not arguments.report:
             starts = dict.fromkeys(start for settings in wanted if (start := grid.start_of(settings)))
             failures += run_missing(list(starts), arguments.runs, arguments.jobs, deadline)
             failures += run_missing(wanted, arguments.runs, arguments.jobs, deadline)
-        print(f"\n{report(part, wanted, seeds, arguments.runs, out)}")
+        try:
+            print(f"\n{report(part, wanted, seeds, arguments.runs, out)}")
+        except FewerRuns as error:
+            failures.append(f"report of part {part}: {error}")
     for failure in failures:
         print(f"study: failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
