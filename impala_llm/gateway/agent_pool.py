@@ -136,12 +136,14 @@ class AgentPool:
 
     async def _fill(self) -> None:
         """Start the processes that are missing. Raises AgentFailed where one does not come up."""
+
+        async def add() -> None:
+            self._workers.append(await self._new())
+
         missing = self._num_processes - len(self._workers)
-        found = await asyncio.gather(*(self._new() for _ in range(missing)), return_exceptions=True)
-        self._workers += [each for each in found if isinstance(each, _Process)]
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
+        for error in await asyncio.gather(*(add() for _ in range(missing)), return_exceptions=True):
+            if error is not None:
+                raise error
 
     def _tend(self) -> None:
         """Retire processes that have ended, or are to end with their last episode; others start beside the rest."""
