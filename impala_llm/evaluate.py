@@ -108,10 +108,7 @@ def evaluate(
         try:
             await engine.start()
             if agents is not None:
-                try:
-                    await agents.start(engine)
-                except AgentFailed as error:
-                    raise EnvironmentFault(str(error)) from error
+                await _start(agents, engine)
             playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
             for episode in asyncio.as_completed(playing):
                 await episode
@@ -135,6 +132,14 @@ def evaluate(
     )
     examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
     return result, examples
+
+
+async def _start(agents: AgentPlayer, engine: Engine) -> None:
+    """Start the processes of the agent. Raises EnvironmentFault where none comes up."""
+    try:
+        await agents.start(engine)
+    except AgentFailed as error:
+        raise EnvironmentFault(str(error)) from error
 
 
 async def _play_by_agent(
