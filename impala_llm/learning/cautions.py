@@ -8,7 +8,9 @@ from impala_llm.settings import Config
 LARGE_MODEL = 50_000_000
 """Parameters."""
 LARGE_RATE = 5e-5
-"""A learning rate that harms a large model."""
+"""A learning rate that harms a large model whose weights all learn."""
+LORA_FACTOR = 10
+"""Adapters learn best at about ten times the rate of all weights (Schulman et al., LoRA Without Regret, 2025)."""
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """Keys of `torch.cpu.get_capabilities`: two of x86, two of ARM. With any of them bfloat16 may gain something."""
 
@@ -17,10 +19,11 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
     """A sentence with key, value and fix for each."""
     found = []
     size, rate = sum(p.numel() for p in model.lm.parameters()), config.learner.learning_rate
-    if size > LARGE_MODEL and rate > LARGE_RATE:
+    limit = LARGE_RATE * (LORA_FACTOR if config.model.lora.rank else 1)
+    if size > LARGE_MODEL and rate > limit:
         found.append(
             f"learner.learning_rate={rate:g} is likely to ruin {config.model.path}, which has {size / 1e6:.0f} million "
-            f"parameters: set model=pretrained or learner.learning_rate=1e-6, or at most {LARGE_RATE:g}"
+            f"parameters: set model=pretrained or learner.learning_rate=1e-6, or at most {limit:g}"
         )
     text = model.lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)
