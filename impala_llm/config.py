@@ -153,8 +153,8 @@ def _present_word(word: str) -> str:
     key, equals, value = word.lstrip("+").partition("=")
     for kind in (ENVIRONMENTS, ENGINES):
         group = kind.key.partition(".")[0]
-        is_preset = (config_folder() / group / f"{value}.yaml").is_file()
-        if key == group and not is_preset and (":" in value or value in installed_parts(kind)):
+        is_named = key == group and (":" in value or value in installed_parts(kind))
+        if is_named and not os.path.isfile(config_folder() / group / f"{value}.yaml"):
             return f"{kind.key}={value}"
     if key == "env.options" or key.startswith("env.options."):
         return f"env.args{key.removeprefix('env.options')}{equals}{value}"

@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
@@ -188,7 +189,7 @@ def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str
     Args:
         name: in the files.
         values: options in the files.
-        words: `key=NAME` and `options_key.option=value`, in Hydra's grammar.
+        words: `key=NAME` and `options_key.option=value`, see `read_word`.
 
     Raises:
         ValueError: options that are none.
@@ -196,8 +197,7 @@ def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str
     """
     chosen, given = name, dict[Any, Any]()
     for word in words:
-        parsed = OverridesParser.create().parse_override(word.lstrip("+"))
-        key, value = parsed.key_or_group, parsed.value()
+        key, value = read_word(word)
         if key == kind.options_key and isinstance(value, Mapping):
             given |= value
         elif key == kind.key:
@@ -215,6 +215,20 @@ def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
     return "null" if chosen is None else str(chosen), given if chosen != name else _merged(values, given)
+
+
+def read_word(word: str) -> tuple[str, Any]:
+    """Key and value of `key=value` in Hydra's grammar; a list or mapping may be JSON, whose quoted keys that lacks.
+
+    Raises:
+        HydraException: it cannot be read.
+    """
+    key, _, value = word.lstrip("+").partition("=")
+    if value.startswith(("{", "[")):
+        with contextlib.suppress(json.JSONDecodeError):
+            return key, json.loads(value)
+    [parsed] = OverridesParser.create().parse_overrides([word.lstrip("+")])
+    return parsed.key_or_group, parsed.value()
 
 
 def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Invariant: nothing here looks at another setting, or at more of the machine than
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -621,7 +622,7 @@ def other_models(config: Config) -> dict[str, str]:
 def model_directory(path: str) -> Path | None:
     """The Hugging Face directory that a value of `model.path` means; None if there is none (or it is `scratch`)."""
     for candidate in (Path(path).expanduser(), ASSETS / path):
-        if (candidate / "config.json").is_file():
+        if os.path.isfile(candidate / "config.json"):  # which is False, and no error, for a name that is too long
             return candidate.resolve()
     return None
 

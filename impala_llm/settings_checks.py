@@ -7,6 +7,7 @@ none is started.
 
 import importlib.util
 import math
+import os
 import re
 import shlex
 import shutil
@@ -367,7 +368,7 @@ def _model_problems(config: Config) -> list[str]:
 
 def _no_model(key: str, path: str) -> str:
     """Why a value of a model's path means no model."""
-    if Path(path).expanduser().is_dir():
+    if os.path.isdir(Path(path).expanduser()):
         return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
     if path in _SCRIPTS:
         return f"{key}={path} is not there yet: {_SCRIPTS[path]} brings it"

@@ -1,7 +1,9 @@
 """Bad settings stop at the door with the key, the value and the fix; good ones compose."""
 
 import dataclasses
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +126,25 @@ def test_a_preset_of_the_environment_or_model_takes_along_what_its_predecessor_s
         9,
         default.env.webshop.observation_mode,
     )
+
+
+def test_a_value_may_be_longer_than_the_name_of_a_file():
+    parts = {f"part_{number}": {"name": "parrot", "args": {"num_words": 2}} for number in range(20)}
+    hydra = json.dumps(parts).replace('"', "")
+    for written in (json.dumps(parts), hydra):
+        assert load(["env=mixture", f"env.args.parts={written}"]).env.args.parts == parts
+
+
+@pytest.mark.parametrize("key", ["env", "model", "model.path", "experiment"])
+def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
+    with pytest.raises(ConfigError, match=key):
+        load([f"{key}={'a' * 300}:b"])
+
+
+@pytest.mark.parametrize("value", ["{a", '{"a": }', "[1, 2"])
+def test_a_value_that_cannot_be_read_is_named(value: str):
+    with pytest.raises(ConfigError, match=re.escape(f"env.args.parts={value} cannot be read")):
+        load(["env=mixture", f"env.args.parts={value}"])
 
 
 def test_a_preset_leaves_the_options_of_another_part_behind(tmp_path: Path) -> None:
