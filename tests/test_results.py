@@ -10,14 +10,16 @@ from impala_llm.config import load
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SETTINGS = sorted(RESULTS.rglob("*.yaml"))
-STUDIES = sorted((RESULTS / "off_policy").glob("*.jsonl"))
+STUDIES = sorted(RESULTS.rglob("*.jsonl"))
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
 def test_settings_of_a_run_load(path: Path) -> None:
     # The interpreter of an SGLang server is where that machine has it, and so are a model that was downloaded and a
     # policy that a warm start made.
-    own = ["model.path=tiny_shopper"] if re.search(r"^  path: (outputs|models)/", path.read_text(), re.MULTILINE) else []
+    own = (
+        ["model.path=tiny_shopper"] if re.search(r"^  path: (outputs|models)/", path.read_text(), re.MULTILINE) else []
+    )
     config = load([f"experiment={path}", "engine.python=null", *own])
     assert config.run.name == path.stem
 

@@ -49,7 +49,7 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
     width = whole_number("width", options.get("width", 512))
     words = [
         *("experiment=toy", "model=scratch", f"model.scratch.hidden_size={width}", "model.scratch.num_layers=3"),
-        *("env=impala_llm.bench._schedule_environment:SlowParrot", f"env.args.median_s={median_s}"),
+        *("env=impala_llm.bench._schedule_environment:SlowSuite", f"env.args.median_s={median_s}"),
         *(f"env.args.sigma={sigma}", f"learner.total_updates={updates}", "actor.num_actors=1"),
         *("actor.max_episodes=512", "run.terminal=false", "model.device=cpu"),
     ]

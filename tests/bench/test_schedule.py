@@ -8,13 +8,13 @@ import statistics
 import pytest
 
 from impala_llm.bench import schedule
-from impala_llm.bench._schedule_environment import SlowParrot
+from impala_llm.bench._schedule_environment import SlowSuite
 from impala_llm.bench.frame import BenchError, run_bench
 from impala_llm.envs import contract
 
 
 def test_latencies_are_log_normal_with_the_given_median_and_deviation() -> None:
-    suite = SlowParrot(SlowParrot.Options(median_s=0.2, sigma=1.0))
+    suite = SlowSuite(SlowSuite.Options(median_s=0.2, sigma=1.0))
     random.seed(0)
     logarithms = [math.log(suite.latency_s()) for _ in range(4000)]
     assert statistics.fmean(logarithms) == pytest.approx(math.log(0.2), abs=0.05)
@@ -28,7 +28,7 @@ def test_the_environment_is_the_parrot_behind_its_latencies(monkeypatch: pytest.
         waited.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    suite = SlowParrot(SlowParrot.Options(median_s=3.0, sigma=0.0))
+    suite = SlowSuite(SlowSuite.Options(median_s=3.0, sigma=0.0))
     task = suite.tasks("train")[1]
 
     async def play() -> float:
@@ -40,6 +40,23 @@ def test_the_environment_is_the_parrot_behind_its_latencies(monkeypatch: pytest.
 
     assert asyncio.run(play()) == 1.0
     assert waited == [3.0, 3.0]
+
+
+def test_any_environment_can_be_slow_with_its_own_settings() -> None:
+    shop = SlowSuite(SlowSuite.Options(name="webshop", args={"num_products": 50, "max_steps": 7}, median_s=0.0))
+    assert shop.name == "slow-webshop"
+
+    async def play() -> tuple[int, bool]:
+        session = shop.session(True)
+        observation = await contract.reset(session, shop.tasks("train")[0], shop.name)
+        assert "Instruction" in observation
+        for turn in range(1, 20):
+            _, _, terminated, truncated, _ = await contract.step(session, "search[shirt]", shop.name)
+            if terminated or truncated:
+                return turn, terminated
+        raise AssertionError
+
+    assert asyncio.run(play()) == (7, True)
 
 
 @pytest.mark.parametrize("options", [{"updates": "5"}, {"rounds": "0"}, {"staleness": "0"}, {"median_s": "slow"}])

@@ -30,7 +30,14 @@ def large(device: str = "cpu") -> PolicyModel:
 
 @pytest.mark.parametrize(
     ("rank", "rate", "is_said"),
-    [(0, "3e-4", True), (0, "6e-5", True), (0, "5e-5", False), (0, "1e-6", False), (8, "6e-4", True), (8, "5e-4", False)],
+    [
+        (0, "3e-4", True),
+        (0, "6e-5", True),
+        (0, "5e-5", False),
+        (0, "1e-6", False),
+        (8, "6e-4", True),
+        (8, "5e-4", False),
+    ],
 )
 def test_a_large_rate_for_a_large_model_is_named(rank: int, rate: str, is_said: bool) -> None:
     config = load(["model=tiny_shopper", f"model.lora.rank={rank}", f"learner.learning_rate={rate}"])

@@ -1,0 +1,305 @@
+#!/usr/bin/env python
+"""Asynchronous against synchronous training on equal resources: score by wall time, in environments of three speeds.
+
+    python tools/schedule_study.py                                  # what is missing, one at a time, then the report
+    python tools/schedule_study.py --task corridor --minutes 90     # begins no run after 90 minutes
+    python tools/schedule_study.py --report                         # tables and plots of what has finished
+
+Whole runs: a learner and an actor process on the same two cores, for the same minutes, with the same settings but
+`algorithm.max_staleness`, which is 0 in the synchronous arm. They take turns seed by seed, so that whatever else the
+machine does meets all arms alike. A finished run is one file under --runs; runs whose data stand under
+docs/results/schedule are finished too. Needs the extra `plots`. What was decided before the runs, and what was found:
+docs/results/schedule.md.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from impala_llm.config import load  # noqa: E402
+from tools import _study_report as reporting  # noqa: E402
+from tools import _study_stats as stats  # noqa: E402
+
+SLOW = "impala_llm.bench._schedule_environment:SlowSuite"
+DATA = ROOT / "docs" / "results" / "schedule"
+NUM_POINTS = 20
+"""Points of a curve, each of the training episodes of an equal stretch of time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, for how long, and how it is scored."""
+
+    environment: str
+    words: tuple[str, ...]
+    minutes: float
+    speeds: tuple[str, ...]
+    staleness: tuple[int, ...]
+    """`algorithm.max_staleness` of the arms; 0 is the synchronous one."""
+    num_tasks: int
+    """Test tasks of the final evaluation, which is greedy and has no latencies."""
+    num_seeds: int = 5
+
+
+SPEEDS = {"fast": (0.0, 0.0), "long-tailed": (0.2, 1.5), "slow": (1.0, 0.25)}
+"""Median in seconds, and deviation of the logarithm, of the wait before each answer of the environment."""
+TASKS = {
+    "corridor": Task(
+        "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02"),
+        minutes=2, speeds=("fast", "long-tailed", "slow"), staleness=(0, 1, 4), num_tasks=200,
+    ),
+    "shop": Task(
+        "webshop", ("experiment=quickstart",),
+        minutes=8, speeds=("slow",), staleness=(0, 4), num_tasks=500,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    task: str
+    speed: str
+    staleness: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.speed}-staleness-{self.staleness}-seed-{self.seed}"
+
+    def words(self) -> list[str]:
+        """Its settings, but for those that only say where it is."""
+        task = TASKS[self.task]
+        median_s, sigma = SPEEDS[self.speed]
+        shop = asdict(load(task.words).env.webshop) if task.environment == "webshop" else {}
+        return [
+            *task.words, f"env={SLOW}", f"env.args.name={task.environment}", f"env.args.args={json.dumps(shop)}",
+            f"env.args.median_s={median_s}", f"env.args.sigma={sigma}",
+            f"algorithm.max_staleness={self.staleness}", f"run.seed={self.seed}", "run.terminal=false",
+            # As many episodes at once as tickets allow, in both arms: who waits for an environment waits for many.
+            "actor.max_episodes=512", f"learner.max_minutes={task.minutes}", "learner.total_updates=100000",
+            "evaluation.before_and_after=false", "evaluation.unseen_seed=null", "evaluation.every_updates=null",
+        ]  # fmt: skip
+
+
+def planned(tasks: Sequence[str], num_seeds: int | None = None) -> list[Run]:
+    """All runs; the arms of a seed one after the other, in an order that turns around from seed to seed."""
+    runs = []
+    for name in tasks:
+        task = TASKS[name]
+        for seed in range(num_seeds or task.num_seeds):
+            arms = task.staleness if seed % 2 == 0 else task.staleness[::-1]
+            runs += [Run(name, speed, staleness, seed) for speed in task.speeds for staleness in arms]
+    return runs
+
+
+def play(run: Run, folder: Path) -> dict[str, Any]:
+    """Train and evaluate.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed.
+    """
+    target = folder / run.name
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was interrupted: its clock would begin anew
+    _call("train", *run.words(), f"run.name={run.name}", f"run.dir={target}")
+    task = TASKS[run.task]
+    evaluation = json.loads(
+        _call(
+            *("evaluate", "--json", *task.words, f"model.path={target / 'policy'}"),
+            *("evaluation.unseen_seed=null", f"evaluation.num_tasks={task.num_tasks}", "evaluation.num_examples=0"),
+        )
+    )
+    lines = (target / "tensorboard" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    shutil.rmtree(target)
+    ours = next(r for r in evaluation if r["label"] == str(target / "policy"))
+    return {
+        "settings": asdict(run) | {"overrides": run.words()},
+        "minutes": task.minutes,
+        "updates": len(steps),
+        "curve": curve(steps, 60 * task.minutes),
+        "learner_idle": idle_share(steps),
+        "actor_idle": mean_of(steps, "actor/idle_share"),
+        "staleness": mean_of(steps, "staleness/mean"),
+        "score": ours["score"],
+        "success": ours["success"],
+    }
+
+
+def curve(steps: Sequence[dict[str, float]], seconds: float) -> list[tuple[float, int, float, float]]:
+    """(seconds, update, score, success) of the training episodes: means over the steps of each stretch of a run.
+
+    Args:
+        steps: metrics of the updates.
+        seconds: length of the run; a step that ends later belongs to the last stretch.
+    """
+    stretches: dict[int, list[dict[str, float]]] = {}
+    for step in steps:
+        if "rollout/score" in step:  # else no episode has arrived since the step before
+            place = int(NUM_POINTS * step["progress/seconds"] / seconds)
+            stretches.setdefault(min(place, NUM_POINTS - 1), []).append(step)
+    return [
+        (
+            mean_of(inside, "progress/seconds"),
+            int(inside[-1]["step"]),
+            mean_of(inside, "rollout/score"),
+            mean_of(inside, "rollout/success_rate"),
+        )
+        for _, inside in sorted(stretches.items())
+    ]
+
+
+def mean_of(steps: Sequence[dict[str, float]], name: str) -> float:
+    """Mean of a metric over the steps that have it."""
+    return float(np.mean([step[name] for step in steps if name in step]))
+
+
+def idle_share(steps: Sequence[dict[str, float]]) -> float:
+    """Share of the learner's time in which it had nothing to learn from; the first step is left out: engines start."""
+    seconds = [step["time/step_s"] for step in steps[1:]]
+    idle = [step["time/idle_share"] * step["time/step_s"] for step in steps[1:]]
+    return sum(idle) / sum(seconds) if seconds else math.nan
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each arm: means over seeds, and what it has over the synchronous arm, paired by seed."""
+    header = ["task", "environment", "η", "seeds", "updates", "learner idle", "test score", "success", "score − sync."]
+    rows = []
+    groups = reporting.group_by(results, "task", "speed", "staleness")
+    for (task, speed, staleness), runs in sorted(groups.items()):
+        synchronous = {r["settings"]["seed"]: r for r in groups.get((task, speed, 0), [])}
+        pairs = [(r, synchronous[r["settings"]["seed"]]) for r in runs if r["settings"]["seed"] in synchronous]
+        gain = ""
+        if staleness and pairs:
+            values = np.array([ours["score"] - other["score"] for ours, other in pairs])
+            low, high = stats.bootstrap_interval(values, stats.mean)
+            gain = f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+        rows.append([
+            task, speed, str(staleness), str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
+            f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
+            reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}", gain,
+        ])  # fmt: skip
+    return reporting.table(header, rows)
+
+
+def seconds_to(level: float, points: Sequence[Sequence[float]]) -> float:
+    """Time at which a curve reaches a score, in a straight line between two points; infinite where it never does."""
+    before = None
+    for seconds, _, score, *_ in points:
+        if score >= level:
+            if before is None or score == before[1]:
+                return seconds
+            return before[0] + (level - before[1]) / (score - before[1]) * (seconds - before[0])
+        before = (seconds, score)
+    return math.inf
+
+
+def speed_table(results: Sequence[dict[str, Any]]) -> str:
+    """How long an arm takes to the best score that the synchronous arm of its seed reached, and how long that took."""
+    rows = []
+    groups = reporting.group_by(results, "task", "speed", "staleness")
+    for (task, speed, staleness), runs in sorted(groups.items()):
+        others = {r["settings"]["seed"]: r for r in groups.get((task, speed, 0), [])}
+        pairs = [(r, others[r["settings"]["seed"]]) for r in runs if staleness and r["settings"]["seed"] in others]
+        if not pairs:
+            continue
+        times = []
+        for ours, other in pairs:
+            level = max(point[2] for point in other["curve"])
+            times.append((seconds_to(level, other["curve"]), seconds_to(level, ours["curve"])))
+        ratios = [sync / own for sync, own in times]
+        rows.append([
+            task, speed, str(staleness), *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
+            f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
+        ])  # fmt: skip
+    header = ["task", "environment", "η", "synchronous takes", "this takes", "ratio: median (all seeds)"]
+    return reporting.table(header, rows)
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Score of the training episodes by minutes: a panel for each environment, a colour for each arm, a line a run."""
+    panels = reporting.group_by(results, "task", "speed")
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
+    for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
+        for staleness, arm in sorted(reporting.group_by(runs, "staleness").items()):
+            label = "synchronous" if staleness[0] == 0 else f"asynchronous, η = {staleness[0]}"
+            for number, run in enumerate(arm):
+                minutes, scores = ([point[k] / unit for point in run["curve"]] for k, unit in ((0, 60), (2, 1)))
+                colour = {0: "C1", 1: "C0", 4: "C2"}[staleness[0]]
+                axis.plot(minutes, scores, color=colour, alpha=0.7, linewidth=1.2, label="" if number else label)
+        axis.set_title(f"{task}, {speed} environment", fontsize=10)
+        axis.set_xlabel("minutes of training")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("score of the training episodes")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _call(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "impala_llm.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+    done.check_returncode()
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, action="append", help="both, where none is named")
+    parser.add_argument("--seeds", type=int, help="the first so many; default: 5")
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "schedule", help="folder of finished runs")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--report", action="store_true", help="run nothing that trains")
+    parser.add_argument("--out", type=Path, default=DATA, help="folder of data and plots")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    data = arguments.out / "runs.jsonl"
+    kept = [json.loads(line) for line in data.read_text().splitlines()] if data.exists() else []
+    results = {Run(*(r["settings"][key] for key in ("task", "speed", "staleness", "seed"))): r for r in kept}
+    for run in planned(list(TASKS)):
+        if (path := arguments.runs / f"{run.name}.json").exists():
+            results[run] = json.loads(path.read_text())
+    if not arguments.report:
+        missing = [run for run in planned(arguments.task or list(TASKS), arguments.seeds) if run not in results]
+        for number, run in enumerate(missing):
+            if time.monotonic() > deadline:
+                print(f"time is up, {len(missing) - number} runs are left: the same command goes on")
+                break
+            print(f"{number + 1} of {len(missing)}: {run.name}", flush=True)
+            results[run] = play(run, arguments.runs)
+            aside = arguments.runs / f"{run.name}.part"
+            aside.write_text(json.dumps(results[run]))
+            aside.rename(arguments.runs / f"{run.name}.json")
+    found = [results[run] for run in planned(list(TASKS)) if run in results]
+    if found:
+        reporting.write_lines(data, found)
+        plot(found, arguments.out / "curves.svg")
+        print(f"\n{table(found)}\n\n{speed_table(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
