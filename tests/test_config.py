@@ -22,7 +22,7 @@ GROUPS = ("experiment", "algorithm")
 OF_THE_USER = {
     "pretrained": ["model.path=tiny_shopper"],
     "smollm2": ["model.path=tiny_shopper"],  # a script fetches its own
-    "chain_sum": ["model.path=tiny_shopper"],  # the same
+    "syllogism": ["model.path=tiny_shopper"],  # the same
     "tasks": ["env.args.file=tasks.jsonl"],
     "verifiers": ["env.args.id=a_module"],
 }
