@@ -324,8 +324,9 @@ class Learner:
             Stopped: a signal has come, to this process or another one of the learner.
         """
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver, self.is_signalled))
-        if self.view is not None:
+        if self.ranks.is_main:
             self.actors.tell()
+        if self.view is not None:
             self.view.wait(what)
 
     def show(self, summary: dict[str, float]) -> None:

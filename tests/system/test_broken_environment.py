@@ -121,6 +121,8 @@ def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_pat
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         assert "raise engine.max_length" in run.log.read_text()
+        # Said while the first batch is waited for, which may take long.
+        assert "actor-0 joined, 1 connected" in (tmp_path / "run" / "logs" / "learner.log").read_text()
 
 
 @pytest.mark.system
