@@ -45,7 +45,7 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
         raise EnvironmentFault(f"{what} returned {_shown(found)}: task ids from 0 to 2^63 - 1 are expected")
     if len(set(found)) < len(found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: each task id once is expected")
-    return found
+    return [int(task) for task in found]  # those of numpy have no JSON, and are no int to a trajectory
 
 
 def kinds(suite: Suite, tasks: Sequence[int]) -> dict[int, str]:

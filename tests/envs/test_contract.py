@@ -127,6 +127,12 @@ def test_tasks_are_numbers_and_at_least_one() -> None:
             contract.tasks(Tasks(found), "train")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("found", [np.arange(3), [np.int32(0), 1, np.int64(2)]])
+def test_task_ids_of_numpy_become_those_of_python(found: Any) -> None:
+    tasks = contract.tasks(Tasks(found), "train")  # type: ignore[arg-type]
+    assert tasks == [0, 1, 2] and {type(task) for task in tasks} == {int}
+
+
 def test_an_environment_that_cannot_be_made_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="env.name=chess cannot be made"):
         make_suite(EnvConfig(name="chess"))
