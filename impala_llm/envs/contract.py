@@ -142,7 +142,7 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
 
 def _is_number(value: object) -> bool:
     # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1. They become float32.
-    magnitude: Any = abs(value) if isinstance(value, Real) else None
+    magnitude: Any = abs(value) if isinstance(value, Real | np.bool_) else None
     return magnitude is not None and bool(magnitude <= _LARGEST)
 
 

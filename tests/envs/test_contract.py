@@ -34,6 +34,7 @@ class Scripted:
         ("page", 0.0, False, False, {}),
         ("page", np.float32(1.0), True, False, END),
         ("page", 1, np.bool_(False), np.bool_(True), {"score": 1, "success": np.bool_(True)}),
+        ("page", np.bool_(True), True, False, {"score": np.bool_(False), "success": np.bool_(False)}),
     ],
 )
 def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
