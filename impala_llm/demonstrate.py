@@ -10,6 +10,7 @@ process at a time records into a folder.
 import asyncio
 import dataclasses
 import fcntl
+import functools
 import inspect
 import os
 import random
@@ -160,11 +161,11 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             seed = random.Random(f"{config.run.seed}, {number}").randrange(_SEEDS)
             spec = EpisodeSpec(
                 _episode_id(config, number), task, number, number, seed, suite.name, settings.player,
-                suite.signature(task),
+                contract.signature(suite, task),
             )  # fmt: skip
             text: list[Turn] = []
             async with streams:
-                session, engine = player(suite.session(training=True), seed)
+                session, engine = player(contract.session(suite, training=True), seed)
                 try:
                     row = await play_episode(spec, session, engine, chat, limits, text)
                 except EpisodeAborted:
@@ -220,7 +221,8 @@ async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat)
         act: Callable[[str, dict[str, Any]], str] = _asked
         if config.demonstrations.player == "script":
             assert isinstance(suite, Scripted)  # `_suite` has looked
-            act = suite.script(config.demonstrations.noise, seed).act
+            script = contract.call(f"env {suite.name}: script", lambda: suite.script(config.demonstrations.noise, seed))
+            act = functools.partial(contract.act, script, env=suite.name)
         watched = _Watched(session)
         return watched, _Spoken(chat, watched, act)
 

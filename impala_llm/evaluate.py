@@ -6,7 +6,6 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
-import inspect
 import itertools
 import json
 import time
@@ -99,11 +98,13 @@ def evaluate(
         async def play(number: int, task: int) -> Trajectory:
             async with streams:
                 spec = EpisodeSpec(
-                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
-                )
+                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation",
+                    contract.signature(suite, task),
+                )  # fmt: skip
                 if agents is not None:
                     return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
-                return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
+                session = contract.session(suite, training=False)
+                return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
 
         try:
             await engine.start()
@@ -174,10 +175,11 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
 
     async def play_all(make_script: Callable[[], Script]) -> list[tuple[float, bool, int]]:
-        return [await _play(make_script(), suite, task) for task in tasks]
+        what = f"env {suite.name}: a baseline"
+        return [await _play(contract.call(what, make_script), suite, task) for task in tasks]
 
     results = []
-    for name, make_script in suite.baselines().items():
+    for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
         scores, successes, turns = zip(*asyncio.run(play_all(make_script)), strict=True)
         results.append(_result(name, tasks_label, scores, sum(successes), float(np.mean(turns)), None))
     return results
@@ -185,13 +187,12 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
 
 async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, int]:
     """Play a task with a script. Returns score, success and number of turns."""
-    session = suite.session(False)
+    session = contract.session(suite, training=False)
     turns, ended = 0, False
     try:
-        started = session.reset(task)
-        observation, info = await started if inspect.isawaitable(started) else started
+        observation, info = await contract.begin(session, task, suite.name)
         while not ended:
-            action = script.act(observation, info)
+            action = contract.act(script, observation, info, suite.name)
             observation, _, terminated, truncated, info = await contract.step(session, action, suite.name)
             turns, ended = turns + 1, terminated or truncated
     finally:

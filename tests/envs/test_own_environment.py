@@ -32,12 +32,20 @@ class Plain:
     class Options:
         size = 1
 
-class Typed:
+class Empty:
+    name, system_prompt = "empty", ""
+    def tasks(self, split): return range(1)
+    def session(self, training): return None
+    def signature(self, task_id): return ""
+
+class Typed(Empty):
     def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
         self.names, self.size = names, size
 
 def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0.5], other: "object" = None):
-    return {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
+    suite = Empty()
+    suite.args = {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
+    return suite
 """
 
 
@@ -84,7 +92,7 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
     words = ["model=scratch", "env=odd:make", "env.args.folder=x", "env.args.extra.side.left=2", "env.args.other=[1]"]
     config = load(words)
     args = {"folder": "x", "size": 1, "extra": {"side": {"left": 2}}, "weights": [0.5], "other": [1]}
-    assert config.env.args == make_suite(config.env) == args
+    assert config.env.args == make_suite(config.env).args == args  # type: ignore[attr-defined]
     (own / "saved.yaml").write_text(to_yaml(config))
     assert load(["experiment=saved.yaml"]) == config
     changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
