@@ -150,6 +150,7 @@ class Actor:
             if self.agents is not None:
                 await self.agents.close()  # first: it bounds the time that agents have for their end
             await asyncio.gather(*tasks, return_exceptions=True)
+            await contract.closed()
             await self.engine.close()
             self.channel.close()
 

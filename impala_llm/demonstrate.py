@@ -198,6 +198,8 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             add_part(folder, found)
             for task in tasks_under_way:
                 task.cancel()
+            await asyncio.gather(*tasks_under_way, return_exceptions=True)
+            await contract.closed()
     return too_long
 
 

@@ -91,6 +91,7 @@ def evaluate(
     shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
 
     async def play_all() -> list[Trajectory]:
+        playing: list[asyncio.Task[Trajectory]] = []
         engine = make_engine(config, policy, version=0)
         agents = AgentPlayer(config, policy, suite) if config.agent.is_set else None
         streams = asyncio.Semaphore(config.actor.max_episodes)
@@ -110,14 +111,18 @@ def evaluate(
             await engine.start()
             if agents is not None:
                 await _start(agents, engine)
-            playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
-            for episode in asyncio.as_completed(playing):
-                await episode
+            playing += [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
+            for ended in asyncio.as_completed(playing):
+                await ended
                 bar.advance(shown)
             return [task.result() for task in playing]
         finally:
+            for episode in playing:  # after a fault
+                episode.cancel()
             if agents is not None:
                 await agents.close()
+            await asyncio.gather(*playing, return_exceptions=True)
+            await contract.closed()
             await engine.close()
 
     with bar:
@@ -197,6 +202,7 @@ async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, i
             turns, ended = turns + 1, terminated or truncated
     finally:
         contract.close(session)
+        await contract.closed()
     return float(info["score"]), bool(info["success"]), turns
 
 

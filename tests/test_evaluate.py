@@ -338,6 +338,19 @@ def test_task_ids_may_be_those_of_numpy(config: Config, monkeypatch: pytest.Monk
     assert [(r.label, r.score, r.num_tasks) for r in results] == [("reader", 1.0, 4), ("policy", 1.0, 4)]
 
 
+def test_all_sessions_are_closed_when_it_is_over(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert play_letters(config, monkeypatch)[0].num_closed == 8
+
+
+def test_all_sessions_are_closed_after_a_fault_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = Letters()
+    suite.broken = "step"
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    with pytest.raises(EnvironmentFault, match="env letters: step raised KeyError"):
+        evaluate(config, resolve_policy(config), suite, "scripted", "letters")
+    assert suite.num_closed == 4
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -147,7 +147,7 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
 def close(session: Session | AsyncSession) -> None:
     """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
 
-    Where it is a coroutine function it goes on in the event loop, and nobody waits for it.
+    Where it is a coroutine function it goes on in the event loop; see `closed`.
     """
     if (method := getattr(session, "close", None)) is not None:
         with _suppressed():
@@ -155,6 +155,13 @@ def close(session: Session | AsyncSession) -> None:
                 task = asyncio.ensure_future(_awaited(found))
                 _closing.add(task)
                 task.add_done_callback(_closing.discard)
+
+
+async def closed(timeout_s: float = 2.0) -> None:
+    """Wait for the calls of `close` that are under way in this event loop, which else ends amid them."""
+    loop = asyncio.get_running_loop()
+    if waited_for := [task for task in _closing if task.get_loop() is loop]:
+        await asyncio.wait(waited_for, timeout=timeout_s)
 
 
 async def _awaited(call: Awaitable[Any]) -> None:

@@ -219,11 +219,27 @@ class ClosingSlowly:
         self.is_closed = True
 
 
+class Hanging:
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
 def test_what_a_session_raises_when_it_is_closed_ends_nothing() -> None:
     async def end() -> None:
         for session in (Closing(), ClosingSlowly(SystemExit(0)), ClosingSlowly(Panic())):
             contract.close(session)  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        await contract.closed()
 
     asyncio.run(end())
+
+
+def test_sessions_that_take_time_to_close_are_waited_for_and_those_that_hang_are_not() -> None:
+    sessions = [ClosingSlowly() for _ in range(64)]
+
+    async def end() -> None:
+        for session in [*sessions, Hanging()]:
+            contract.close(session)  # type: ignore[arg-type]
+        await contract.closed(timeout_s=0.2)
+
+    asyncio.run(end())
+    assert all(session.is_closed for session in sessions)
