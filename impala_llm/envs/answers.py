@@ -9,6 +9,7 @@ from impala_llm.envs.extras import needed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_WHOLE_NUMBER = re.compile(rf"(?=[-+]?\.?\d){_NUMBER.pattern}\.?")
 
 
 def final(text: str) -> str:
@@ -24,21 +25,24 @@ def exact(answer: str, task: Mapping[str, Any]) -> float:
 
 def number(answer: str, task: Mapping[str, Any]) -> float:
     """1 where the last number of the answer is that of the task, to nine digits. Thousands may have commas."""
-    found = [word for word in _NUMBER.findall(final(answer)) if any(map(str.isdigit, word))]
-    wanted = _number(task["answer"])
-    return float(bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=1e-9, abs_tol=1e-12))
+    found = [word for word in _NUMBER.findall(_plain(final(answer))) if any(map(str.isdigit, word))]
+    wanted = _number(_plain(task["answer"]))
+    return float(bool(found) and math.isclose(_number(found[-1]), wanted, rel_tol=1e-9, abs_tol=1e-12))
 
 
 def is_number(answer: object) -> bool:
-    """Whether the answer of a task is one that `number` can compare with."""
-    try:
-        return math.isfinite(_number(answer))
-    except ValueError:
-        return False
+    """Whether the answer of a task is one that `number` can compare with: one number, as it reads those of answers."""
+    text = _plain(answer)
+    return bool(_WHOLE_NUMBER.fullmatch(text)) and math.isfinite(_number(text))
 
 
-def _number(answer: object) -> float:
-    return float(str(answer).replace(",", ""))
+def _plain(text: object) -> str:
+    """A text with the minus of mathematics, which many models write, as the hyphen that Python takes."""
+    return str(text).strip().replace("\N{MINUS SIGN}", "-")
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def maths(answer: str, task: Mapping[str, Any]) -> float:

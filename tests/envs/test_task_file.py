@@ -180,6 +180,8 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
         ([*THREE, "", '{"prompt": "d"}'], [], "line 5: it has no 'answer'"),
         ([*THREE, '{"prompt": "d"}'], [], "line 4: it has no 'answer'"),
         ([*THREE, '{"prompt": "d", "answer": "#### 4"}'], ["env.args.verifier=number"], "answer '#### 4' is no num"),
+        ([*THREE, '{"prompt": "d", "answer": "3,5"}'], ["env.args.verifier=number"], "line 4: answer '3,5' is no num"),
+        ([*THREE, '{"prompt": "d", "answer": "1_000"}'], ["env.args.verifier=number"], "answer '1_000' is no number"),
         (THREE, ["env.args.verifier_args.least=1"], "verifier=exact cannot be called: .*'least'.*verifier_args"),
         (THREE, ["env.args.verifier=mine:longer", "env.args.verifier_args.lest=1"], "longer cannot be called: .*lest"),
         (THREE, ["env.args.verifier=reward_model"], "reward_model cannot be called: .*'path'"),
@@ -277,7 +279,8 @@ def test_a_verifier_that_cannot_be_loaded_is_named(folder: Path) -> None:
             ["b", " b\n", "so <answer> b </answer>."],
             ["so b", "B", "", "<answer>b</answer><answer></answer>"],
         ),
-        (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234"]),
+        (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234", "−1234"]),
+        (number, "−5", ["-5", "so x = −5.", "<answer>−5.0</answer>"], ["5", "3 − 5"]),
     ],
 )
 def test_packaged_verifiers(verify: Any, right: Any, answers: list[str], others: list[str]) -> None:
