@@ -62,7 +62,7 @@ def signature(suite: Suite, task_id: int) -> str:
     """The signature of a task."""
     what = f"env {suite.name}: signature({task_id})"
     found: str = call(what, lambda: suite.signature(task_id))
-    if problem := _text_problem(found):
+    if problem := text_problem(found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: {problem}")
     return found
 
@@ -76,7 +76,7 @@ def session(suite: Suite, training: bool) -> Session | AsyncSession:
 def check_suite(suite: Any, name: str) -> None:
     """Raise EnvironmentFault unless it has what a suite must. name: of the environment, for messages."""
     for part in ("name", "system_prompt"):
-        if problem := _text_problem(found := getattr(suite, part, None)):
+        if problem := text_problem(found := getattr(suite, part, None)):
             raise EnvironmentFault(f"env.name={name}: {part} of its suite is {_shown(found)}: {problem}")
     if missing := [part for part in ("tasks", "session", "signature") if not callable(getattr(suite, part, None))]:
         raise EnvironmentFault(
@@ -96,7 +96,7 @@ async def begin(session: Session | AsyncSession, task_id: int, env: str) -> tupl
         raise EnvironmentFault(
             f"env {env}: reset({task_id}) returned {_shown(result)}: (observation str, info) expected"
         )
-    if problem := _text_problem(result[0]):
+    if problem := text_problem(result[0]):
         raise EnvironmentFault(f"env {env}: reset({task_id}): observation is {_shown(result[0])}: {problem}")
     return result
 
@@ -105,7 +105,7 @@ def act(script: Script, observation: str, info: Any, env: str) -> str:
     """The action of a script."""
     what = f"env {env}: act of its script"
     found: str = call(what, lambda: script.act(observation, info))
-    if problem := _text_problem(found):
+    if problem := text_problem(found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: {problem}")
     return found
 
@@ -119,7 +119,7 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
         )
     observation, reward, terminated, truncated, info = result
     problems = []
-    if problem := _text_problem(observation):
+    if problem := text_problem(observation):
         problems.append(f"observation is {_shown(observation)}: {problem}")
     if not _is_number(reward):
         problems.append(f"reward is {_shown(reward)}: a finite number is expected")
@@ -215,10 +215,10 @@ def _is_bool(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return value != "" and not _text_problem(value)
+    return value != "" and not text_problem(value)
 
 
-def _text_problem(value: object) -> str:
+def text_problem(value: object) -> str:
     """What is wrong with a text, empty where nothing is: neither tokenizers nor messages take what has no UTF-8."""
     if not isinstance(value, str):
         return "a str is expected"

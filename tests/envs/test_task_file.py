@@ -164,12 +164,16 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
     same = suite("env.args.file=tasks.parquet"), suite(f"env.args.file={write(rows(5))}")
     assert same[0].session(True).reset(3) == same[1].session(True).reset(3) == ("3 + 1 =", {"reference": "4"})
     assert same[0].tasks("test") == same[1].tasks("test")
+    gaps = [{"prompt": "why?", "answer": "so", "kind": "reason"}, *rows(5)]
+    parquet.write_table(arrow.Table.from_pylist(gaps), "gaps.parquet")
+    assert [suite("env.args.file=gaps.parquet").signature(task) for task in (0, 1)] == ["reason", "task"]
 
 
 @pytest.mark.parametrize(
     ("lines", "words", "said"),
     [
         (["{"], [], "line 1: this is not JSON"),
+        ([*THREE, '{"prompt": "a \\ud83d", "answer": "b"}'], [], "line 4: prompt: .* is half of a surrogate pair"),
         (['{"prompt": "a"}', "[1]"], [], "line 2: each line must be a JSON object"),
         (['{"prompt": "a"}', '{"question": "b"}'], [], "line 2: it has no text 'prompt'"),
         (['{"prompt": "a", "split": "train"}', '{"prompt": "b"}'], [], "line 2: split is None"),
