@@ -326,7 +326,9 @@ def difference(before: Result, after: Result) -> str:
     """
     change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
     low, high = mean_interval(change)
-    if -NEGLIGIBLE < low <= high < NEGLIGIBLE:
+    if len(change) < 2:
+        verdict = "one task cannot tell policies apart: raise evaluation.num_tasks"
+    elif -NEGLIGIBLE < low <= high < NEGLIGIBLE:
         verdict = f"practically the same, by less than {NEGLIGIBLE}"
     else:
         verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"

@@ -219,6 +219,7 @@ def test_the_difference_is_paired_task_by_task() -> None:
     assert "after - before: score 0.500 to 1.000, +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
     assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
     assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")
+    assert "one task cannot tell" in difference(result("before", [0.1]), result("after", [0.9]))
     # A difference of 0.004 in each task is sure, and no success.
     said = difference(result("before", [0.0, 0.1]), result("after", [0.004, 0.104]))
     assert said.endswith(
