@@ -203,6 +203,9 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
     for name in ("my-env", "json", "class", ""):
         assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
+    for name in ("numpy", "impala_llm"):
+        assert main(["new-env", name]) == 2 and "a package or module" in capsys.readouterr().err
+        assert not Path(f"{name}.py").exists()
 
 
 @pytest.mark.system
