@@ -204,6 +204,14 @@ def test_a_person_plays_until_their_input_ends(
     assert all(turn.observation in printed for turn in found[0].text)
 
 
+def test_an_agent_is_refused_and_not_passed_over(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demonstrate", *words(tmp_path / "none", tiny_model), "agent.command=cat"]) == 2
+    assert "agent.command=cat: no agent plays demonstrations" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_environment_without_a_script_is_refused(
     user_folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
