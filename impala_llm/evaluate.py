@@ -104,7 +104,7 @@ def evaluate(
                 )  # fmt: skip
                 if agents is not None:
                     return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
-                session = contract.session(suite, training=False)
+                session = contract.Timed(contract.session(suite, training=False), timeout_s)
                 return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
 
         try:
@@ -179,9 +179,11 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
     split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
 
+    timeout_s = config.actor.episode_timeout_s
+
     async def play_all(make_script: Callable[[], Script]) -> list[tuple[float, bool, int]]:
         what = f"env {suite.name}: a baseline"
-        return [await _play(contract.call(what, make_script), suite, task) for task in tasks]
+        return [await _play(contract.call(what, make_script), suite, task, timeout_s) for task in tasks]
 
     results = []
     for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
@@ -190,9 +192,9 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
     return results
 
 
-async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, int]:
+async def _play(script: Script, suite: Suite, task: int, timeout_s: float) -> tuple[float, bool, int]:
     """Play a task with a script. Returns score, success and number of turns."""
-    session = contract.session(suite, training=False)
+    session = contract.Timed(contract.session(suite, training=False), timeout_s)
     turns, ended = 0, False
     try:
         observation, info = await contract.begin(session, task, suite.name)

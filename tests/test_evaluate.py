@@ -317,6 +317,8 @@ class LetterSession:
         return ("say a", {}) if self.suite.broken != "reset" else "say a"
 
     def step(self, action: str) -> Any:
+        if self.suite.broken == "hangs":
+            return asyncio.Event().wait()
         if self.suite.broken == "step" and self.task_id == 2:
             raise KeyError(action)
         return "", 1.0, True, False, {"score": 1.0, "success": True}
@@ -350,6 +352,13 @@ def test_all_sessions_are_closed_after_a_fault_too(config: Config, monkeypatch: 
     with pytest.raises(EnvironmentFault, match="env letters: step raised KeyError"):
         evaluate(config, resolve_policy(config), suite, "scripted", "letters")
     assert suite.num_closed == 4
+
+
+@pytest.mark.parametrize("baselines", [True, False])
+def test_a_session_that_hangs_ends_it(config: Config, monkeypatch: pytest.MonkeyPatch, baselines: bool) -> None:
+    config.actor.episode_timeout_s, config.evaluation.baselines = 0.05, baselines
+    with pytest.raises(EnvironmentFault, match="step raised TimeoutError: not done in actor.episode_timeout_s=0.05"):
+        play_letters(config, monkeypatch, "hangs")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,38 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
     return observation, float(reward), bool(terminated), bool(truncated), info
 
 
+class Timed:
+    """A session none of whose calls may wait for longer than a time: one that hangs would be waited for for ever.
+
+    Raises:
+        TimeoutError: from its calls.
+    """
+
+    def __init__(self, session: Session | AsyncSession, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
+
+    async def reset(self, task_id: int) -> Any:
+        return await self._awaited(self._session.reset(task_id))
+
+    async def step(self, action: str) -> Any:
+        return await self._awaited(self._session.step(action))
+
+    def close(self) -> None:
+        close(self._session)
+
+    async def _awaited(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await result
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"not done in actor.episode_timeout_s={self._timeout_s:g}") from None
+            raise
+
+
 def close(session: Session | AsyncSession) -> None:
     """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
 
