@@ -247,6 +247,25 @@ def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -
 
 
 @pytest.mark.system
+def test_answers_that_are_given_up_are_not_scored(folder: Path) -> None:
+    (folder / "counted.py").write_text(
+        "import time\ndef verify(answer, task):\n    open('calls', 'a').write(';')\n    time.sleep(600)\n"
+    )
+    scoring = ScoringProcess("counted:verify", timeout_s=1.0)
+
+    async def give_up() -> None:
+        waiting = [asyncio.create_task(scoring.score("a", {})) for _ in range(16)]
+        while not (folder / "calls").exists():
+            await asyncio.sleep(0.01)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(give_up())  # its end waits for the threads
+    assert (folder / "calls").read_text() == ";"
+    scoring.close()
+
+
 def test_a_verifier_that_waits_ends_with_its_actor(folder: Path) -> None:
     program = """import asyncio
 from impala_llm.envs.scoring_process import ScoringProcess
