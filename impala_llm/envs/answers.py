@@ -12,10 +12,25 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+
 _WHOLE_NUMBER = re.compile(rf"(?=[-+]?\.?\d){_NUMBER.pattern}\.?")
 
 
+def after_thoughts(text: str) -> str:
+    """Return what follows the last </think>, by which models end their thoughts; the whole text where there is none."""
+    _, end, rest = text.rpartition("</think>")
+    return rest.lstrip() if end else text
+
+
 def final(text: str) -> str:
-    """Return what stands between the last <answer> and </answer>, or else the whole text, without outer blanks."""
+    """Return what stands between the last <answer> and </answer>, or else the whole text, without outer blanks.
+
+    Thoughts are no part of it.
+    """
+    text = after_thoughts(text)
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()
+
+
+def first_line(text: str) -> str:
+    """Return the first line with text after the thoughts, the command of a text game; empty where there is none."""
+    return next((line for line in after_thoughts(text).splitlines() if line.strip()), "").strip()
 
 
 def exact(answer: str, task: Mapping[str, Any]) -> float:

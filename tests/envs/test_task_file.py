@@ -299,7 +299,7 @@ def test_a_verifier_that_cannot_be_loaded_is_named(folder: Path) -> None:
         (
             exact,
             "b",
-            ["b", " b\n", "so <answer> b </answer>."],
+            ["b", " b\n", "so <answer> b </answer>.", "<think>a or c?</think>\n\nb", "<answer>a</answer></think> b"],
             ["so b", "B", "", "<answer>b</answer><answer></answer>"],
         ),
         (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234", "−1234"]),
