@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import functools
 import inspect
+import json
 import os
 import random
 import signal
@@ -341,8 +342,8 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     fix = "name another folder, or put it back"
     if before.tokenizer != header.tokenizer:
         raise ConfigError(f"{where} with the tokenizer of model.path={before.model}, and not of {header.model}: {fix}")
-    theirs = dict(_leaves(before.settings))
-    for key, value in _leaves(header.settings):
+    theirs = _by_key(before.settings)
+    for key, value in _by_key(json.loads(json.dumps(header.settings))).items():
         if key in theirs and theirs[key] != value:
             as_it_is = f"; to learn from it as it is, set sft.data=[{folder}]"
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}{as_it_is}")
@@ -352,9 +353,12 @@ def _not_writable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder")
 
 
-def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a header by their keys, such as env.args.task. A mapping that is the value of one is whole: what
+    it leaves out counts as well."""
+    found = settings
+    for section in ("env", "demonstrations", "env.webshop", "env.args"):
+        if isinstance(inner := found.get(section), dict):
+            found = found | {f"{section}.{name}": value for name, value in inner.items()}
+            del found[section]
+    return found

@@ -243,6 +243,21 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path, tiny_model: Path,
         record(load([*words(tmp_path, tiny_model), change]))
 
 
+def test_settings_that_are_left_out_make_a_folder_another_one(user_folder: Path, tiny_model: Path) -> None:
+    (user_folder / "mapped.py").write_text(
+        "from impala_llm.envs.toy import ParrotSuite\n"
+        "class Suite(ParrotSuite):\n"
+        "    def __init__(self, config: dict = {}):\n"
+        "        super().__init__()\n"
+    )
+    given = words(user_folder, tiny_model, "env=mapped:Suite")
+    record(load([*given, "env.args.config={least: 2, 7: [1]}"]))
+    record(load([*given, "env.args.config={least: 2, 7: [1]}", "demonstrations.num_episodes=7"]))
+    for change in (["env.args.config.least=2"], []):
+        with pytest.raises(ConfigError, match=r"env.args.config=\{'least': 2, '7': \[1\]\}, and not \{"):
+            record(load([*given, *change]))
+
+
 def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:
     folder = record(load(words(tmp_path, tiny_model)))
     arrays = load_file(folder / "part-00000.safetensors")
