@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from impala_llm.config import ConfigError
+from impala_llm.config import ConfigError, plain
 from impala_llm.demonstrations import (
     HEADER,
     Demonstration,
@@ -329,7 +329,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(policy)
     header = Header(
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
-        {"env": env, "demonstrations": of_recording},
+        plain({"env": env, "demonstrations": of_recording}),
     )  # fmt: skip
     if not (folder / HEADER).exists():
         try:

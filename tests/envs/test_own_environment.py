@@ -16,7 +16,9 @@ RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
 OWN = ["model=scratch", "env=my_env:NextLetter"]
 
 ODD = """
+import enum
 from dataclasses import dataclass
+from pathlib import Path
 
 class Suite:
     @dataclass
@@ -41,6 +43,19 @@ class Empty:
 class Typed(Empty):
     def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
         self.names, self.size = names, size
+
+class Kind(enum.Enum):
+    short = 1
+    long = 2
+
+class Spoken:
+    def reset(self, task_id): return "say a", {}
+    def step(self, action): return "", 0.0, True, False, {"score": 0.0, "success": False}
+
+class Files(Empty):
+    def __init__(self, file: Path = Path("tasks.txt"), files: list[Path] = [], kind: Kind = Kind.short):
+        self.file, self.files, self.kind = file, files, kind
+    def session(self, training): return Spoken()
 
 def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0.5], other: "object" = None):
     suite = Empty()
@@ -102,6 +117,20 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
 def test_parameters_whose_types_or_defaults_are_no_settings_harm_no_others(own: Path) -> None:
     suite = make_suite(load(["model=scratch", "env=odd:Typed", "env.args.size=3"]).env)
     assert (suite.size, suite.names) == (3, {"a"})
+
+
+def test_parameters_may_be_paths_and_enumerations(own: Path) -> None:
+    words = ["model=scratch", "env=odd:Files", "env.args.files=[a,b]", "env.args.kind=long"]
+    config = load(words)
+    suite = make_suite(config.env)
+    assert (suite.file, suite.files, suite.kind.name) == (Path("tasks.txt"), [Path("a"), Path("b")], "long")  # type: ignore[attr-defined]
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+    recording = ["demonstrations.player=policy", "demonstrations.num_episodes=1", "engine.max_new_tokens=2"]
+    for _ in range(2):  # the second finds the folder of its own settings
+        assert main(["demonstrate", *words, *recording, "demonstrations.dir=recorded", "run.dir=run"]) == 0
+    settings = json.loads((own / "recorded/demonstrations.json").read_text())["settings"]
+    assert settings["env"]["args"] == {"file": "tasks.txt", "files": ["a", "b"], "kind": "long"}
 
 
 def test_a_toy_has_settings_too() -> None:
