@@ -33,6 +33,7 @@ from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
+from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_places
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
@@ -149,6 +150,7 @@ class Actor:
             if self.agents is not None:
                 await self.agents.close()  # first: it bounds the time that agents have for their end
             await asyncio.gather(*tasks, return_exceptions=True)
+            await contract.closed()
             await self.engine.close()
             self.channel.close()
 
@@ -273,7 +275,7 @@ class Actor:
             seed=ticket.seed,
             env=self.suite.name,
             actor_id=self.actor_id,
-            signature=self.suite.signature(ticket.task_id),
+            signature=contract.signature(self.suite, ticket.task_id),
         )
 
     async def play(self, ticket: Ticket) -> None:
@@ -307,7 +309,7 @@ class Actor:
         training = on_unroll is not None
         if self.agents is not None:
             return await self.agents.play(spec, self.engine, limits, training)
-        session = self.suite.session(training)
+        session = contract.session(self.suite, training)
         return await play_episode(spec, session, self.engine, self.chat, limits, None, keep_aborted, on_unroll)
 
     async def episode_failed(self, error: Exception) -> str:

@@ -6,6 +6,7 @@ Nobody else reads raw Hydra dicts.
 """
 
 import difflib
+import enum
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -370,7 +371,18 @@ def config_folder() -> Path:
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(OmegaConf.to_container(OmegaConf.structured(config)))))
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it: of an enumeration the name, of a path the text."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def keep_settings(config: Config) -> None:

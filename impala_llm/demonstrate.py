@@ -10,7 +10,9 @@ process at a time records into a folder.
 import asyncio
 import dataclasses
 import fcntl
+import functools
 import inspect
+import json
 import os
 import random
 import signal
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from impala_llm.config import ConfigError
+from impala_llm.config import ConfigError, plain
 from impala_llm.demonstrations import (
     HEADER,
     Demonstration,
@@ -160,11 +162,11 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             seed = random.Random(f"{config.run.seed}, {number}").randrange(_SEEDS)
             spec = EpisodeSpec(
                 _episode_id(config, number), task, number, number, seed, suite.name, settings.player,
-                suite.signature(task),
+                contract.signature(suite, task),
             )  # fmt: skip
             text: list[Turn] = []
             async with streams:
-                session, engine = player(suite.session(training=True), seed)
+                session, engine = player(contract.session(suite, training=True), seed)
                 try:
                     row = await play_episode(spec, session, engine, chat, limits, text)
                 except EpisodeAborted:
@@ -197,6 +199,8 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             add_part(folder, found)
             for task in tasks_under_way:
                 task.cancel()
+            await asyncio.gather(*tasks_under_way, return_exceptions=True)
+            await contract.closed()
     return too_long
 
 
@@ -220,7 +224,8 @@ async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat)
         act: Callable[[str, dict[str, Any]], str] = _asked
         if config.demonstrations.player == "script":
             assert isinstance(suite, Scripted)  # `_suite` has looked
-            act = suite.script(config.demonstrations.noise, seed).act
+            script = contract.call(f"env {suite.name}: script", lambda: suite.script(config.demonstrations.noise, seed))
+            act = functools.partial(contract.act, script, env=suite.name)
         watched = _Watched(session)
         return watched, _Spoken(chat, watched, act)
 
@@ -324,7 +329,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(policy)
     header = Header(
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
-        {"env": env, "demonstrations": of_recording},
+        plain({"env": env, "demonstrations": of_recording}),
     )  # fmt: skip
     if not (folder / HEADER).exists():
         try:
@@ -337,8 +342,8 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     fix = "name another folder, or put it back"
     if before.tokenizer != header.tokenizer:
         raise ConfigError(f"{where} with the tokenizer of model.path={before.model}, and not of {header.model}: {fix}")
-    theirs = dict(_leaves(before.settings))
-    for key, value in _leaves(header.settings):
+    theirs = _by_key(before.settings)
+    for key, value in _by_key(json.loads(json.dumps(header.settings))).items():
         if key in theirs and theirs[key] != value:
             as_it_is = f"; to learn from it as it is, set sft.data=[{folder}]"
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}{as_it_is}")
@@ -348,9 +353,12 @@ def _not_writable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder")
 
 
-def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a header by their keys, such as env.args.task. A mapping that is the value of one is whole: what
+    it leaves out counts as well."""
+    found = settings
+    for section in ("env", "demonstrations", "env.webshop", "env.args"):
+        if isinstance(inner := found.get(section), dict):
+            found = found | {f"{section}.{name}": value for name, value in inner.items()}
+            del found[section]
+    return found

@@ -6,7 +6,6 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
-import inspect
 import itertools
 import json
 import time
@@ -92,6 +91,7 @@ def evaluate(
     shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
 
     async def play_all() -> list[Trajectory]:
+        playing: list[asyncio.Task[Trajectory]] = []
         engine = make_engine(config, policy, version=0)
         agents = AgentPlayer(config, policy, suite) if config.agent.is_set else None
         streams = asyncio.Semaphore(config.actor.max_episodes)
@@ -99,24 +99,30 @@ def evaluate(
         async def play(number: int, task: int) -> Trajectory:
             async with streams:
                 spec = EpisodeSpec(
-                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", suite.signature(task)
-                )
+                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation",
+                    contract.signature(suite, task),
+                )  # fmt: skip
                 if agents is not None:
                     return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
-                return await play_episode(spec, suite.session(False), engine, chat, limits, transcripts.get(task))
+                session = contract.Timed(contract.session(suite, training=False), timeout_s)
+                return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
 
         try:
             await engine.start()
             if agents is not None:
                 await _start(agents, engine)
-            playing = [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
-            for episode in asyncio.as_completed(playing):
-                await episode
+            playing += [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
+            for ended in asyncio.as_completed(playing):
+                await ended
                 bar.advance(shown)
             return [task.result() for task in playing]
         finally:
+            for episode in playing:  # after a fault
+                episode.cancel()
             if agents is not None:
                 await agents.close()
+            await asyncio.gather(*playing, return_exceptions=True)
+            await contract.closed()
             await engine.close()
 
     with bar:
@@ -173,29 +179,32 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
     split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
 
+    timeout_s = config.actor.episode_timeout_s
+
     async def play_all(make_script: Callable[[], Script]) -> list[tuple[float, bool, int]]:
-        return [await _play(make_script(), suite, task) for task in tasks]
+        what = f"env {suite.name}: a baseline"
+        return [await _play(contract.call(what, make_script), suite, task, timeout_s) for task in tasks]
 
     results = []
-    for name, make_script in suite.baselines().items():
+    for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
         scores, successes, turns = zip(*asyncio.run(play_all(make_script)), strict=True)
         results.append(_result(name, tasks_label, scores, sum(successes), float(np.mean(turns)), None))
     return results
 
 
-async def _play(script: Script, suite: Suite, task: int) -> tuple[float, bool, int]:
+async def _play(script: Script, suite: Suite, task: int, timeout_s: float) -> tuple[float, bool, int]:
     """Play a task with a script. Returns score, success and number of turns."""
-    session = suite.session(False)
+    session = contract.Timed(contract.session(suite, training=False), timeout_s)
     turns, ended = 0, False
     try:
-        started = session.reset(task)
-        observation, info = await started if inspect.isawaitable(started) else started
+        observation, info = await contract.begin(session, task, suite.name)
         while not ended:
-            action = script.act(observation, info)
+            action = contract.act(script, observation, info, suite.name)
             observation, _, terminated, truncated, info = await contract.step(session, action, suite.name)
             turns, ended = turns + 1, terminated or truncated
     finally:
         contract.close(session)
+        await contract.closed()
     return float(info["score"]), bool(info["success"]), turns
 
 
@@ -319,7 +328,9 @@ def difference(before: Result, after: Result) -> str:
     """
     change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
     low, high = mean_interval(change)
-    if -NEGLIGIBLE < low <= high < NEGLIGIBLE:
+    if len(change) < 2:
+        verdict = "one task cannot tell policies apart: raise evaluation.num_tasks"
+    elif -NEGLIGIBLE < low <= high < NEGLIGIBLE:
         verdict = f"practically the same, by less than {NEGLIGIBLE}"
     else:
         verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"

@@ -1,5 +1,6 @@
 """`impala-llm new-env NAME`: writes an environment to begin with, and its test, into the current directory."""
 
+import importlib.util
 import keyword
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,13 @@ def main(words: Sequence[str]) -> int:
     [name] = words
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
         print(f"impala-llm new-env {name}: give it the name of a new module, such as my_env", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec(name) is not None:
+        print(
+            f"impala-llm new-env {name}: there is a package or module {name} already, which would hide it, or be "
+            "hidden: choose another name",
+            file=sys.stderr,
+        )
         return 2
     files = {Path(f"{name}.py"): ENVIRONMENT, Path(f"test_{name}.py"): TEST}
     for path in files:

@@ -168,7 +168,9 @@ def _imported(path: str) -> Any:
     found: Any = None
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # a module is other people's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module is other people's code; a script's last line may be sys.exit()
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         is_absent = bool(missing) and f"{module}.".startswith(f"{missing}.")
         fix = f"put {module} into the current directory or onto PYTHONPATH" if is_absent else "correct it"

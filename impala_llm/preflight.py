@@ -63,7 +63,7 @@ def check_evaluation(config: Config) -> None:
 def check_recording(config: Config) -> None:
     """Before `impala-llm demonstrate`. Raises ConfigError with all that was found."""
     by_policy = config.demonstrations.player == "policy"
-    _raise_for(config, {"model": (_model,), **(_engine_checks() if by_policy else {})})
+    _raise_for(config, {"player": (_no_agent,), "model": (_model,), **(_engine_checks() if by_policy else {})})
 
 
 def check_warm_start(config: Config) -> None:
@@ -119,6 +119,16 @@ def _raise_for(config: Config, checks: Checks) -> None:
     found = [problem for part in checks.values() for check in part for problem in check(config)]
     if found:
         raise ConfigError.of(found)
+
+
+def _no_agent(config: Config) -> list[str]:
+    if not config.agent.is_set:
+        return []
+    key = "name" if config.agent.name is not None else "command"
+    return [
+        f"agent.{key}={getattr(config.agent, key)}: no agent plays demonstrations, which are of env.name="
+        f"{config.env.name}: leave the agent out (agent.{key}=null)"
+    ]
 
 
 def _catalogue(config: Config) -> list[str]:

@@ -5,7 +5,7 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 """
 
 import asyncio
-import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +65,7 @@ class ChatFormat:
         closing, prompt = middle.split(marks[1])[1].split(marks[2])
         self._before_first, self._after_first = (self._encode_template(piece) for piece in opening)
         self._between, self._after_observation = self._encode_template(closing), self._encode_template(prompt)
-        self._observation_ids = functools.lru_cache(maxsize=16384)(self._encode_text)
+        self._observation_ids = _KnownTexts(self._encode_text)
         stops = {tokenizer.eos_token_id, self._between[0] if self._between else None} - {None}
         if not stops:
             raise ValueError("the tokenizer has no eos_token and its chat template ends no answer: set eos_token")
@@ -111,6 +111,29 @@ class ChatFormat:
     def _encode_text(self, text: str) -> tuple[int, ...]:
         # An observation that spells a special token must not become one: it could end a turn or forge an answer.
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+class _KnownTexts:
+    """Token ids of the texts that were asked for last: the episodes of a group read the same pages.
+
+    Args:
+        most: tokens of all of them together, of up to 40 bytes each.
+    """
+
+    def __init__(self, encode: Callable[[str], tuple[int, ...]], most: int = 1 << 20) -> None:
+        self._encode, self._most = encode, most
+        self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._num_tokens = 0
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        if text in self._known:
+            self._known.move_to_end(text)
+            return self._known[text]
+        self._known[text] = ids = self._encode(text)
+        self._num_tokens += len(ids) + 1  # of empty ones there is an end as well
+        while self._num_tokens > self._most:
+            self._num_tokens -= len(self._known.popitem(last=False)[1]) + 1
+        return ids
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,14 @@ def test_a_person_plays_until_their_input_ends(
     assert all(turn.observation in printed for turn in found[0].text)
 
 
+def test_an_agent_is_refused_and_not_passed_over(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demonstrate", *words(tmp_path / "none", tiny_model), "agent.command=cat"]) == 2
+    assert "agent.command=cat: no agent plays demonstrations" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_environment_without_a_script_is_refused(
     user_folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +241,21 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path, tiny_model: Path,
     record(load(words(tmp_path, tiny_model)))
     with pytest.raises(ConfigError, match=named):
         record(load([*words(tmp_path, tiny_model), change]))
+
+
+def test_settings_that_are_left_out_make_a_folder_another_one(user_folder: Path, tiny_model: Path) -> None:
+    (user_folder / "mapped.py").write_text(
+        "from impala_llm.envs.toy import ParrotSuite\n"
+        "class Suite(ParrotSuite):\n"
+        "    def __init__(self, config: dict = {}):\n"
+        "        super().__init__()\n"
+    )
+    given = words(user_folder, tiny_model, "env=mapped:Suite")
+    record(load([*given, "env.args.config={least: 2, 7: [1]}"]))
+    record(load([*given, "env.args.config={least: 2, 7: [1]}", "demonstrations.num_episodes=7"]))
+    for change in (["env.args.config.least=2"], []):
+        with pytest.raises(ConfigError, match=r"env.args.config=\{'least': 2, '7': \[1\]\}, and not \{"):
+            record(load([*given, *change]))
 
 
 def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,5 +1,6 @@
 """Intervals from their definitions, and evaluation with an engine whose score is known without playing."""
 
+import asyncio
 import io
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +219,7 @@ def test_the_difference_is_paired_task_by_task() -> None:
     assert "after - before: score 0.500 to 1.000, +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
     assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
     assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")
+    assert "one task cannot tell" in difference(result("before", [0.1]), result("after", [0.9]))
     # A difference of 0.004 in each task is sure, and no success.
     said = difference(result("before", [0.0, 0.1]), result("after", [0.004, 0.104]))
     assert said.endswith(
@@ -272,6 +275,107 @@ def test_baselines_of_the_environment_play_the_same_tasks(config: Config, monkey
     config.evaluation.baselines = False
     results, _ = evaluation.evaluate_policies(config, {"policy": resolve_policy(config)})
     assert [r.label for r in results] == ["policy"]
+
+
+class Letters:
+    """An environment of somebody else. Everything that it does may go wrong."""
+
+    name, system_prompt = "letters", ""
+    broken = ""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+
+    def tasks(self, split: str) -> Any:
+        return np.arange(4)
+
+    def signature(self, task_id: int) -> Any:
+        return 7 if self.broken == "signature" else "letter"
+
+    def session(self, training: bool) -> Any:
+        if self.broken == "session":
+            raise RuntimeError("no place")
+        return LetterSession(self)
+
+    def baselines(self) -> Any:
+        if self.broken == "baselines":
+            raise RuntimeError("no script")
+        return {"reader": SaysNothing if self.broken == "act" else SaysWhatItReads}
+
+
+class SaysNothing:
+    def act(self, observation: str, info: dict[str, object]) -> Any:
+        return None
+
+
+class LetterSession:
+    def __init__(self, suite: Letters) -> None:
+        self.suite = suite
+
+    def reset(self, task_id: int) -> Any:
+        self.task_id = task_id
+        return ("say a", {}) if self.suite.broken != "reset" else "say a"
+
+    def step(self, action: str) -> Any:
+        if self.suite.broken == "hangs":
+            return asyncio.Event().wait()
+        if self.suite.broken == "step" and self.task_id == 2:
+            raise KeyError(action)
+        return "", 1.0, True, False, {"score": 1.0, "success": True}
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        self.suite.num_closed += 1
+
+
+def play_letters(config: Config, monkeypatch: pytest.MonkeyPatch, broken: str = "") -> tuple[Letters, list[Result]]:
+    suite = Letters()
+    suite.broken = broken
+    monkeypatch.setattr(evaluation, "make_suite", lambda env: suite)
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    return suite, evaluation.evaluate_policies(config, {"policy": resolve_policy(config)})[0]
+
+
+def test_task_ids_may_be_those_of_numpy(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, results = play_letters(config, monkeypatch)
+    assert [(r.label, r.score, r.num_tasks) for r in results] == [("reader", 1.0, 4), ("policy", 1.0, 4)]
+
+
+def test_all_sessions_are_closed_when_it_is_over(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert play_letters(config, monkeypatch)[0].num_closed == 8
+
+
+def test_all_sessions_are_closed_after_a_fault_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = Letters()
+    suite.broken = "step"
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    with pytest.raises(EnvironmentFault, match="env letters: step raised KeyError"):
+        evaluate(config, resolve_policy(config), suite, "scripted", "letters")
+    assert suite.num_closed == 4
+
+
+@pytest.mark.parametrize("baselines", [True, False])
+def test_a_session_that_hangs_ends_it(config: Config, monkeypatch: pytest.MonkeyPatch, baselines: bool) -> None:
+    config.actor.episode_timeout_s, config.evaluation.baselines = 0.05, baselines
+    with pytest.raises(EnvironmentFault, match="step raised TimeoutError: not done in actor.episode_timeout_s=0.05"):
+        play_letters(config, monkeypatch, "hangs")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("signature", r"signature\(0\) returned 7: a str is expected"),
+        ("session", "session raised RuntimeError: no place"),
+        ("baselines", "baselines raised RuntimeError: no script"),
+        ("act", "act of its script returned None: a str is expected"),
+        ("reset", r"reset\(0\) returned 'say a': \(observation str, info\) expected"),
+    ],
+)
+def test_faults_of_the_environment_are_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch, broken: str, said: str
+) -> None:
+    with pytest.raises(EnvironmentFault, match=f"env letters: {said}"):
+        play_letters(config, monkeypatch, broken)
 
 
 def test_a_start_is_played_too_and_the_difference_is_said(

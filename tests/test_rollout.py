@@ -1,6 +1,7 @@
 """Tokens in, tokens out: what the policy said is what the trajectory holds, whatever template and tokenizer do."""
 
 import asyncio
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -259,3 +260,19 @@ def test_without_somebody_to_hand_unrolls_to_an_episode_stays_whole(scratch):
     engine = Scripted(make_answers(scratch, [2, 2]))
     trajectory = asyncio.run(play_episode(SPEC, Echo(2), engine, ChatFormat(scratch), limits))
     assert len(trajectory.turns) == 2 and not trajectory.continues
+
+
+def test_long_observations_take_no_more_memory_the_more_there_were(scratch):
+    chat = ChatFormat(scratch)
+    letters = "abcd" * 1000
+    assert len(chat.first(letters)) > len(letters)
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            chat.first(f"{number} {letters}")
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (
+        kept < 16 * 2**20
+    )  # 4 million tokens as tuples are 32 MB, in which those of small numbers share their objects

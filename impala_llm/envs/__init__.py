@@ -1,5 +1,6 @@
 """Text environments by name."""
 
+from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.extras import MissingPackage
@@ -11,7 +12,7 @@ def make_suite(config: EnvConfig) -> Suite:
     """Make the suite that `env.name` means, with its catalogue where it has one.
 
     Raises:
-        EnvironmentFault: it cannot be made, such as for a data file that cannot be read.
+        EnvironmentFault: it cannot be made, such as for a data file that cannot be read, or is no suite.
     """
     try:
         make = load(ENVIRONMENTS, config.name)
@@ -20,12 +21,15 @@ def make_suite(config: EnvConfig) -> Suite:
             suite: Suite = make(**options)
         else:
             suite = make() if options is None else make(options)
-        return suite
     except MissingPackage as error:
         raise EnvironmentFault(f"env.name={config.name} cannot be made: {error}") from error
-    except Exception as error:  # an environment is other people's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an environment is other people's code, and may call sys.exit()
         reason = " ".join(str(error).split())
         raise EnvironmentFault(
             f"env.name={config.name} cannot be made: {type(error).__name__}: {reason}: correct what is "
             "set below env, or the files that are named there"
         ) from error
+    contract.check_suite(suite, config.name)
+    return suite

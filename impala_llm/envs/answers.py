@@ -9,12 +9,28 @@ from impala_llm.envs.extras import needed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_WHOLE_NUMBER = re.compile(rf"(?=[-+]?\.?\d){_NUMBER.pattern}\.?")
+
+
+def after_thoughts(text: str) -> str:
+    """Return what follows the last </think>, by which models end their thoughts; the whole text where there is none."""
+    _, end, rest = text.rpartition("</think>")
+    return rest.lstrip() if end else text
 
 
 def final(text: str) -> str:
-    """Return what stands between the last <answer> and </answer>, or else the whole text, without outer blanks."""
+    """Return what stands between the last <answer> and </answer>, or else the whole text, without outer blanks.
+
+    Thoughts are no part of it.
+    """
+    text = after_thoughts(text)
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()
+
+
+def first_line(text: str) -> str:
+    """Return the first line with text after the thoughts, the command of a text game; empty where there is none."""
+    return next((line for line in after_thoughts(text).splitlines() if line.strip()), "").strip()
 
 
 def exact(answer: str, task: Mapping[str, Any]) -> float:
@@ -24,21 +40,24 @@ def exact(answer: str, task: Mapping[str, Any]) -> float:
 
 def number(answer: str, task: Mapping[str, Any]) -> float:
     """1 where the last number of the answer is that of the task, to nine digits. Thousands may have commas."""
-    found = [word for word in _NUMBER.findall(final(answer)) if any(map(str.isdigit, word))]
-    wanted = _number(task["answer"])
-    return float(bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=1e-9, abs_tol=1e-12))
+    found = [word for word in _NUMBER.findall(_plain(final(answer))) if any(map(str.isdigit, word))]
+    wanted = _number(_plain(task["answer"]))
+    return float(bool(found) and math.isclose(_number(found[-1]), wanted, rel_tol=1e-9, abs_tol=1e-12))
 
 
 def is_number(answer: object) -> bool:
-    """Whether the answer of a task is one that `number` can compare with."""
-    try:
-        return math.isfinite(_number(answer))
-    except ValueError:
-        return False
+    """Whether the answer of a task is one that `number` can compare with: one number, as it reads those of answers."""
+    text = _plain(answer)
+    return bool(_WHOLE_NUMBER.fullmatch(text)) and math.isfinite(_number(text))
 
 
-def _number(answer: object) -> float:
-    return float(str(answer).replace(",", ""))
+def _plain(text: object) -> str:
+    """A text with the minus of mathematics, which many models write, as the hyphen that Python takes."""
+    return str(text).strip().replace("\N{MINUS SIGN}", "-")
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def maths(answer: str, task: Mapping[str, Any]) -> float:

@@ -15,7 +15,7 @@ class Session(Protocol):
     """One episode at a time. Used from one thread.
 
     It may have a method `close()`, which is called when the episode is over, or was given up: to end connections. That
-    may be a coroutine function, for which nobody waits.
+    may be a coroutine function: no other episode waits for it, and the process does for two seconds before it ends.
     """
 
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:

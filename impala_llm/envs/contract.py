@@ -6,13 +6,13 @@ Invariant: what comes through here is what base.py promises; whatever else happe
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from impala_llm.envs.base import AsyncSession, Session, Split, Suite
+from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
@@ -23,6 +23,11 @@ _closing: set[asyncio.Future[Any]] = set()
 """Calls of `close` that are under way: what nobody holds may be dropped."""
 
 
+_NOT_ITS_OWN = (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+"""Errors that come through an environment from outside: Ctrl-C, and the end of a coroutine. All others are its own,
+those that derive from BaseException alone included, such as SystemExit and the panics of libraries in Rust."""
+
+
 class EnvironmentFault(ValueError):
     """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
 
@@ -30,10 +35,10 @@ class EnvironmentFault(ValueError):
 def tasks(suite: Suite, split: Split) -> Sequence[int]:
     """The task ids of a split: at least one."""
     what = f"env {suite.name}: tasks({split!r})"
-    given = _call(what, lambda: suite.tasks(split))
-    if isinstance(given, Sequence) and _call(what, lambda: len(given)) > _MOST_TASKS:
+    given = call(what, lambda: suite.tasks(split))
+    if isinstance(given, Sequence) and call(what, lambda: len(given)) > _MOST_TASKS:
         raise EnvironmentFault(f"{what} returned {_shown(given)}: at most {_MOST_TASKS} tasks are expected")
-    found: list[int] = _call(what, lambda: list(given))
+    found: list[int] = call(what, lambda: list(given))
     if not found:
         raise EnvironmentFault(
             f"{what} returned {_shown(given)}: at least one task is expected; give the split one, or choose another "
@@ -45,26 +50,64 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
         raise EnvironmentFault(f"{what} returned {_shown(found)}: task ids from 0 to 2^63 - 1 are expected")
     if len(set(found)) < len(found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: each task id once is expected")
-    return found
+    return [int(task) for task in found]  # those of numpy have no JSON, and are no int to a trajectory
 
 
 def kinds(suite: Suite, tasks: Sequence[int]) -> dict[int, str]:
     """The signature of each task."""
-    what = f"env {suite.name}: signature"
-    found = _call(what, lambda: {task: suite.signature(task) for task in tasks})
-    if wrong := [kind for kind in found.values() if not isinstance(kind, str)]:
-        raise EnvironmentFault(f"{what} returned {_shown(wrong[0])}: a str is expected")
+    return {task: signature(suite, task) for task in tasks}
+
+
+def signature(suite: Suite, task_id: int) -> str:
+    """The signature of a task."""
+    what = f"env {suite.name}: signature({task_id})"
+    found: str = call(what, lambda: suite.signature(task_id))
+    if problem := text_problem(found):
+        raise EnvironmentFault(f"{what} returned {_shown(found)}: {problem}")
     return found
+
+
+def session(suite: Suite, training: bool) -> Session | AsyncSession:
+    """A fresh session."""
+    found: Session | AsyncSession = call(f"env {suite.name}: session", lambda: suite.session(training))
+    return found
+
+
+def check_suite(suite: Any, name: str) -> None:
+    """Raise EnvironmentFault unless it has what a suite must. name: of the environment, for messages."""
+    for part in ("name", "system_prompt"):
+        if problem := text_problem(found := getattr(suite, part, None)):
+            raise EnvironmentFault(f"env.name={name}: {part} of its suite is {_shown(found)}: {problem}")
+    if missing := [part for part in ("tasks", "session", "signature") if not callable(getattr(suite, part, None))]:
+        raise EnvironmentFault(
+            f"env.name={name}: its suite, {_shown(suite)}, has no method {missing[0]}: add it (docs/environments.md)"
+        )
 
 
 async def reset(session: Session | AsyncSession, task_id: int, env: str) -> str:
     """The first observation of a task. env: name for messages."""
+    return (await begin(session, task_id, env))[0]
+
+
+async def begin(session: Session | AsyncSession, task_id: int, env: str) -> tuple[str, Any]:
+    """The first observation of a task, and the info that came with it. env: name for messages."""
     result = await _call_session(f"env {env}: reset({task_id})", lambda: session.reset(task_id))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
         raise EnvironmentFault(
             f"env {env}: reset({task_id}) returned {_shown(result)}: (observation str, info) expected"
         )
-    return result[0]
+    if problem := text_problem(result[0]):
+        raise EnvironmentFault(f"env {env}: reset({task_id}): observation is {_shown(result[0])}: {problem}")
+    return result
+
+
+def act(script: Script, observation: str, info: Any, env: str) -> str:
+    """The action of a script."""
+    what = f"env {env}: act of its script"
+    found: str = call(what, lambda: script.act(observation, info))
+    if problem := text_problem(found):
+        raise EnvironmentFault(f"{what} returned {_shown(found)}: {problem}")
+    return found
 
 
 async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -76,8 +119,8 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
         )
     observation, reward, terminated, truncated, info = result
     problems = []
-    if not isinstance(observation, str):
-        problems.append(f"observation is {_shown(observation)}: a str is expected")
+    if problem := text_problem(observation):
+        problems.append(f"observation is {_shown(observation)}: {problem}")
     if not _is_number(reward):
         problems.append(f"reward is {_shown(reward)}: a finite number is expected")
     elif abs(float(reward)) > _LARGEST_REWARD:
@@ -101,28 +144,79 @@ async def step(session: Session | AsyncSession, action: str, env: str) -> tuple[
     return observation, float(reward), bool(terminated), bool(truncated), info
 
 
+class Timed:
+    """A session none of whose calls may wait for longer than a time: one that hangs would be waited for for ever.
+
+    Raises:
+        TimeoutError: from its calls.
+    """
+
+    def __init__(self, session: Session | AsyncSession, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
+
+    async def reset(self, task_id: int) -> Any:
+        return await self._awaited(self._session.reset(task_id))
+
+    async def step(self, action: str) -> Any:
+        return await self._awaited(self._session.step(action))
+
+    def close(self) -> None:
+        close(self._session)
+
+    async def _awaited(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await result
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"not done in actor.episode_timeout_s={self._timeout_s:g}") from None
+            raise
+
+
 def close(session: Session | AsyncSession) -> None:
     """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
 
-    Where it is a coroutine function it goes on in the event loop, and nobody waits for it.
+    Where it is a coroutine function it goes on in the event loop; see `closed`.
     """
     if (method := getattr(session, "close", None)) is not None:
-        with contextlib.suppress(Exception):
+        with _suppressed():
             if inspect.isawaitable(found := method()):
-                task = asyncio.ensure_future(_suppressed(found))
+                task = asyncio.ensure_future(_awaited(found))
                 _closing.add(task)
                 task.add_done_callback(_closing.discard)
 
 
-async def _suppressed(call: Awaitable[Any]) -> None:
-    with contextlib.suppress(Exception):
+async def closed(timeout_s: float = 2.0) -> None:
+    """Wait for the calls of `close` that are under way in this event loop, which else ends amid them."""
+    loop = asyncio.get_running_loop()
+    if waited_for := [task for task in _closing if task.get_loop() is loop]:
+        await asyncio.wait(waited_for, timeout=timeout_s)
+
+
+async def _awaited(call: Awaitable[Any]) -> None:
+    with _suppressed():
         await call
 
 
-def _call(what: str, function: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _suppressed() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, _NOT_ITS_OWN):
+            raise
+
+
+def call(what: str, function: Callable[[], Any]) -> Any:
+    """Call other people's code. what: the call, for messages."""
     try:
         return function()
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, (*_NOT_ITS_OWN, EnvironmentFault)):
+            raise
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
 
 
@@ -136,13 +230,15 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
         if task is not None and task.cancelling():
             raise  # the episode is given up
         raise EnvironmentFault(f"{what} raised CancelledError: what it waited for was cancelled") from error
-    except (Exception, SystemExit) as error:  # a library may call sys.exit()
+    except BaseException as error:
+        if isinstance(error, _NOT_ITS_OWN):
+            raise
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def _is_number(value: object) -> bool:
     # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1. They become float32.
-    magnitude: Any = abs(value) if isinstance(value, Real) else None
+    magnitude: Any = abs(value) if isinstance(value, Real | np.bool_) else None
     return magnitude is not None and bool(magnitude <= _LARGEST)
 
 
@@ -151,7 +247,19 @@ def _is_bool(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    return value != "" and not text_problem(value)
+
+
+def text_problem(value: object) -> str:
+    """What is wrong with a text, empty where nothing is: neither tokenizers nor messages take what has no UTF-8."""
+    if not isinstance(value, str):
+        return "a str is expected"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = value[error.start]
+        return f"{half!r} is half of a surrogate pair, which has no UTF-8: read its source with errors='replace'"
+    return ""
 
 
 def _shown(value: object) -> str:

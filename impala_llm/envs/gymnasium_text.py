@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from impala_llm.envs.answers import after_thoughts
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.own_random import OwnRandom
@@ -131,7 +132,7 @@ class GymnasiumSession:
     def step(self, action: str) -> Result:
         options = self._suite.options
         self._steps += 1
-        chosen = self._suite.action(action, self._env)
+        chosen = self._suite.action(after_thoughts(action), self._env)
         reward, terminated, truncated = 0.0, False, False
         if chosen is None:
             self._invalid += 1

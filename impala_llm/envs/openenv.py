@@ -82,7 +82,7 @@ class OpenEnvSession:
         options = self._suite.options
         self._steps, self._return = 0, 0.0
         if self._socket is None or self._socket.closed:
-            self.close()
+            await self.close()
             self._client = aiohttp.ClientSession()
             try:
                 async with asyncio.timeout(options.timeout_s):
@@ -110,13 +110,11 @@ class OpenEnvSession:
         info = {"score": min(max(share, 0.0), 1.0), "success": share >= 1.0, "stats": stats}
         return self._shown(data), reward, ended, truncated, info
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the connection."""
         client, self._client, self._socket = self._client, None, None
         if client is not None:
-            task = asyncio.get_running_loop().create_task(client.close())
-            _closing.add(task)
-            task.add_done_callback(_closing.discard)
+            await client.close()
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message; return the data of the answer."""
@@ -137,7 +135,3 @@ class OpenEnvSession:
         if name and name not in observation:
             raise ValueError(f"env.args.observation_field={name} is not there: choose one of {', '.join(observation)}")
         return str(observation[name]) if name else json.dumps(observation, ensure_ascii=False)
-
-
-_closing: set[asyncio.Task[None]] = set()
-"""Connections that are being closed: a task that nobody holds may be dropped."""

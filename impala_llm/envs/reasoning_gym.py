@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from impala_llm.envs.answers import after_thoughts
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.scoring_process import ScoringProcess
@@ -136,6 +137,7 @@ class ReasoningGymSuite:
 
     def score(self, text: str, item: dict[str, Any]) -> float:
         """Score an answer to an item, as the library does, in this process."""
+        text = after_thoughts(text)
         answer = self._extract(text)
         if answer is None and not self._options.answer_tags:
             answer = text.strip()

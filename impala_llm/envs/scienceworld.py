@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from impala_llm.envs.answers import first_line
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.single_turn import Result
@@ -112,7 +113,7 @@ class ScienceWorldSession:
 
     async def step(self, action: str) -> Result:
         self._steps += 1
-        command = next((line for line in action.splitlines() if line.strip()), "").strip()
+        command = first_line(action)
         observation, _, ended, info = await self._call(self._world.step, command)
         score = min(max(info["score"] / 100, 0.0), 1.0)
         reward, self._score = score - self._score, score

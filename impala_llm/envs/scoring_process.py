@@ -69,15 +69,22 @@ class ScoringProcess:
         Raises:
             ScoringError: the verifier raised, took too long, or its process has died.
         """
-        return await asyncio.to_thread(self._ask, _request(answer, task, arguments))
+        given_up = threading.Event()
+        try:
+            return await asyncio.to_thread(self._ask, _request(answer, task, arguments), given_up)
+        except asyncio.CancelledError:
+            given_up.set()  # a thread that waits for its turn would take it, and the event loop for the thread
+            raise
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
             self._end()
 
-    def _ask(self, request: bytes) -> float:
+    def _ask(self, request: bytes, given_up: threading.Event) -> float:
         with self._lock:
+            if given_up.is_set():
+                raise ScoringError("nobody waits for the score any more")
             if self._process is None:
                 self._start()
                 if self._example is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from impala_llm.envs import contract
 from impala_llm.envs.answers import is_number
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
@@ -80,7 +81,8 @@ class TaskFileSuite:
 
     def signature(self, task_id: int) -> str:
         """The field `kind`."""
-        return str(self._rows[task_id].get(self._options.kind_field, "task"))
+        kind = self._rows[task_id].get(self._options.kind_field)  # null where a column of Parquet has gaps
+        return "task" if kind is None else str(kind)
 
     def script(self, noise: float, seed: int) -> ReferenceScript:
         """The field `answer`, for verifiers that have it as a right answer."""
@@ -128,6 +130,8 @@ class TaskFileSuite:
                 f"{self._options.file}, line {number}: it has no text {self._options.prompt_field!r}: add it, or set "
                 "env.args.prompt_field"
             )
+        if problem := contract.text_problem(prompt):
+            raise ValueError(f"{self._options.file}, line {number}: {self._options.prompt_field}: {problem}")
         return prompt
 
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from impala_llm.envs.answers import after_thoughts
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.own_random import OwnRandom
@@ -146,7 +147,7 @@ class TextArenaSession:
 
     async def step(self, action: str) -> Result:
         self._turns += 1
-        self._move(action)
+        self._move(after_thoughts(action))
         observation = await self._until_own_turn()
         truncated = not self._done and self._turns >= self._suite.options.max_turns
         if not (self._done or truncated):
@@ -173,7 +174,7 @@ class TextArenaSession:
             if seat == self._seat or self._done:
                 return told
             answer = self._players[seat].act(told)
-            self._move(await answer if inspect.isawaitable(answer) else answer)
+            self._move(after_thoughts(await answer if inspect.isawaitable(answer) else answer))
 
     def _written(self, seat: int, messages: Any) -> str:
         """Messages as text, without the seat's own moves, which it knows."""

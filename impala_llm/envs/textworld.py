@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from impala_llm.envs.answers import first_line
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.single_turn import Result, check_task, split_sizes
@@ -102,7 +103,7 @@ class TextWorldSession:
 
     def step(self, action: str) -> Result:
         self._steps += 1
-        command = next((line for line in action.splitlines() if line.strip()), "").strip()
+        command = first_line(action)
         state, _, ended = self._game.step(command)
         score = min(max(float(state.score) / max(float(state.max_score), 1.0), 0.0), 1.0)
         reward, self._score = score - self._score, score

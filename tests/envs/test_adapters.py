@@ -72,7 +72,7 @@ def test_gymnasium_shows_what_it_renders_and_plays_names_and_numbers() -> None:
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     lake = suite(*LAKE)
     check_splits(lake)
-    names = ["down", "Down.", "right", "so 2", "I go DOWN", "right"]
+    names = ["down", "Down.", "<think>left or up?</think>\n\nright", "so 2", "I go DOWN", "right"]
     shown, info, rewards = play(lake, 3, told(names))
     assert shown[0].splitlines() == ["Actions: left, down, right, up.", "[S]FFF", "FHFH", "FFFH", "HFFG"]
     assert "[G]" in shown[-1] and rewards == [0.0] * 5 + [1.0]
@@ -152,6 +152,16 @@ def test_textarena_plays_the_other_seats() -> None:
     )
     lost = play(game, 0, lambda _: f"pass {rng.random()}")[1]
     assert lost["score"] == 0.0 and lost["stats"]["lost_by_invalid_move"] == 1.0
+
+
+def test_textarena_takes_no_move_out_of_thoughts() -> None:
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    game = suite("env=textarena", "env.args.seat=0")
+    plain, *others = (
+        play(game, 2, told([move, *["[4]"] * 9]))[0]
+        for move in ("[4]", "<think>not [0]</think>\n\n[4]", "[0]?</think>[4]")
+    )
+    assert others == [plain, plain]
 
 
 def test_textarena_games_depend_on_their_task_alone() -> None:

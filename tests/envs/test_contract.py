@@ -1,6 +1,8 @@
 """What an environment must return, and what is said of one that does not."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,13 @@ class Scripted:
         return self.step("")
 
     def step(self, action: str) -> Any:
-        if isinstance(self.result, Exception):
+        if isinstance(self.result, BaseException):
             raise self.result
         return self.result
+
+
+class Panic(BaseException):
+    """As the panics of libraries in Rust are."""
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,7 @@ class Scripted:
         ("page", 0.0, False, False, {}),
         ("page", np.float32(1.0), True, False, END),
         ("page", 1, np.bool_(False), np.bool_(True), {"score": 1, "success": np.bool_(True)}),
+        ("page", np.bool_(True), True, False, {"score": np.bool_(False), "success": np.bool_(False)}),
     ],
 )
 def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
@@ -44,6 +51,9 @@ def test_what_keeps_the_protocol_comes_through(result: Any) -> None:
     ("result", "words"),
     [
         (KeyError("door"), ["raised KeyError", "door"]),
+        (Panic("index out of bounds"), ["raised Panic", "index out of bounds"]),
+        (("caf\udce9", 0.0, False, False, {}), ["observation is 'caf\\udce9'", "half of a surrogate pair", "UTF-8"]),
+        (("page", 0.0, True, False, END | {"stats": {"\ud83d": 2.0}}), ["info['stats']", "names"]),
         (("page", 0.0, False, {}), ["observation, reward, terminated, truncated, info"]),
         ((None, 0.0, False, False, {}), ["observation is None", "str"]),
         (("page", "high", False, False, {}), ["reward is 'high'", "finite number"]),
@@ -69,10 +79,10 @@ def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
     for word in ["env maze", "step", *words]:
         assert word in str(fault.value)
     # What it returned ends the run at once; what it raised may be over soon.
-    assert (fault.value.__cause__ is None) == (not isinstance(result, Exception))
+    assert (fault.value.__cause__ is None) == (not isinstance(result, BaseException))
 
 
-@pytest.mark.parametrize("result", ["page", ("page",), (7, {}), RuntimeError("no such task")])
+@pytest.mark.parametrize("result", ["page", ("page",), (7, {}), ("\ud83d", {}), RuntimeError("no such task"), Panic()])
 def test_a_reset_that_returns_no_observation_is_named(result: Any) -> None:
     with pytest.raises(EnvironmentFault, match=r"env maze: reset\(3\)"):
         asyncio.run(contract.reset(Scripted(result), 3, "maze"))
@@ -127,6 +137,109 @@ def test_tasks_are_numbers_and_at_least_one() -> None:
             contract.tasks(Tasks(found), "train")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("found", [np.arange(3), [np.int32(0), 1, np.int64(2)]])
+def test_task_ids_of_numpy_become_those_of_python(found: Any) -> None:
+    tasks = contract.tasks(Tasks(found), "train")  # type: ignore[arg-type]
+    assert tasks == [0, 1, 2] and {type(task) for task in tasks} == {int}
+
+
+@pytest.mark.parametrize("kind", [7, None, "\ud83d", KeyError("no file"), Panic()])
+def test_a_signature_that_is_no_text_is_named(kind: Any) -> None:
+    suite: Any = SimpleNamespace(name="maze", signature=Scripted(kind).step)
+    with pytest.raises(EnvironmentFault, match=r"env maze: signature\(3\)"):
+        contract.signature(suite, 3)
+
+
 def test_an_environment_that_cannot_be_made_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="env.name=chess cannot be made"):
         make_suite(EnvConfig(name="chess"))
+
+
+MADE = """
+import sys
+
+class Exits:
+    def __init__(self): sys.exit(0)
+
+class Panics:
+    def __init__(self): raise BaseException("index out of bounds")
+
+class Nameless:
+    system_prompt = ""
+    def tasks(self, split): return range(3)
+
+class Promptless(Nameless):
+    name, system_prompt = "maze", None
+
+class Incomplete(Nameless):
+    name = "maze"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Exits", "cannot be made: SystemExit: 0"),
+        ("Panics", "cannot be made: BaseException: index out of bounds"),
+        ("Nameless", "name of its suite is None: a str is expected"),
+        ("Promptless", "system_prompt of its suite is None: a str is expected"),
+        ("Incomplete", "has no method session: add it"),
+    ],
+)
+def test_what_is_no_suite_is_named(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_suites.py").write_text(MADE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFault, match=f"env.name=no_suites:{name}.*{said}"):
+        make_suite(EnvConfig(name=f"no_suites:{name}"))
+
+
+def test_a_module_that_ends_its_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_script.py").write_text("class Suite: ...\nimport sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFault, match="env.name=a_script:Suite cannot be imported .*SystemExit"):
+        make_suite(EnvConfig(name="a_script:Suite"))
+
+
+class Closing:
+    """Raises when it is closed."""
+
+    def close(self) -> None:
+        raise SystemExit(0)
+
+
+class ClosingSlowly:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.is_closed = error, False
+
+    async def close(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.is_closed = True
+
+
+class Hanging:
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_what_a_session_raises_when_it_is_closed_ends_nothing() -> None:
+    async def end() -> None:
+        for session in (Closing(), ClosingSlowly(SystemExit(0)), ClosingSlowly(Panic())):
+            contract.close(session)  # type: ignore[arg-type]
+        await contract.closed()
+
+    asyncio.run(end())
+
+
+def test_sessions_that_take_time_to_close_are_waited_for_and_those_that_hang_are_not() -> None:
+    sessions = [ClosingSlowly() for _ in range(64)]
+
+    async def end() -> None:
+        for session in [*sessions, Hanging()]:
+            contract.close(session)  # type: ignore[arg-type]
+        await contract.closed(timeout_s=0.2)
+
+    asyncio.run(end())
+    assert all(session.is_closed for session in sessions)

@@ -16,7 +16,9 @@ RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
 OWN = ["model=scratch", "env=my_env:NextLetter"]
 
 ODD = """
+import enum
 from dataclasses import dataclass
+from pathlib import Path
 
 class Suite:
     @dataclass
@@ -32,12 +34,33 @@ class Plain:
     class Options:
         size = 1
 
-class Typed:
+class Empty:
+    name, system_prompt = "empty", ""
+    def tasks(self, split): return range(1)
+    def session(self, training): return None
+    def signature(self, task_id): return ""
+
+class Typed(Empty):
     def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
         self.names, self.size = names, size
 
+class Kind(enum.Enum):
+    short = 1
+    long = 2
+
+class Spoken:
+    def reset(self, task_id): return "say a", {}
+    def step(self, action): return "", 0.0, True, False, {"score": 0.0, "success": False}
+
+class Files(Empty):
+    def __init__(self, file: Path = Path("tasks.txt"), files: list[Path] = [], kind: Kind = Kind.short):
+        self.file, self.files, self.kind = file, files, kind
+    def session(self, training): return Spoken()
+
 def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0.5], other: "object" = None):
-    return {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
+    suite = Empty()
+    suite.args = {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
+    return suite
 """
 
 
@@ -84,7 +107,7 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
     words = ["model=scratch", "env=odd:make", "env.args.folder=x", "env.args.extra.side.left=2", "env.args.other=[1]"]
     config = load(words)
     args = {"folder": "x", "size": 1, "extra": {"side": {"left": 2}}, "weights": [0.5], "other": [1]}
-    assert config.env.args == make_suite(config.env) == args
+    assert config.env.args == make_suite(config.env).args == args  # type: ignore[attr-defined]
     (own / "saved.yaml").write_text(to_yaml(config))
     assert load(["experiment=saved.yaml"]) == config
     changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
@@ -94,6 +117,20 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
 def test_parameters_whose_types_or_defaults_are_no_settings_harm_no_others(own: Path) -> None:
     suite = make_suite(load(["model=scratch", "env=odd:Typed", "env.args.size=3"]).env)
     assert (suite.size, suite.names) == (3, {"a"})
+
+
+def test_parameters_may_be_paths_and_enumerations(own: Path) -> None:
+    words = ["model=scratch", "env=odd:Files", "env.args.files=[a,b]", "env.args.kind=long"]
+    config = load(words)
+    suite = make_suite(config.env)
+    assert (suite.file, suite.files, suite.kind.name) == (Path("tasks.txt"), [Path("a"), Path("b")], "long")  # type: ignore[attr-defined]
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+    recording = ["demonstrations.player=policy", "demonstrations.num_episodes=1", "engine.max_new_tokens=2"]
+    for _ in range(2):  # the second finds the folder of its own settings
+        assert main(["demonstrate", *words, *recording, "demonstrations.dir=recorded", "run.dir=run"]) == 0
+    settings = json.loads((own / "recorded/demonstrations.json").read_text())["settings"]
+    assert settings["env"]["args"] == {"file": "tasks.txt", "files": ["a", "b"], "kind": "long"}
 
 
 def test_a_toy_has_settings_too() -> None:
@@ -195,6 +232,9 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
     for name in ("my-env", "json", "class", ""):
         assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
+    for name in ("numpy", "impala_llm"):
+        assert main(["new-env", name]) == 2 and "a package or module" in capsys.readouterr().err
+        assert not Path(f"{name}.py").exists()
 
 
 @pytest.mark.system

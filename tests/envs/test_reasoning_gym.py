@@ -88,6 +88,12 @@ def test_its_script_gives_the_reference_answer_in_the_form_that_is_scored() -> N
     assert 0.2 < scripted(suite("env.args.num_train=100"), 0.5, 100) < 0.8
 
 
+def test_thoughts_are_no_part_of_an_answer() -> None:
+    gym = suite("env.args.num_train=100")
+    item = gym.entry(3)
+    assert gym.score(f"<think>perhaps <answer>0</answer></think>\n\n{item['answer']}", item) == 1.0
+
+
 def test_a_task_without_a_reference_answer_has_no_script() -> None:
     gym = suite("env.args.task=rush_hour")
     with pytest.raises(ValueError, match="no reference answer: set demonstrations.player=policy or person"):

@@ -164,12 +164,16 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
     same = suite("env.args.file=tasks.parquet"), suite(f"env.args.file={write(rows(5))}")
     assert same[0].session(True).reset(3) == same[1].session(True).reset(3) == ("3 + 1 =", {"reference": "4"})
     assert same[0].tasks("test") == same[1].tasks("test")
+    gaps = [{"prompt": "why?", "answer": "so", "kind": "reason"}, *rows(5)]
+    parquet.write_table(arrow.Table.from_pylist(gaps), "gaps.parquet")
+    assert [suite("env.args.file=gaps.parquet").signature(task) for task in (0, 1)] == ["reason", "task"]
 
 
 @pytest.mark.parametrize(
     ("lines", "words", "said"),
     [
         (["{"], [], "line 1: this is not JSON"),
+        ([*THREE, '{"prompt": "a \\ud83d", "answer": "b"}'], [], "line 4: prompt: .* is half of a surrogate pair"),
         (['{"prompt": "a"}', "[1]"], [], "line 2: each line must be a JSON object"),
         (['{"prompt": "a"}', '{"question": "b"}'], [], "line 2: it has no text 'prompt'"),
         (['{"prompt": "a", "split": "train"}', '{"prompt": "b"}'], [], "line 2: split is None"),
@@ -180,6 +184,8 @@ def test_a_parquet_file_is_read_too(folder: Path) -> None:
         ([*THREE, "", '{"prompt": "d"}'], [], "line 5: it has no 'answer'"),
         ([*THREE, '{"prompt": "d"}'], [], "line 4: it has no 'answer'"),
         ([*THREE, '{"prompt": "d", "answer": "#### 4"}'], ["env.args.verifier=number"], "answer '#### 4' is no num"),
+        ([*THREE, '{"prompt": "d", "answer": "3,5"}'], ["env.args.verifier=number"], "line 4: answer '3,5' is no num"),
+        ([*THREE, '{"prompt": "d", "answer": "1_000"}'], ["env.args.verifier=number"], "answer '1_000' is no number"),
         (THREE, ["env.args.verifier_args.least=1"], "verifier=exact cannot be called: .*'least'.*verifier_args"),
         (THREE, ["env.args.verifier=mine:longer", "env.args.verifier_args.lest=1"], "longer cannot be called: .*lest"),
         (THREE, ["env.args.verifier=reward_model"], "reward_model cannot be called: .*'path'"),
@@ -241,6 +247,25 @@ def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -
 
 
 @pytest.mark.system
+def test_answers_that_are_given_up_are_not_scored(folder: Path) -> None:
+    (folder / "counted.py").write_text(
+        "import time\ndef verify(answer, task):\n    open('calls', 'a').write(';')\n    time.sleep(600)\n"
+    )
+    scoring = ScoringProcess("counted:verify", timeout_s=1.0)
+
+    async def give_up() -> None:
+        waiting = [asyncio.create_task(scoring.score("a", {})) for _ in range(16)]
+        while not (folder / "calls").exists():
+            await asyncio.sleep(0.01)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(give_up())  # its end waits for the threads
+    assert (folder / "calls").read_text() == ";"
+    scoring.close()
+
+
 def test_a_verifier_that_waits_ends_with_its_actor(folder: Path) -> None:
     program = """import asyncio
 from impala_llm.envs.scoring_process import ScoringProcess
@@ -274,10 +299,11 @@ def test_a_verifier_that_cannot_be_loaded_is_named(folder: Path) -> None:
         (
             exact,
             "b",
-            ["b", " b\n", "so <answer> b </answer>."],
+            ["b", " b\n", "so <answer> b </answer>.", "<think>a or c?</think>\n\nb", "<answer>a</answer></think> b"],
             ["so b", "B", "", "<answer>b</answer><answer></answer>"],
         ),
-        (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234"]),
+        (number, 1234, ["1234", "it is 1,234.0", "3 and 1.234e3"], ["1234 or 5", "", "none", "-1234", "−1234"]),
+        (number, "−5", ["-5", "so x = −5.", "<answer>−5.0</answer>"], ["5", "3 − 5"]),
     ],
 )
 def test_packaged_verifiers(verify: Any, right: Any, answers: list[str], others: list[str]) -> None:

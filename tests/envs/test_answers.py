@@ -1,0 +1,28 @@
+"""What counts of an answer: neither thoughts nor, in a text game, what follows the command."""
+
+import pytest
+
+from impala_llm.envs.answers import after_thoughts, final, first_line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("go north", "go north"),
+        ("<think>\ntake lamp?\n</think>\n\ngo north\nand then east", "go north"),
+        ("take lamp? no</think> go north ", "go north"),
+        ("<think>one</think>two<think>three</think>\ngo north", "go north"),
+        ("\n \n go north", "go north"),
+        ("<think>\ngo north", "<think>"),
+        ("<think>go north</think>\n\n", ""),
+        ("", ""),
+    ],
+)
+def test_a_command_is_the_first_line_after_the_thoughts(text: str, said: str) -> None:
+    assert first_line(text) == said
+
+
+def test_thoughts_are_no_part_of_an_answer() -> None:
+    assert after_thoughts(" b\n") == " b\n" and after_thoughts("a</think>\n\nb ") == "b "
+    assert final("<answer>a</answer></think> b") == "b"
+    assert final("<think>a</think> <answer>b</answer>") == "b"
