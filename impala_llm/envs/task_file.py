@@ -69,7 +69,8 @@ class TaskFileSuite:
         check_call(VERIFIERS, options.verifier, self._verify, "", {}, **options.verifier_args)
         self._check_answers(rows)
         self._scoring: ScoringProcess | None = None
-        if not inspect.iscoroutinefunction(self._verify):
+        # A function, or an object whose call is one.
+        if not any(map(inspect.iscoroutinefunction, (self._verify, type(self._verify).__call__))):
             example = self._begin(0)[1], options.verifier_args
             self._scoring = ScoringProcess(options.verifier, options.timeout_s, example=example)
 
