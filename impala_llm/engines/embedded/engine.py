@@ -33,7 +33,7 @@ from impala_llm.engines.embedded.model_check import (
     row_pairs,
 )
 from impala_llm.engines.embedded.model_weights import ModelWeights
-from impala_llm.engines.embedded.scheduler import Plan, plan_step
+from impala_llm.engines.embedded.scheduler import Plan, plan_step, prompt_tokens_of_step
 from impala_llm.engines.embedded.sessions import SessionTable
 
 _PATH = "the embedded engine"
@@ -88,7 +88,8 @@ class TorchEngine:
             max_sessions: cache slots. A session holds one from its first request until `release`; more sessions wait.
             max_length: tokens of a session at most, answers included. The cache takes max_sessions * max_length places.
             seed: mixed into the random stream of every session.
-            prefill_budget: prompt tokens in one step at most; bounds a step's memory and how long decoding waits.
+            prefill_budget: prompt tokens in one step at most; bounds a step's memory and how long decoding waits. On a
+                CPU large models have fewer, see `scheduler.prompt_tokens_of_step`.
             version: policy version of the model's weights.
 
         Raises:
@@ -113,8 +114,10 @@ class TorchEngine:
         self.vocab_size = config.vocab_size
         self.max_length = max_length
         self._seed = seed
-        self._prefill_budget = prefill_budget
         self._device = torch.device(device)
+        self._prefill_budget = prompt_tokens_of_step(
+            prefill_budget, sum(p.numel() for p in model.parameters()), is_cpu=self._device.type == "cpu"
+        )
         self._model = model
         model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers wraps `to` without its self
         with refusing(f"{describe(model)} cannot be computed by {_PATH}"):

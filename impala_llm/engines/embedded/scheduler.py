@@ -10,6 +10,10 @@ import numpy as np
 
 from impala_llm.engines.embedded.sessions import SessionTable
 
+_STEP_OPERATIONS = 1e11
+"""Of the prompts of a step on a CPU: two to five seconds of one core with AVX2."""
+_LEAST_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -42,6 +46,18 @@ class Plan:
         ends = np.cumsum(self.computed)
         parts = (self.slots, ends - self.computed, ends, self.lengths)
         return list(zip(*(part[self.num_rows :].tolist() for part in parts), strict=True))
+
+
+def prompt_tokens_of_step(most: int, num_parameters: int, is_cpu: bool) -> int:
+    """Tokens of prompts that a step may compute: on a CPU no more than a slow core computes in a few seconds.
+
+    While a step is computed its actor tells the learner nothing, and whoever is silent for `pipeline.actor_timeout_s`
+    is given up. A token takes about two operations a parameter.
+
+    Args:
+        most: tokens, whatever the model.
+    """
+    return min(most, max(_LEAST_TOKENS, int(_STEP_OPERATIONS / (2 * num_parameters)))) if is_cpu else most
 
 
 def plan_step(table: SessionTable, prefill_budget: int) -> Plan | None:

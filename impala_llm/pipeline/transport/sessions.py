@@ -233,7 +233,8 @@ class SessionRegistry:
         """End the session of an actor that is silent or dead."""
         silence = self.clock.now - session.last_heard
         if silence > session.may_be_silent(self._limits.heartbeat_timeout_s):
-            self.lose(session, f"silent for {silence:.1f} s")
+            fix = "raise pipeline.actor_timeout_s where something computes as long in one piece"
+            self.lose(session, f"silent for {silence:.1f} s; {fix}")
         elif session.is_dead():
             # Given up at the second check: its last messages may still be on their way.
             if session.seems_dead:
