@@ -161,8 +161,9 @@ class Learner:
         self.saving = self.make_saving(evaluation, origin, past)
         before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
-        self.progress = self.update / config.learner.total_updates
-        """Share of the run that is over: 1 at its end."""
+        so_far = share_done(config.learner, self.update, self.time.elapsed_s)
+        self.progress = ranks.sum([so_far if ranks.is_main else 0.0])[0]
+        """Share of the run that is over, by rank 0's clock: 1 at its end."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from impala_llm.config import load
-from impala_llm.learner import main
+from impala_llm.learner import Learner, main
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.learning.resume import check_folder
+from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
@@ -51,6 +52,23 @@ def test_a_run_is_over_by_updates_or_by_time() -> None:
     assert share_done(config, 100, 240.0) == pytest.approx(0.8)
     assert share_done(config, 3, 1e6) == 1.0
     assert share_done(LearnerConfig(total_updates=200), 3, 1e6) == 3 / 200
+
+
+@pytest.mark.parametrize(("used_s", "share"), [(90.0, 0.5), (200.0, 1.0)])
+def test_the_first_update_after_a_restart_has_the_progress_that_the_time_of_the_run_says(
+    tmp_path: Path, used_s: float, share: float
+) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    settings = ["run.terminal=false", "learner.total_updates=1000000", "learner.max_minutes=3"]
+    config = load(["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}", *settings])
+    try:
+        with RunDirectory.create(name) as run:
+            run.note_used(used_s)
+            run.keep()  # as a killed owner leaves it
+        with ExitStack() as stack:
+            assert Learner(config, Ranks("cpu"), stack, Start(take_over=True), Mock(number=0)).progress == share
+    finally:
+        remove_run_dir(name)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
