@@ -152,9 +152,14 @@ class CollapseAlarm:
         self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
         self.collapsed: dict[str, bool] = {"entropy": False, "length": False, "noise": False}
 
-    def observe(self, entropy: float, length: float, score: float) -> None:
-        """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1]."""
+    def observe(self, entropy: float | None, length: float, score: float) -> None:
+        """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1].
+
+        The entropy is None where it was not computed, as of a batch in which no episode has a gradient.
+        """
         for name, value in (("entropy", entropy), ("length", length)):
+            if value is None:
+                continue
             first = self._first[name]
             if len(first) < _FIRST_UPDATES:
                 first.append(value)
@@ -168,6 +173,8 @@ class CollapseAlarm:
                     f"at first, and the mean score is {score:.2f}: lower learner.learning_rate or "
                     "algorithm.max_staleness, or set algorithm.entropy_target",
                 )
+        if entropy is None:
+            return
         self._recent.append((score, entropy))
         if len(self._recent) == _FIRST_UPDATES:
             self._look_for_noise()
