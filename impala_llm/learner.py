@@ -129,6 +129,8 @@ class Learner:
         origin = find_origin(self.run_folder, self.endpoint.newest_weights(), self.checkpointer.versions, ranks)
         self.version, self.update = origin.version, origin.update
         """Version of the weights, by which engines know them; updates that the run has made."""
+        # Also where checkpoints are switched off: another learner can still go on from the one that is there.
+        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or origin.checkpoint is not None)
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
         self.publisher = self.make_publisher()
@@ -231,7 +233,7 @@ class Learner:
 
     def reserve_version(self) -> None:
         """Note on the disk that the learner's version will be published."""
-        if self.ranks.is_main and self.checkpointer.is_on:
+        if self.notes_versions:
             self.checkpointer.versions.reserve(self.version, self.version - self.update)
 
     def moment(self) -> Moment:

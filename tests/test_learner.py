@@ -14,6 +14,7 @@ import torch
 
 from impala_llm.config import load
 from impala_llm.learner import Learner, main
+from impala_llm.learning.checkpoint_files import VersionMark, read_manifest
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
@@ -69,6 +70,24 @@ def test_the_first_update_after_a_restart_has_the_progress_that_the_time_of_the_
             assert Learner(config, Ranks("cpu"), stack, Start(take_over=True), Mock(number=0)).progress == share
     finally:
         remove_run_dir(name)
+
+
+def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_run(tmp_path: Path) -> None:
+    """A host is lost after update 4; the next learner writes no checkpoint, and may be lost as well."""
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    stops = Mock(number=0)
+    with ExitStack() as stack:
+        learner = Learner(load(settings), Ranks("cpu"), stack, Start(), stops)
+        learner.update = learner.version = 4
+    VersionMark(tmp_path / "checkpoints").reserve(5, ahead=0)  # as it was when the host was lost
+    run_id = read_manifest(tmp_path / "checkpoints" / "update-000004").run_id
+    with ExitStack() as stack:
+        learner = Learner(
+            load([*settings, "learner.checkpoints_kept=0"]), Ranks("cpu"), stack, Start(run_id=run_id), stops
+        )
+        found = VersionMark(tmp_path / "checkpoints")
+        assert (learner.update, found.ahead) == (4, learner.version - 4), "by which a later learner counts updates"
+        assert found.unused(4) > learner.version > 5
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
