@@ -383,6 +383,9 @@ class Learner:
         Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
         weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
         in shared memory.
+
+        Raises:
+            FolderTaken: another learner has gone on with the run, whose policy and checkpoints these would replace.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
@@ -390,6 +393,7 @@ class Learner:
         ends_together = kind is None or self.ends_together or self.ranks.num_processes == 1
         if self.ranks.is_sharded and not ends_together:
             return
+        self.owner.look()
         tell(saving=True)
         if self.ranks.is_main or self.ranks.is_sharded:
             self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())

@@ -1,5 +1,6 @@
 """What a learner that is started again knows of its run."""
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import torch
 from impala_llm.config import load
 from impala_llm.learner import Learner, main
 from impala_llm.learning.checkpoint_files import VersionMark, read_manifest
+from impala_llm.learning.folder_owner import FolderTaken
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
@@ -88,6 +90,24 @@ def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_ru
         found = VersionMark(tmp_path / "checkpoints")
         assert (learner.update, found.ahead) == (4, learner.version - 4), "by which a later learner counts updates"
         assert found.unused(4) > learner.version > 5
+
+
+@pytest.mark.parametrize("end", [None, SystemExit(143)])
+def test_a_learner_whose_run_another_has_gone_on_with_saves_nothing_at_its_end(
+    tmp_path: Path, end: SystemExit | None
+) -> None:
+    """As one does that was cut off for some time, and is then told to stop."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": 0}
+    with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"), ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        learner.update = learner.version = 4
+        (tmp_path / "owner.json").write_text(json.dumps(other))
+        if end is not None:
+            raise end
+    assert not (tmp_path / "policy").exists() and not list((tmp_path / "checkpoints").glob("update-*"))
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "other"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
