@@ -163,8 +163,7 @@ class Learner:
         self.saving = self.make_saving(evaluation, origin, past)
         before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
-        so_far = share_done(config.learner, self.update, self.time.elapsed_s)
-        self.progress = ranks.sum([so_far if ranks.is_main else 0.0])[0]
+        self.progress = ranks.sum([ranks.is_main * share_done(config.learner, self.update, self.time.elapsed_s)])[0]
         """Share of the run that is over, by rank 0's clock: 1 at its end."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
@@ -298,10 +297,8 @@ class Learner:
         others: dict[str, Stateful] = {"trainer": self.trainer, "meters": self.meters}
         if evaluation is not None:
             others["evaluation"] = evaluation
-        optimizer = self.trainer.optimizer
-        parts = Parts(
-            self.ranks, self.endpoint, self.model, optimizer, self.batches, self.publisher, self.files, others
-        )
+        learned = self.model, self.trainer.optimizer
+        parts = Parts(self.ranks, self.endpoint, *learned, self.batches, self.publisher, self.files, others)
         saving = Saving(self.config.learner, self.checkpointer, parts, origin.checkpoint)
         if origin.checkpoint is not None and past is not None:
             saving.restore(origin.checkpoint, past, self.version, origin.is_lost)
@@ -382,10 +379,7 @@ class Learner:
 
         Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
         weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
-        in shared memory.
-
-        Raises:
-            FolderTaken: another learner has gone on with the run, whose policy and checkpoints these would replace.
+        in shared memory. Raises FolderTaken where another learner has gone on with the run: it would lose its own.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
