@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path
         torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
 
 
-def without_bonus(directory: Path, **algorithm: object) -> Trainer:
+def without_bonus(directory: Path, **algorithm: Any) -> Trainer:
     """A trainer without a bonus for entropy."""
     trainer, _ = recording_trainer(directory)
     algorithm_config = dataclasses.replace(trainer.config.algorithm, entropy_coef=0.0, **algorithm)
