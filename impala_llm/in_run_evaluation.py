@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_folders import replace_folder
 from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
@@ -292,8 +293,7 @@ class InRunEvaluation:
     def _keep(self, metrics: dict[str, float]) -> None:
         try:
             (self.candidate / _SCORE_FILE).write_text(json.dumps(metrics, indent=1) + "\n")
-            shutil.rmtree(self._best, ignore_errors=True)
-            self.candidate.rename(self._best)
+            replace_folder(self.candidate, self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")
 

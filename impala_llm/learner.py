@@ -129,6 +129,8 @@ class Learner:
         origin = find_origin(self.run_folder, self.endpoint.newest_weights(), self.checkpointer.versions, ranks)
         self.version, self.update = origin.version, origin.update
         """Version of the weights, by which engines know them; updates that the run has made."""
+        # Also where checkpoints are switched off: another learner can still go on from the one that is there.
+        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or origin.checkpoint is not None)
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
         self.publisher = self.make_publisher()
@@ -161,8 +163,8 @@ class Learner:
         self.saving = self.make_saving(evaluation, origin, past)
         before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
-        self.progress = self.update / config.learner.total_updates
-        """Share of the run that is over: 1 at its end."""
+        self.progress = ranks.sum([ranks.is_main * share_done(config.learner, self.update, self.time.elapsed_s)])[0]
+        """Share of the run that is over, by rank 0's clock: 1 at its end."""
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
@@ -230,7 +232,7 @@ class Learner:
 
     def reserve_version(self) -> None:
         """Note on the disk that the learner's version will be published."""
-        if self.ranks.is_main and self.checkpointer.is_on:
+        if self.notes_versions:
             self.checkpointer.versions.reserve(self.version, self.version - self.update)
 
     def moment(self) -> Moment:
@@ -295,10 +297,8 @@ class Learner:
         others: dict[str, Stateful] = {"trainer": self.trainer, "meters": self.meters}
         if evaluation is not None:
             others["evaluation"] = evaluation
-        optimizer = self.trainer.optimizer
-        parts = Parts(
-            self.ranks, self.endpoint, self.model, optimizer, self.batches, self.publisher, self.files, others
-        )
+        learned = self.model, self.trainer.optimizer
+        parts = Parts(self.ranks, self.endpoint, *learned, self.batches, self.publisher, self.files, others)
         saving = Saving(self.config.learner, self.checkpointer, parts, origin.checkpoint)
         if origin.checkpoint is not None and past is not None:
             saving.restore(origin.checkpoint, past, self.version, origin.is_lost)
@@ -380,7 +380,7 @@ class Learner:
 
         Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
         weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
-        in shared memory.
+        in shared memory. Raises FolderTaken where another learner has gone on with the run: it would lose its own.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
@@ -388,6 +388,7 @@ class Learner:
         ends_together = kind is None or self.ends_together or self.ranks.num_processes == 1
         if self.ranks.is_sharded and not ends_together:
             return
+        self.owner.look()
         tell(saving=True)
         if self.ranks.is_main or self.ranks.is_sharded:
             self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())

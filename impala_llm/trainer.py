@@ -152,6 +152,8 @@ class Trainer:
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
         teaching = list(range(len(trajectories)))
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
+        # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
+        has_own_term = has_own_term or algorithm.entropy_target is not None
         if prepared is not None and self.credit.of_episodes and not has_own_term:
             # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
             # computed.
@@ -439,7 +441,8 @@ class Trainer:
         self.log.add("optimizer/entropy_coef", self.entropy.coef)
         if tokens:
             self.entropy.observe(entropy / tokens)
-        if tokens and count and math.isfinite(entropy):  # of episodes that ended: the others have no score yet
-            self.collapse.observe(entropy / tokens, length / count, score / count)
+        if count:  # of episodes that ended: the others have no score yet
+            is_known = tokens > 0 and math.isfinite(entropy)
+            self.collapse.observe(entropy / tokens if is_known else None, length / count, score / count)
         for name, collapsed in self.collapse.collapsed.items():
             self.log.add(f"alarm/{name}_collapse", float(collapsed))

@@ -1,10 +1,12 @@
 """What a learner that is started again knows of its run."""
 
+import json
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 
 from impala_llm.config import load
-from impala_llm.learner import main
+from impala_llm.learner import Learner, main
+from impala_llm.learning.checkpoint_files import VersionMark, read_manifest
+from impala_llm.learning.folder_owner import FolderTaken
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.learning.resume import check_folder
+from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
@@ -51,6 +55,59 @@ def test_a_run_is_over_by_updates_or_by_time() -> None:
     assert share_done(config, 100, 240.0) == pytest.approx(0.8)
     assert share_done(config, 3, 1e6) == 1.0
     assert share_done(LearnerConfig(total_updates=200), 3, 1e6) == 3 / 200
+
+
+@pytest.mark.parametrize(("used_s", "share"), [(90.0, 0.5), (200.0, 1.0)])
+def test_the_first_update_after_a_restart_has_the_progress_that_the_time_of_the_run_says(
+    tmp_path: Path, used_s: float, share: float
+) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    settings = ["run.terminal=false", "learner.total_updates=1000000", "learner.max_minutes=3"]
+    config = load(["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}", *settings])
+    try:
+        with RunDirectory.create(name) as run:
+            run.note_used(used_s)
+            run.keep()  # as a killed owner leaves it
+        with ExitStack() as stack:
+            assert Learner(config, Ranks("cpu"), stack, Start(take_over=True), Mock(number=0)).progress == share
+    finally:
+        remove_run_dir(name)
+
+
+def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_run(tmp_path: Path) -> None:
+    """A host is lost after update 4; the next learner writes no checkpoint, and may be lost as well."""
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    stops = Mock(number=0)
+    with ExitStack() as stack:
+        learner = Learner(load(settings), Ranks("cpu"), stack, Start(), stops)
+        learner.update = learner.version = 4
+    VersionMark(tmp_path / "checkpoints").reserve(5, ahead=0)  # as it was when the host was lost
+    run_id = read_manifest(tmp_path / "checkpoints" / "update-000004").run_id
+    with ExitStack() as stack:
+        learner = Learner(
+            load([*settings, "learner.checkpoints_kept=0"]), Ranks("cpu"), stack, Start(run_id=run_id), stops
+        )
+        found = VersionMark(tmp_path / "checkpoints")
+        assert (learner.update, found.ahead) == (4, learner.version - 4), "by which a later learner counts updates"
+        assert found.unused(4) > learner.version > 5
+
+
+@pytest.mark.parametrize("end", [None, SystemExit(143)])
+def test_a_learner_whose_run_another_has_gone_on_with_saves_nothing_at_its_end(
+    tmp_path: Path, end: SystemExit | None
+) -> None:
+    """As one does that was cut off for some time, and is then told to stop."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": 0}
+    with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"), ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        learner.update = learner.version = 4
+        (tmp_path / "owner.json").write_text(json.dumps(other))
+        if end is not None:
+            raise end
+    assert not (tmp_path / "policy").exists() and not list((tmp_path / "checkpoints").glob("update-*"))
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "other"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

@@ -53,6 +53,7 @@ from impala_llm.learning.checkpoint_files import checkpoints as folders_of
 from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import is_shared
+from impala_llm.learning.policy_folders import put_policies_back
 from impala_llm.pipeline.weights.safetensors_layout import plan
 from impala_llm.supervised import say
 
@@ -170,7 +171,9 @@ class Checkpointer:
         return self._wants_best and not self.is_busy
 
     def begin(self) -> None:
-        """Remove what a process that died amid a checkpoint left, and say so. On rank 0, before others write."""
+        """Remove what a process that died amid a checkpoint left, and say so; put back a policy that it was replacing.
+        On rank 0, before others write."""
+        put_policies_back(self._run_folder)
         for name in remove_unfinished(self._run_folder):
             say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
 

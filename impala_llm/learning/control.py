@@ -62,6 +62,8 @@ class RewardScale:
         self._enabled, self._enough = enabled, _ENOUGH_RETURNS * num_ranks
         self._first: list[float] = []
         """Returns of this rank, until all ranks have enough."""
+        self._is_known = False
+        """Whether they have had enough; it stays so for more ranks, which go on from a checkpoint."""
         self._count = self._sum = self._squares = 0.0
 
     def sums(self, episode_returns: Sequence[float]) -> tuple[float, float, float]:
@@ -70,7 +72,7 @@ class RewardScale:
         Those that are not finite are left out. While there are few, the first returns are in the sums as well.
         """
         returns = [value for value in episode_returns if math.isfinite(value)]
-        if self._count < self._enough:
+        if not self._is_known:
             self._first += returns
             returns, (centre, farthest) = self._first, _range_of_most(self._first)
         else:
@@ -82,22 +84,25 @@ class RewardScale:
         """Take in a batch. The arguments are the `sums` of all ranks together; ignored if one is not finite."""
         if not math.isfinite(total + squares):
             return
-        if self._count < self._enough:  # the sums have all returns so far
+        if not self._is_known:  # the sums have all returns so far
             self._count = self._sum = self._squares = 0.0
         self._count += count
         self._sum += total
         self._squares += squares
         if self._count >= self._enough:
+            self._is_known = True
             self._first.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Sums over all returns, and this rank's first ones."""
-        return {"first": list(self._first), "sums": [self._count, self._sum, self._squares]}
+        sums = [self._count, self._sum, self._squares]
+        return {"first": list(self._first), "sums": sums, "is_known": self._is_known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self._first = list(state["first"])
         self._count, self._sum, self._squares = state["sums"]
+        self._is_known = state.get("is_known", self._count >= self._enough)
 
     @property
     def divisor(self) -> float:
@@ -147,9 +152,14 @@ class CollapseAlarm:
         self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
         self.collapsed: dict[str, bool] = {"entropy": False, "length": False, "noise": False}
 
-    def observe(self, entropy: float, length: float, score: float) -> None:
-        """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1]."""
+    def observe(self, entropy: float | None, length: float, score: float) -> None:
+        """Means of an update: nats a token, action tokens an episode, and the episodes' score in [0, 1].
+
+        The entropy is None where it was not computed, as of a batch in which no episode has a gradient.
+        """
         for name, value in (("entropy", entropy), ("length", length)):
+            if value is None:
+                continue
             first = self._first[name]
             if len(first) < _FIRST_UPDATES:
                 first.append(value)
@@ -163,6 +173,8 @@ class CollapseAlarm:
                     f"at first, and the mean score is {score:.2f}: lower learner.learning_rate or "
                     "algorithm.max_staleness, or set algorithm.entropy_target",
                 )
+        if entropy is None:
+            return
         self._recent.append((score, entropy))
         if len(self._recent) == _FIRST_UPDATES:
             self._look_for_noise()

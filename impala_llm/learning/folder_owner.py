@@ -65,6 +65,7 @@ class FolderOwner:
         if self._is_main:
             self._is_over.set()
             self._thread.join()
+            self._find_other()
             if self._other is None:
                 self._path.unlink(missing_ok=True)
 
@@ -77,14 +78,24 @@ class FolderOwner:
                 "checkpoint that the other began with is not kept"
             )
 
+    def look(self) -> None:
+        """As `check`, by what the folder holds at this moment: the thread's last look may lie seconds back."""
+        if self._is_main:
+            self._find_other()
+        self.check()
+
     def _keep(self) -> None:
         while not self._is_over.wait(self._beat_s):
-            found = _read(self._path)
-            if found is not None and found.get("id") != self._me["id"]:
-                self._other = found
+            self._find_other()
+            if self._other is not None:
                 return
             self._beats += 1
             self._write()
+
+    def _find_other(self) -> None:
+        found = _read(self._path)
+        if found is not None and found.get("id") != self._me["id"]:
+            self._other = found
 
     def _write(self) -> None:
         content = json.dumps({**self._me, "beats": self._beats}).encode().ljust(_BYTES)

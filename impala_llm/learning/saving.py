@@ -32,6 +32,7 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.past import Past
+from impala_llm.learning.policy_folders import replace_folder
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.shm.record import record_bytes
@@ -163,7 +164,8 @@ class Saving:
     # --- the policy alone
 
     def save_policy(self, target: Path, update: int) -> bool:
-        """Save the policy; nobody sees half of it. All ranks that share the policy call it, else rank 0.
+        """Save the policy; nobody sees half of it, and a kill loses no earlier one. All ranks that share it call it,
+        else rank 0.
 
         Args:
             target: folder; rank 0's counts.
@@ -177,8 +179,7 @@ class Saving:
         try:
             self._parts.publisher.export.save(aside, self._parts.files)
             if ranks.is_main:
-                shutil.rmtree(target, ignore_errors=True)
-                aside.rename(target)
+                replace_folder(aside, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             reason = " ".join(str(error).split())

@@ -91,6 +91,18 @@ def test_ranks_that_share_a_scale_have_the_scale_of_one_with_all_returns() -> No
     assert ranks[0].divisor == ranks[1].divisor == pytest.approx(returns.std())
 
 
+def test_more_ranks_go_on_with_the_scale_that_fewer_have_found() -> None:
+    """150 returns are enough for two ranks, and would not be for four that begin."""
+    returns = np.random.default_rng(0).normal(0.0, 3.0, 160)
+    two = RewardScale(True, num_ranks=2)
+    two.observe(*two.sums(returns[:150].tolist()))
+    four = RewardScale(True, num_ranks=4)
+    four.load_state_dict(msgpack.unpackb(msgpack.packb(two.state_dict())))
+    assert four.divisor == pytest.approx(returns[:150].std())
+    four.observe(*four.sums(returns[150:].tolist()))
+    assert four.divisor == pytest.approx(returns.std())
+
+
 def test_equal_rewards_are_left_as_they_are() -> None:
     scale = RewardScale(True)
     scale.observe(*scale.sums([1.0] * 3))

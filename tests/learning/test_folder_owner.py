@@ -100,3 +100,14 @@ def test_a_learner_whose_folder_was_taken_is_told_and_leaves_it_alone(tmp_path: 
                 owner.check()
                 threading.Event().wait(BEAT_S)
     assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
+
+
+def test_a_folder_that_was_taken_since_the_last_beat_is_noticed_and_left_alone(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, beat_s=1000.0) as owner:
+        owner.look()
+        of_another_host(tmp_path, 0)
+        with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"):
+            owner.look()
+    with FolderOwner(tmp_path, beat_s=1000.0):
+        of_another_host(tmp_path, 0)
+    assert json.loads((tmp_path / FILE).read_text())["id"] == "other"

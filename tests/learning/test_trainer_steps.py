@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.interface import LossOutput, Scored
 from impala_llm.algorithms.losses import PPOClip
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.control import EntropyControl
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import Ranks
@@ -158,3 +161,50 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path
         ends.append([p.detach().clone() for p in trainer.model.parameters()])
     for with_bad, without in zip(*ends, strict=True):
         torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
+
+
+def without_bonus(directory: Path, **algorithm: Any) -> Trainer:
+    """A trainer without a bonus for entropy."""
+    trainer, _ = recording_trainer(directory)
+    algorithm_config = dataclasses.replace(trainer.config.algorithm, entropy_coef=0.0, **algorithm)
+    trainer.config.algorithm = algorithm_config
+    trainer.entropy = EntropyControl(algorithm_config)
+    return trainer
+
+
+def groups_of_two(num_action_tokens: int, first_reward: float = 1.0) -> Batch:
+    """Two groups of two, whose episodes have rewards of 1 but for the very first."""
+    length = 4 + num_action_tokens
+    rows = [make_trajectory(length, [(4, length)], seed, group_id=seed // 2) for seed in range(4)]
+    rows[0] = dataclasses.replace(rows[0], rewards=first_reward * rows[0].rewards)
+    return Batch(tuple(rows), (1.0,) * 4, tuple(range(4)), 1.0)
+
+
+def test_the_entropy_bonus_rises_from_0_where_all_episodes_of_each_group_are_alike(tmp_path: Path) -> None:
+    """As those of a policy without entropy are."""
+    trainer = without_bonus(tmp_path, entropy_target=10.0, entropy_rate=0.01)
+    trainer.update(groups_of_two(6), version=3, progress=0.0)
+    entropy = trainer.log.flush()["loss/entropy"]
+    assert trainer.entropy.coef == pytest.approx(0.01 * (10.0 - entropy))
+
+
+def test_the_entropy_that_is_held_at_a_target_is_that_of_all_action_tokens(tmp_path: Path) -> None:
+    found = []
+    for coef in (0.0, 1e-9):
+        trainer = without_bonus(tmp_path, entropy_target=10.0, entropy_rate=0.01)
+        trainer.entropy.coef = coef
+        trainer.update(groups_of_two(6, first_reward=2.0), version=3, progress=0.0)
+        found.append(trainer.entropy.coef)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_episodes_that_shrink_are_said_also_where_all_of_each_group_are_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = without_bonus(tmp_path)
+    for _ in range(5):
+        trainer.update(groups_of_two(40, first_reward=2.0), version=3, progress=0.0)
+    assert trainer.log.flush()["alarm/length_collapse"] == 0.0
+    trainer.update(groups_of_two(2), version=3, progress=0.0)
+    assert trainer.log.flush()["alarm/length_collapse"] == 1.0
+    assert "LENGTH COLLAPSE" in caplog.text
