@@ -36,6 +36,13 @@ class MixtureSuite:
         """Name of a part -> its environment: `name`, `args`, and its `weight`, 1 unless given, such as
         env.args.parts.sums={name: reasoning_gym, weight: 2, args: {task: chain_sum}}."""
 
+        def __post_init__(self) -> None:
+            """Check names, options and weights of the parts, so that wrong settings are refused before any process
+            starts. ValueError for the first problem."""
+            for name, part in self.parts.items():
+                _weight(name, part)
+                _config(name, part)
+
     def __init__(self, options: Options) -> None:
         """
         Raises:

@@ -10,6 +10,7 @@ from impala_llm.envs.base import Split
 from impala_llm.limited_warnings import RateLimitedWarnings
 
 _warnings = RateLimitedWarnings(interval_s=30.0)
+_ROUNDING = 1e-6  # scores beyond 0 to 1 by less are those of floating-point sums, and no mistake
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -49,6 +50,10 @@ class SingleTurnSession:
         except Exception as error:  # a scorer is other people's code, and reads what a policy writes
             _warnings.log("an answer cannot be scored, and scores 0", f"{type(error).__name__}: {error}"[:300])
             score, stats["scoring_errors"] = 0.0, 1.0
+        if not -_ROUNDING <= score <= 1 + _ROUNDING:
+            _warnings.log(
+                "a score outside of 0 to 1 counts as the nearer of them", f"{score:g}: let the verifier return 0 to 1"
+            )
         score = min(max(score, 0.0), 1.0)
         return "", score, True, False, {"score": score, "success": score == 1.0, "stats": stats}
 

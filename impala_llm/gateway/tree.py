@@ -125,7 +125,10 @@ class ConversationTree:
         """
         contexts = self.contexts()
         if not contexts:
-            raise ValueError("the episode has no answer: there is nothing to learn from")
+            raise ValueError(
+                "the policy gave no answer in this episode, and there is nothing to learn from: let the agent send a "
+                "request through its client (OPENAI_BASE_URL), and see whether each was refused"
+            )
         rows = _Rows()
         learned: set[int] = set()
         for context in contexts:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from impala_llm.config import load, to_yaml
+from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 
@@ -70,7 +70,6 @@ def test_what_was_saved_loads_again(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "has no parts"),
         (["env.args.parts.a={weight: 1}"], "env.args.parts.a="),
         (["env.args.parts.a={name: parrot, wait: 1}"], "env.args.parts.a="),
         (["env.args.parts.a={name: webshop, args: {catalog: hard}}"], "parts.a.args.catalog=hard .*args.catalogue"),
@@ -79,13 +78,24 @@ def test_what_was_saved_loads_again(tmp_path: Any) -> None:
             "parts.a.args.catalogue_seed=x has the wrong",
         ),
         (["env.args.parts.a={name: webshop, args: {max_steps: 0}}"], r"parts\.a\.args\.max_steps=0 is out of range"),
-        (["env.args.parts.a={name: corridor, weight: 1e-6}", PARTS[0]], r"parts\.a has .* raise its weight"),
         (["env.args.parts.a={name: parrot, weight: 0}"], "env.args.parts.a.weight=0"),
         (["env.args.parts.a={name: parot}"], "did you mean parrot"),
         (["env.args.parts.a={name: parrot, args: {words: 3}}"], "num_words"),
+    ],
+)
+def test_wrong_settings_of_parts_are_refused_with_the_settings(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(["model=scratch", "env=mixture", PARTS[1], *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "has no parts"),
+        (["env.args.parts.a={name: corridor, weight: 1e-6}", PARTS[0]], r"parts\.a has .* raise its weight"),
         (["env.args.parts.a={name: parrot, args: {num_words: 99}}"], "num_words is 99"),
     ],
 )
-def test_parts_that_are_not_as_they_should_be_are_refused(words: list[str], said: str) -> None:
+def test_parts_that_cannot_be_made_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(EnvironmentFault, match=said):
         mixture(*words)

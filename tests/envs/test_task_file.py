@@ -164,6 +164,25 @@ def test_the_reason_why_an_answer_cannot_be_scored_is_logged(
     ]
 
 
+def test_a_score_beyond_its_range_is_logged_and_counts_as_the_nearest_in_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(single_turn, "_warnings", RateLimitedWarnings(interval_s=30.0))
+
+    async def episode(given: float) -> float:
+        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: given)
+        session.reset(0)
+        *_, info = await session.step("a")
+        return float(info["score"])
+
+    assert [asyncio.run(episode(given)) for given in (0.0, 1.0, 1.0 + 1e-9)] == [0.0, 1.0, 1.0]
+    assert not caplog.records
+    assert [asyncio.run(episode(given)) for given in (7.0, -1.0)] == [1.0, 0.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a score outside of 0 to 1 counts as the nearer of them: 7: let the verifier return 0 to 1"
+    ]
+
+
 def test_a_parquet_file_is_read_too(folder: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows(5)), "tasks.parquet")
