@@ -1,6 +1,7 @@
 """What an environment must return, and what is said of one that does not."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,13 @@ def test_tasks_are_numbers_and_at_least_one() -> None:
 def test_an_environment_that_cannot_be_made_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="env.name=chess cannot be made"):
         make_suite(EnvConfig(name="chess"))
+
+
+def test_a_suite_without_all_of_its_parts_is_refused_before_it_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "class Suite:\n    name = system_prompt = ''\n    def tasks(self, split): return [0]\n"
+    (tmp_path / "half_a_suite.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFault, match="half_a_suite:Suite .* has no session and no signature"):
+        make_suite(EnvConfig(name="half_a_suite:Suite"))
