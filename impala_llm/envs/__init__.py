@@ -6,9 +6,6 @@ from impala_llm.envs.extras import MissingPackage
 from impala_llm.plugs import ENVIRONMENTS, load
 from impala_llm.settings import EnvConfig
 
-_PARTS = ("name", "system_prompt", "tasks", "session", "signature")
-"""Of a suite, see base.py. Without this check an actor would find out, by failing its episodes one after the other."""
-
 
 def make_suite(config: EnvConfig) -> Suite:
     """Make the suite that `env.name` means, with its catalogue where it has one.
@@ -23,6 +20,7 @@ def make_suite(config: EnvConfig) -> Suite:
             suite: Suite = make(**options)
         else:
             suite = make() if options is None else make(options)
+        return suite
     except MissingPackage as error:
         raise EnvironmentFault(f"env.name={config.name} cannot be made: {error}") from error
     except Exception as error:  # an environment is other people's code
@@ -31,9 +29,3 @@ def make_suite(config: EnvConfig) -> Suite:
             f"env.name={config.name} cannot be made: {type(error).__name__}: {reason}: correct what is "
             "set below env, or the files that are named there"
         ) from error
-    if missing := [part for part in _PARTS if not hasattr(suite, part)]:
-        raise EnvironmentFault(
-            f"env.name={config.name} cannot be made: its suite has no {' and no '.join(missing)}: add what is missing "
-            "(docs/environments.md, or `impala-llm new-env NAME` for one that is whole)"
-        )
-    return suite

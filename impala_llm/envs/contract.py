@@ -19,12 +19,27 @@ _LARGEST_REWARD = 1e6
 """Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
 _MOST_TASKS = 10_000_000
 """They are listed: more take gigabytes."""
+_PARTS = ("name", "system_prompt", "tasks", "session", "signature")
+"""Of a suite, see base.py."""
 _closing: set[asyncio.Future[Any]] = set()
 """Calls of `close` that are under way: what nobody holds may be dropped."""
 
 
 class EnvironmentFault(ValueError):
     """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
+
+
+def check_parts(suite: Suite, name: str) -> None:
+    """Raise EnvironmentFault where a suite lacks a part: an actor would fail its episodes one after the other.
+
+    Args:
+        name: of the environment, `env.name`.
+    """
+    if missing := [part for part in _PARTS if not hasattr(suite, part)]:
+        raise EnvironmentFault(
+            f"env.name={name}: its suite has no {' and no '.join(missing)}: add what is missing "
+            "(docs/environments.md, or `impala-llm new-env NAME` for one that is whole)"
+        )
 
 
 def tasks(suite: Suite, split: Split) -> Sequence[int]:

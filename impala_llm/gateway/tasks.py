@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from impala_llm.envs import make_suite
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Session, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.json_lines import read_json_lines
@@ -67,7 +67,9 @@ def suite_of(config: Config) -> Suite:
     """The tasks of a run: those of its agent, where it has one, else of its environment."""
     if config.agent.is_set:
         return AgentSuite(config.agent.tasks, config.agent.num_tasks)
-    return make_suite(config.env)
+    suite = make_suite(config.env)
+    contract.check_parts(suite, config.env.name)
+    return suite
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from impala_llm.config import load
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.settings import EnvConfig
 
 END = {"score": 0.5, "success": False, "stats": {"clicks": 2}}
@@ -139,5 +141,5 @@ def test_a_suite_without_all_of_its_parts_is_refused_before_it_plays(
     source = "class Suite:\n    name = system_prompt = ''\n    def tasks(self, split): return [0]\n"
     (tmp_path / "half_a_suite.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvironmentFault, match="half_a_suite:Suite .* has no session and no signature"):
-        make_suite(EnvConfig(name="half_a_suite:Suite"))
+    with pytest.raises(EnvironmentFault, match="half_a_suite:Suite: its suite has no session and no signature"):
+        suite_of(load(["model=scratch", "env=half_a_suite:Suite"]))
