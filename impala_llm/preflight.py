@@ -91,7 +91,7 @@ def training_checks() -> Checks:
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
         "model": (_starting_policy, _model, _adapters, _other_models),
-        "environment": (_catalogue,),
+        "environment": (_catalogue, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "ports": (_ports,),
@@ -119,6 +119,16 @@ def _raise_for(config: Config, checks: Checks) -> None:
     found = [problem for part in checks.values() for check in part for problem in check(config)]
     if found:
         raise ConfigError.of(found)
+
+
+def _task_file(config: Config) -> list[str]:
+    if config.env.name != "tasks" or config.agent.is_set:
+        return []
+    args = config.env.args
+    file = args.get("file") if isinstance(args, dict) else getattr(args, "file", None)
+    if file is None or Path(file).expanduser().is_file():
+        return []
+    return [f"env.args.file={file} is no file: give JSON lines, or a name that ends in .parquet"]
 
 
 def _catalogue(config: Config) -> list[str]:
