@@ -303,6 +303,8 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
         name = key.lstrip("+")
         if not equals or name.startswith("~"):
             raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
+        if name != name.strip():
+            raise ConfigError(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
         if _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         if name not in known and name not in parts and name not in _groups():
@@ -315,18 +317,25 @@ FAMILIAR_NAMES = {
     "batch": "learner.batch_size",
     "is_cap": "algorithm.loss.cap",
     "mini_batches": "learner.minibatches",
+    "n": "algorithm.group_size",
     "num_epochs": "learner.epochs",
+    "num_generations": "algorithm.group_size",
     "ppo_epochs": "learner.epochs",
     "eta": "algorithm.max_staleness",
     "gamma": "algorithm.credit.discount",
+    "gradient_checkpointing": "learner.activation_checkpointing",
     "lambda": "algorithm.credit.lam",
+    "logger": "run.metric_writers",
     "lr": "learner.learning_rate",
+    "max_completion_length": "engine.max_new_tokens",
+    "max_response_length": "engine.max_new_tokens",
     "max_steps": "learner.total_updates",
     "max_tokens": "engine.max_new_tokens",
     "model": "model.path",
     "model_name_or_path": "model.path",
     "num_steps": "learner.total_updates",
     "num_workers": "actor.num_actors",
+    "report_to": "run.metric_writers",
     "rollouts": "actor.max_episodes",
     "steps": "learner.total_updates",
     "tp": "engine.tensor_parallel",
@@ -444,5 +453,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, OmegaConfBaseException) and full_key:
             value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]
+            if isinstance(known.get(full_key), list):
+                return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
     return f"{f'settings file {file}: ' if file else ''}{str(causes[-1]).splitlines()[0]}: correct this setting"

@@ -91,7 +91,7 @@ def training_checks() -> Checks:
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
         "model": (_starting_policy, _model, _adapters, _other_models),
-        "environment": (_catalogue,),
+        "environment": (_catalogue, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "ports": (_ports,),
@@ -129,6 +129,16 @@ def _no_agent(config: Config) -> list[str]:
         f"agent.{key}={getattr(config.agent, key)}: no agent plays demonstrations, which are of env.name="
         f"{config.env.name}: leave the agent out (agent.{key}=null)"
     ]
+
+
+def _task_file(config: Config) -> list[str]:
+    if config.env.name != "tasks" or config.agent.is_set:
+        return []
+    args = config.env.args
+    file = args.get("file") if isinstance(args, dict) else getattr(args, "file", None)
+    if file is None or Path(file).expanduser().is_file():
+        return []
+    return [f"env.args.file={file} is no file: give JSON lines, or a name that ends in .parquet"]
 
 
 def _catalogue(config: Config) -> list[str]:

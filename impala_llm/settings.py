@@ -392,7 +392,7 @@ class LearnerConfig:
     flex and segments that is installed and agrees with segments. See docs/learner.md."""
     activation_checkpointing: int = bounded(0, least=0)
     """Layers of which only the input is kept for the backward pass, which computes them again: 0 none, 1 all, n every
-    n-th. Costs up to a third more time; see docs/learner.md."""
+    n-th. Lowers memory, and costs up to a third more time; see docs/learner.md."""
     learning_rate: float = bounded(3e-4, least=0, most=1)
     """Learning rate of the policy: the largest, after the warm-up."""
     value_learning_rate: float = bounded(1e-3, least=0, most=1)

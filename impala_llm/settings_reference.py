@@ -51,8 +51,9 @@ def reference(word: str = "", width: int = 100) -> str:
     """
     lines: list[str] = []
     entries = list(_entries(settings.Config(), ""))
-    named = [entry for entry in entries if word.lower() in entry.key.lower()]
-    for entry in [*named, *(e for e in entries if e not in named and word.lower() in e.meaning.lower())]:
+    word = word.lower()
+    named = [e for e in entries if word in e.key.lower() or word.replace(" ", "_") in e.key.lower()]
+    for entry in [*named, *(e for e in entries if e not in named and word in e.meaning.lower())]:
         allowed = f"({entry.allowed})" if entry.allowed else ""
         head = "  ".join(filter(None, (f"{entry.key}={entry.default}", allowed)))
         for text, indent in ((head, ""), (entry.meaning, "    ")):

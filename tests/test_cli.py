@@ -115,6 +115,10 @@ def test_commands_are_printed_as_a_shell_finds_them(
     assert f"see its curves: {folder}tensorboard --logdir {tmp_path}/run\n" in printed
 
 
+def test_help_finds_a_key_by_its_words() -> None:
+    assert reference("Group Size").startswith("algorithm.group_size=")
+
+
 def test_every_setting_has_a_meaning() -> None:
     lines = reference().splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):

@@ -115,6 +115,10 @@ def test_a_model_without_tokenizer_is_refused(refused: Callable[..., str], model
     assert "has no tokenizer" in refused(f"model.path={model}")
 
 
+def test_a_file_of_tasks_that_is_missing_is_refused(refused: Callable[..., str]) -> None:
+    assert "env.args.file=sum.jsonl is no file" in refused("env=tasks", "env.args.file=sum.jsonl", "model=scratch")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(refused: Callable[..., str]) -> None:
     assert "run.dir=/proc/none cannot be made" in refused("run.dir=/proc/none")
 

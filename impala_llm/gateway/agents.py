@@ -88,6 +88,11 @@ class AgentPlayer:
         # A program's last line may be a number that is not its reward: what it has posted counts more.
         if result is None or (self._config.agent.command is not None and episode.result is not None):
             result = episode.result
+        if result is None and self._config.agent.command is not None:
+            raise AgentFailed(
+                "the program has ended without a reward: nothing was posted, there is no reward file, and the last "
+                'line of its output is no JSON number or object: print one, such as {"reward": 1.0} (docs/agents.md)'
+            )
         try:
             trajectory = episode.trajectory(Outcome.of(result))
         except ValueError as error:

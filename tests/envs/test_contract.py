@@ -183,7 +183,7 @@ class Incomplete(Nameless):
         ("Panics", "cannot be made: BaseException: index out of bounds"),
         ("Nameless", "name of its suite is None: a str is expected"),
         ("Promptless", "system_prompt of its suite is None: a str is expected"),
-        ("Incomplete", "has no method session: add it"),
+        ("Incomplete", "has no method session and no signature: add what is missing"),
     ],
 )
 def test_what_is_no_suite_is_named(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
