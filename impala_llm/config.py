@@ -5,7 +5,6 @@ stops at the first door, before any process, socket or file exists, with sentenc
 Nobody else reads raw Hydra dicts.
 """
 
-import difflib
 import enum
 import gc
 import os
@@ -23,6 +22,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
+from impala_llm.familiar_names import meant_by, suggestion
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -308,62 +308,14 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
         if _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         if name not in known and name not in parts and name not in _groups():
-            raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
-
-
-FAMILIAR_NAMES = {
-    "advantage": "algorithm.credit",
-    "advantage_estimator": "algorithm.credit",
-    "batch": "learner.batch_size",
-    "is_cap": "algorithm.loss.cap",
-    "mini_batches": "learner.minibatches",
-    "n": "algorithm.group_size",
-    "num_epochs": "learner.epochs",
-    "num_generations": "algorithm.group_size",
-    "ppo_epochs": "learner.epochs",
-    "eta": "algorithm.max_staleness",
-    "gamma": "algorithm.credit.discount",
-    "gradient_checkpointing": "learner.activation_checkpointing",
-    "lambda": "algorithm.credit.lam",
-    "logger": "run.metric_writers",
-    "lr": "learner.learning_rate",
-    "max_completion_length": "engine.max_new_tokens",
-    "max_response_length": "engine.max_new_tokens",
-    "max_steps": "learner.total_updates",
-    "max_tokens": "engine.max_new_tokens",
-    "model": "model.path",
-    "model_name_or_path": "model.path",
-    "num_steps": "learner.total_updates",
-    "num_workers": "actor.num_actors",
-    "report_to": "run.metric_writers",
-    "rollouts": "actor.max_episodes",
-    "steps": "learner.total_updates",
-    "tp": "engine.tensor_parallel",
-    "tp_size": "engine.tensor_parallel",
-}
-"""Names that other trainers have for some of our settings, by the last part of the key."""
-
-
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    """A sentence with the setting that an unknown key may stand for."""
-    meant = _meant(key, known)
-    return f"did you mean {meant}?" if meant else "run `impala-llm train --help` to see all keys"
-
-
-def _meant(key: str, known: Sequence[str]) -> str | None:
-    """The setting that an unknown key may stand for."""
-    last = key.rsplit(".", 1)[-1]
-    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    meant = FAMILIAR_NAMES.get(last.lower())
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return next(iter([*same, *([meant] if meant else ()), *close]), None)
+            raise ConfigError(f"{name}={value} is an unknown key: {suggestion(name, list(known))}")
 
 
 def _unknown_in(file: str, known: Mapping[str, object]) -> list[str]:
     """Keys of a file that are no settings, each with the setting that it may stand for."""
     keys = [key for key, _ in _flat(OmegaConf.to_container(_settings_file(Path(file))))]
     unknown = [key for key in keys if key not in known and key != "defaults" and _kind_of(key) is None]
-    meant = {key: _meant(key, list(known)) for key in unknown}
+    meant = {key: meant_by(key, list(known)) for key in unknown}
     return [f"{key} (did you mean {name}?)" if name else key for key, name in meant.items()]
 
 
@@ -449,7 +401,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, ConfigKeyError) and full_key:
             if where and len(unknown := _unknown_in(file, known)) > 1:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
-            return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
+            return f"{where}{full_key} is an unknown key: {suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
             value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]

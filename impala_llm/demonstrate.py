@@ -197,10 +197,7 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
                 await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
         finally:  # Ctrl-C and faults included
             add_part(folder, found)
-            for task in tasks_under_way:
-                task.cancel()
-            await asyncio.gather(*tasks_under_way, return_exceptions=True)
-            await contract.closed()
+            await contract.end_episodes(tasks_under_way)
     return too_long
 
 

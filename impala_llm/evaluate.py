@@ -82,8 +82,7 @@ def evaluate(
         suite: whose split `config.evaluation.split` is played; sessions are not in training mode.
         num_examples: episodes to return as text: the first ones, in canonical order.
     """
-    split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
-    tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
+    tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
     limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
     timeout_s = config.actor.episode_timeout_s
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
@@ -98,10 +97,8 @@ def evaluate(
 
         async def play(number: int, task: int) -> Trajectory:
             async with streams:
-                spec = EpisodeSpec(
-                    f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation",
-                    contract.signature(suite, task),
-                )  # fmt: skip
+                kind = contract.signature(suite, task)
+                spec = EpisodeSpec(f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", kind)
                 if agents is not None:
                     return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
                 session = contract.Timed(contract.session(suite, training=False), timeout_s)
@@ -117,12 +114,9 @@ def evaluate(
                 bar.advance(shown)
             return [task.result() for task in playing]
         finally:
-            for episode in playing:  # after a fault
-                episode.cancel()
             if agents is not None:
-                await agents.close()
-            await asyncio.gather(*playing, return_exceptions=True)
-            await contract.closed()
+                await agents.close()  # first: it bounds the time that agents have for their end
+            await contract.end_episodes(playing)  # after a fault
             await engine.close()
 
     with bar:

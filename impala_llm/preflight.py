@@ -2,6 +2,7 @@
 
 config.py looks at the settings alone; here they are held against this host. Each problem is a sentence with key, value
 and fix. Nothing here imports torch: a refusal takes about a second.
+The file is long since every check stands here, each a function of a few lines.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ Invariant: what comes through here is what base.py promises; whatever else happe
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -195,6 +195,15 @@ async def closed(timeout_s: float = 2.0) -> None:
     loop = asyncio.get_running_loop()
     if waited_for := [task for task in _closing if task.get_loop() is loop]:
         await asyncio.wait(waited_for, timeout=timeout_s)
+
+
+async def end_episodes(episodes: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the episodes that still play, and wait until all have ended and their sessions are closed."""
+    episodes = list(episodes)
+    for episode in episodes:
+        episode.cancel()
+    await asyncio.gather(*episodes, return_exceptions=True)
+    await closed()
 
 
 async def _awaited(call: Awaitable[Any]) -> None:

@@ -1,0 +1,51 @@
+"""The setting that somebody means who writes an unknown key."""
+
+import difflib
+from collections.abc import Sequence
+
+FAMILIAR_NAMES = {
+    "advantage": "algorithm.credit",
+    "advantage_estimator": "algorithm.credit",
+    "batch": "learner.batch_size",
+    "is_cap": "algorithm.loss.cap",
+    "mini_batches": "learner.minibatches",
+    "n": "algorithm.group_size",
+    "num_epochs": "learner.epochs",
+    "num_generations": "algorithm.group_size",
+    "ppo_epochs": "learner.epochs",
+    "eta": "algorithm.max_staleness",
+    "gamma": "algorithm.credit.discount",
+    "gradient_checkpointing": "learner.activation_checkpointing",
+    "lambda": "algorithm.credit.lam",
+    "logger": "run.metric_writers",
+    "lr": "learner.learning_rate",
+    "max_completion_length": "engine.max_new_tokens",
+    "max_response_length": "engine.max_new_tokens",
+    "max_steps": "learner.total_updates",
+    "max_tokens": "engine.max_new_tokens",
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "num_steps": "learner.total_updates",
+    "num_workers": "actor.num_actors",
+    "report_to": "run.metric_writers",
+    "rollouts": "actor.max_episodes",
+    "steps": "learner.total_updates",
+    "tp": "engine.tensor_parallel",
+    "tp_size": "engine.tensor_parallel",
+}
+"""Names that other trainers have for some of our settings, by the last part of the key."""
+
+
+def suggestion(key: str, known: Sequence[str]) -> str:
+    """A sentence with the setting that an unknown key may stand for."""
+    meant = meant_by(key, known)
+    return f"did you mean {meant}?" if meant else "run `impala-llm train --help` to see all keys"
+
+
+def meant_by(key: str, known: Sequence[str]) -> str | None:
+    """The setting that an unknown key may stand for."""
+    last = key.rsplit(".", 1)[-1]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    meant = FAMILIAR_NAMES.get(last.lower())
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return next(iter([*same, *([meant] if meant else ()), *close]), None)
