@@ -23,5 +23,5 @@ def needed(module: str, extra: str) -> Any:
     except ImportError as error:
         reason = f" ({error})" if error.name != module.partition(".")[0] else ""
         raise MissingPackage(
-            f"the package {module} cannot be imported{reason}: pip install 'impala_llm[{extra}]'"
+            f"the package {module} cannot be imported{reason}: pip install 'impala-llm[{extra}]'"
         ) from error
