@@ -433,5 +433,5 @@ def test_a_missing_library_is_named_with_its_extra(
     env: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(EnvironmentFault, match=rf"{module} cannot be imported: pip install 'impala_llm\[{extra}\]'"):
+    with pytest.raises(EnvironmentFault, match=rf"{module} cannot be imported: pip install 'impala-llm\[{extra}\]'"):
         suite(*f"env={env}".split())

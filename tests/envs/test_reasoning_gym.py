@@ -149,7 +149,7 @@ def test_what_the_library_does_not_have_is_named(words: list[str], said: str) ->
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentFault, match=r"reasoning_gym.*pip install 'impala_llm\[reasoning-gym\]'"):
+    with pytest.raises(EnvironmentFault, match=r"reasoning_gym.*pip install 'impala-llm\[reasoning-gym\]'"):
         suite()
 
 
