@@ -110,7 +110,7 @@ class ReasoningGymSuite:
 
     def script(self, noise: float, seed: int) -> ReferenceScript:
         """The library's own answers; some datasets have none."""
-        return ReferenceScript(noise, seed, self._wrong)
+        return ReferenceScript(noise, seed, self._other)
 
     def entry(self, task_id: int) -> dict[str, Any]:
         """Return an item as the library has it: question, answer, metadata."""
@@ -127,7 +127,7 @@ class ReasoningGymSuite:
             return None
         return f"<answer>{item['answer']}</answer>" if self._asks_for_tags else str(item["answer"])
 
-    def _wrong(self, rng: random.Random) -> str | None:
+    def _other(self, rng: random.Random, info: dict[str, Any]) -> str | None:
         return self._reference(self.entry(rng.choice(self._splits["train"])))
 
     async def _scored(self, text: str, item: dict[str, Any]) -> float:

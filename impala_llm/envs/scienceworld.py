@@ -16,7 +16,7 @@ from typing import Any
 from impala_llm.envs.answers import first_line
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
-from impala_llm.envs.single_turn import Result
+from impala_llm.envs.single_turn import ReferenceScript, Result
 from impala_llm.settings import bounded
 
 _MOST_VARIATIONS = 100_000
@@ -58,6 +58,7 @@ class ScienceWorldSuite:
                 variations = getattr(first, _SPLIT_METHODS[split])()
                 self._tasks[split] += [number * _MOST_VARIATIONS + each for each in variations]
         self._known = set().union(*self._tasks.values())
+        self.has_solutions = False
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._tasks[split]
@@ -68,6 +69,11 @@ class ScienceWorldSuite:
     def signature(self, task_id: int) -> str:
         """The name of the task."""
         return self.variation(task_id)[0]
+
+    def script(self, noise: float, seed: int) -> ReferenceScript:
+        """The library's own solution; with noise, it looks around in between. Episodes that begin later have one."""
+        self.has_solutions = True
+        return ReferenceScript(noise, seed, lambda rng, info: "look around")
 
     def variation(self, task_id: int) -> tuple[str, int]:
         """Name and variation of a task."""
@@ -86,11 +92,13 @@ class ScienceWorldSession:
         self._is_called = False
         self._score = 0.0
         self._steps = 0
+        self._solution: list[str] = []
+        """What is left of it, where there is a script."""
 
     async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
         name, variation = self._suite.variation(task_id)
         self._score, self._steps = 0.0, 0
-        return await self._call(self._begin, name, variation), {}
+        return await self._call(self._begin, name, variation), self._for_script()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call Java in a thread, which goes on where the episode is given up meanwhile."""
@@ -107,7 +115,10 @@ class ScienceWorldSession:
     def _begin(self, name: str, variation: int) -> str:
         if self._world is None:
             self._world = _free_worlds.pop() if _free_worlds else _another_world()
-        self._world.load(name, variation, self._suite.options.simplifications)
+        # Finding a solution takes a third as long as all the rest of a reset, so that only a script has it.
+        has_solutions = self._suite.has_solutions
+        self._world.load(name, variation, self._suite.options.simplifications, generateGoldPath=has_solutions)
+        self._solution = self._world.get_gold_action_sequence() if has_solutions else []
         observation, info = self._world.reset()
         return f"{info['taskDesc'].strip()}\n\n{observation}"
 
@@ -119,9 +130,14 @@ class ScienceWorldSession:
         reward, self._score = score - self._score, score
         truncated = not ended and self._steps >= self._suite.options.max_steps
         if not (ended or truncated):
-            return observation, reward, False, False, {}
+            if self._solution and command == self._solution[0]:
+                self._solution = self._solution[1:]
+            return observation, reward, False, False, self._for_script()
         stats = {"steps": float(self._steps), "failed": float(info["score"] < 0)}
         return observation, reward, bool(ended), truncated, {"score": score, "success": score == 1.0, "stats": stats}
+
+    def _for_script(self) -> dict[str, Any]:
+        return {"reference": self._solution[0] if self._solution else "look around"}
 
     def close(self) -> None:
         """Give the world back, unless a call that nobody waits for may still change it."""

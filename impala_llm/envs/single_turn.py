@@ -59,18 +59,18 @@ class SingleTurnSession:
 
 
 class ReferenceScript:
-    """Gives the reference answer of a task; with noise, so large a share of the answers is that of another task.
+    """Gives `info["reference"]`, the right answer or action; with noise, so large a share of them is another one.
 
     Args:
-        wrong: returns the reference answer of a task that the generator draws.
+        other: returns another answer or action, which the generator draws, for the `info` of a step.
     """
 
-    def __init__(self, noise: float, seed: int, wrong: Callable[[random.Random], str | None]) -> None:
-        self._noise, self._rng, self._wrong = noise, random.Random(seed), wrong
+    def __init__(self, noise: float, seed: int, other: Callable[[random.Random, dict[str, Any]], str | None]) -> None:
+        self._noise, self._rng, self._other = noise, random.Random(seed), other
 
     def act(self, observation: str, info: dict[str, Any]) -> str:
         """Raises ValueError where the task has no reference answer."""
-        answer = self._wrong(self._rng) if self._rng.random() < self._noise else info["reference"]
+        answer = self._other(self._rng, info) if self._rng.random() < self._noise else info["reference"]
         if answer is None:
             raise ValueError(
                 "demonstrations.player=script: a task of this environment has no reference answer: set "

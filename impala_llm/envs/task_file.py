@@ -87,7 +87,7 @@ class TaskFileSuite:
 
     def script(self, noise: float, seed: int) -> ReferenceScript:
         """The field `answer`, for verifiers that have it as a right answer."""
-        return ReferenceScript(noise, seed, lambda rng: self._reference(rng.choice(self._rows)))
+        return ReferenceScript(noise, seed, lambda rng, info: self._reference(rng.choice(self._rows)))
 
     def _reference(self, task: Mapping[str, Any]) -> str | None:
         return None if task.get("answer") is None else str(task["answer"])

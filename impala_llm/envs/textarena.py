@@ -19,6 +19,7 @@ from impala_llm.envs.single_turn import Result, check_task, split_sizes
 from impala_llm.plugs import OPPONENTS, check_call, load
 from impala_llm.settings import bounded
 
+_SPEAKER = re.compile(r"^\[[^\[\]\n]+\] (?=\S)")
 _BRACKETED = re.compile(r"\[[^\[\]\n]+\]")
 
 
@@ -39,8 +40,8 @@ class RandomPlayer:
 
     def act(self, observation: str, _info: object = None) -> str:
         for line in observation.splitlines():
-            # The latest line with moves counts; the first bracket of a line says who speaks.
-            self._moves = _BRACKETED.findall(line.partition("] ")[2] or line) or self._moves
+            # The latest line with moves counts.
+            self._moves = _BRACKETED.findall(_SPEAKER.sub("", line)) or self._moves
         return self._random.choice(self._moves or ["[0]"])
 
 

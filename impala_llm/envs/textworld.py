@@ -19,7 +19,7 @@ from typing import Any
 from impala_llm.envs.answers import first_line
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
-from impala_llm.envs.single_turn import Result, check_task, split_sizes
+from impala_llm.envs.single_turn import ReferenceScript, Result, check_task, split_sizes
 from impala_llm.settings import bounded
 
 
@@ -56,7 +56,8 @@ class TextWorldSuite:
         self.name, self.options = f"textworld-{options.challenge}", options
         self.system_prompt = "Answer with one action, such as: go north"
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
-        self.wanted = self.library.EnvInfos(score=True, max_score=True, won=True, lost=True, admissible_commands=True)
+        facts = ("score", "max_score", "won", "lost", "admissible_commands", "policy_commands")
+        self.wanted = self.library.EnvInfos(**dict.fromkeys(facts, True))
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -67,6 +68,10 @@ class TextWorldSuite:
     def signature(self, task_id: int) -> str:
         """The challenge."""
         return self.options.challenge
+
+    def script(self, noise: float, seed: int) -> ReferenceScript:
+        """The library's shortest way from where the game stands; with noise, any of the possible actions."""
+        return ReferenceScript(noise, seed, lambda rng, info: rng.choice(info["possible"]))
 
     def game(self, task_id: int) -> Path:
         """Return the file of a game, made where it is missing. Takes seconds. ValueError where it cannot be made."""
@@ -99,7 +104,8 @@ class TextWorldSession:
         self.close()
         self._game = self._suite.library.start(str(path), request_infos=self._suite.wanted)
         self._steps, self._score = 0, 0.0
-        return self._shown(self._game.reset()), {}
+        state = self._game.reset()
+        return self._shown(state), _for_script(state)
 
     def step(self, action: str) -> Result:
         self._steps += 1
@@ -109,7 +115,7 @@ class TextWorldSession:
         reward, self._score = score - self._score, score
         truncated = not ended and self._steps >= self._suite.options.max_steps
         if not (ended or truncated):
-            return self._shown(state), reward, False, False, {}
+            return self._shown(state), reward, False, False, _for_script(state)
         stats = {"steps": float(self._steps), "lost": float(bool(state.lost))}
         info = {"score": score, "success": bool(state.won), "stats": stats}
         return self._shown(state), reward, bool(ended), truncated, info
@@ -123,6 +129,11 @@ class TextWorldSession:
         if self._suite.options.show_actions:
             lines.append(f"Actions: {', '.join(state.admissible_commands)}")
         return "\n".join(lines)
+
+
+def _for_script(state: Any) -> dict[str, Any]:
+    """What `TextWorldSuite.script` plays by: the next action of the library's way to win, None where it knows none."""
+    return {"reference": next(iter(state.policy_commands or ()), None), "possible": state.admissible_commands}
 
 
 def make_game(challenge: str, settings: dict[str, Any], seed: int, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Adapters of other libraries' environments, each with its real library: episodes, scores, what is refused."""
 
 import asyncio
+import inspect
 import os
 import random
 import shutil
@@ -51,6 +52,23 @@ async def episode(suite: Any, task: int, player: Player) -> tuple[list[str], dic
 
 def play(suite: Any, task: int, player: Player) -> tuple[list[str], dict[str, Any], list[float]]:
     return asyncio.run(episode(suite, task, player))
+
+
+def score_of_script(suite: Any, task: int, noise: float) -> float:
+    """Score of the suite's script, which has the session's `info` as well."""
+
+    async def score() -> float:
+        session, script = suite.session(training=True), suite.script(noise, seed=0)
+        observation, info = await session.reset(task)
+        ended = False
+        while not ended:
+            found = session.step(script.act(observation, info))
+            observation, _, terminated, truncated, info = await found if inspect.isawaitable(found) else found
+            ended = terminated or truncated
+        session.close()
+        return float(info["score"])
+
+    return asyncio.run(score())
 
 
 def told(moves: list[str]) -> Player:
@@ -154,6 +172,12 @@ def test_textarena_plays_the_other_seats() -> None:
     assert lost["score"] == 0.0 and lost["stats"]["lost_by_invalid_move"] == 1.0
 
 
+def test_random_moves_are_all_that_a_message_of_several_lines_names() -> None:
+    mover = RandomPlayer(seed=0)
+    first = "[GAME] You see values.\nType [accept] to take one, or [continue] to skip it.\n[GAME] It is 0.5."
+    assert {mover.act(text) for text in (first, *["[GAME] It is 0.7."] * 20)} == {"[accept]", "[continue]"}
+
+
 def test_textarena_takes_no_move_out_of_thoughts() -> None:
     pytest.importorskip("textarena", reason="textarena is not installed")
     game = suite("env=textarena", "env.args.seat=0")
@@ -245,6 +269,8 @@ def test_textworld_makes_games_and_plays_them(tmp_path: Path) -> None:
         walk = play(games, task, lambda shown: rng.choice(shown.rpartition("Actions: ")[2].split(", ")))
         assert "coin" in walk[0][0] and abs(sum(walk[2]) - walk[1]["score"]) < 1e-6
     assert len(list(tmp_path.glob("*.z8"))) == 2, "a game is made once"
+    assert [score_of_script(games, task, noise=0.0) for task in (0, 1)] == [1.0, 1.0]
+    assert score_of_script(suite(*words, "env.args.max_steps=1"), 0, noise=1.0) in (0.0, 1.0), "possible actions"
     nothing = play(suite(*words, "env.args.max_steps=3", "env.args.show_actions=false"), 0, lambda _: "\n look\n")
     assert "Actions:" not in nothing[0][0] and nothing[1]["stats"]["steps"] == 3.0 and nothing[1]["score"] == 0.0
     with pytest.raises(EnvironmentFault, match="cannot make a game"):
@@ -275,6 +301,8 @@ def test_scienceworld_serves_all_episodes_from_one_java() -> None:
     first, again = asyncio.run(together()), asyncio.run(together())
     assert content(first) == content(again), "episodes side by side, and later ones, do not change each other"
     assert all("find a(n) " in shown[0] and info["stats"]["steps"] == 4.0 for shown, info, _ in first)
+    quick = suite("env=scienceworld", "env.args.max_steps=20")
+    assert score_of_script(quick, 0, noise=0.0) == score_of_script(quick, 1, noise=0.2) == 1.0
     with pytest.raises(EnvironmentFault, match="env.args.tasks=fly is no task"):
         suite("env=scienceworld", "env.args.tasks=[fly]")
 
