@@ -6,9 +6,9 @@ seeds) in turn in every round, --episodes of them at once:
     direct              `impala_llm.rollout.play_episode`: reset and step
     gateway             `impala_llm.gateway`: agents with the unmodified `openai` client in --processes processes
 
-The model is random, in float32 with one thread: 4 layers of SmolLM2-135M's width, 16 M parameters. What the gateway costs
-does not depend on it, so that a smaller model (--hidden=256: 3 M parameters) makes the ratios smaller. Both ways give the
-same tokens, which is checked.
+The model is random, in float32 with one thread: 4 layers of SmolLM2-135M's width, 16 M parameters. What the gateway
+costs does not depend on it, so that a smaller model (--hidden=256: 3 M parameters) makes the ratios smaller. Both ways
+give the same tokens, which is checked.
 
 Figures, medians of the rounds' ratios: `gateway_over_direct`, episodes a second through the gateway over those of the
 direct way; `own_over_direct`, the same per second of processor time of the engine's process, which is what remains

@@ -101,6 +101,11 @@ class ChatTokens:
             if reasoning_parser != "none":
                 self._reasoning_parser = get_reasoning_parser(reasoning_parser, tokenizer)
 
+    @property
+    def finds_calls(self) -> bool:
+        """Whether there is a parser for tool calls."""
+        return self._tool_parser is not None
+
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of a conversation from its beginning up to the next answer.
 

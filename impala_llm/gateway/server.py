@@ -153,6 +153,12 @@ class Gateway:
         wish = self._reader(episode).read(body)
         conversation, messages = episode.conversation, messages_of(body)
         episode.check_room(said for message in messages for said in texts_of(message))
+        if wish.tools and not conversation.chat.finds_calls:
+            self._warnings.log(
+                "gateway, an agent offers tools",
+                "agent.tool_parser=none leaves the calls that the policy writes a part of its text: set the parser of "
+                "its family, such as agent.tool_parser=qwen3",
+            )
         place = conversation.place(messages, wish.tools)
         answers = await _sample_all(episode, [place] * wish.n, wish)
         choices = []

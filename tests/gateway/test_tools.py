@@ -77,6 +77,22 @@ def test_a_broken_call_stays_text(chat: ChatTokens, broken: list[str]) -> None:
     assert reply.tool_calls == [] and reply.content == "".join(broken)
 
 
+@pytest.mark.parametrize("parser", ["none", "qwen3"])
+def test_tools_without_a_parser_are_warned_of_once(
+    chat: ChatTokens, parser: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = ChatTokens(chat.tokenizer, parser)
+
+    async def main() -> None:
+        async with serving(chat, Scripted(chat, *[["7", END]] * 3)) as served:
+            for tools in ([], [TOOL], [TOOL]):
+                await served.say([{"role": "user", "content": "a ?"}], tools=tools)
+                assert ("agent.tool_parser=none" in caplog.text) == (parser == "none" and bool(tools))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert caplog.text.count("agent.tool_parser=none") == (parser == "none")
+
+
 def test_calls_stream_in_their_own_places(chat: ChatTokens) -> None:
     engine = Scripted(chat, [CALL, CALLS[0], CALLED, CALL, CALLS[1], CALLED, END])
 
