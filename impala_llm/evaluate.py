@@ -30,7 +30,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
@@ -210,7 +210,7 @@ def _result(
         tasks=tasks,
         num_tasks=len(scores),
         score=float(np.mean(scores)),
-        score_interval=mean_interval(scores),
+        score_interval=score_interval(scores),
         success=successes / len(scores),
         success_interval=wilson_interval(successes, len(scores)),
         turns=turns,

@@ -19,7 +19,7 @@ import numpy as np
 
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_folders import replace_folder
-from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.receiver import Receiver
@@ -114,7 +114,7 @@ class EvaluationSchedule:
         if not results:
             return Found(metrics, f"evaluation of update {first - ahead}: no result came, {came} were played", False)
         score, success = (float(np.mean([getattr(r, name) for r in results])) for name in ("score", "success"))
-        score_low, score_high = mean_interval([r.score for r in results])
+        score_low, score_high = score_interval([r.score for r in results])
         success_low, success_high = wilson_interval(sum(r.success for r in results), num_came)
         last = max(first, min(version, max(r.last_version for r in results)))
         counts = num_came >= LEAST_SHARE * evaluation.num_tasks

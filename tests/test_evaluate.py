@@ -22,7 +22,7 @@ from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.settings import Config
 
@@ -48,6 +48,12 @@ def test_mean_interval_by_hand() -> None:
     assert mean_interval([0.0, 1.0, 1.0, 0.0]) == pytest.approx((0.5 - 0.565792, 0.5 + 0.565792), abs=1e-5)
     assert mean_interval([0.25]) == (0.25, 0.25)
     assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_scores_of_0_and_1_are_a_proportion() -> None:
+    assert score_interval([0.0] * 10) == pytest.approx((0.0, 0.277533), abs=1e-5)  # z² / (n + z²)
+    assert score_interval([1.0] * 10) == pytest.approx((1.0 - 0.277533, 1.0), abs=1e-5)
+    assert score_interval([0.0, 1.0, 0.5]) == mean_interval([0.0, 1.0, 0.5])
 
 
 class ScriptedEngine:
@@ -99,7 +105,7 @@ def test_who_repeats_the_letter_is_a_perfect_parrot(config: Config, monkeypatch:
     engine = ScriptedEngine(None)
     result, examples = play(config, engine, monkeypatch, num_examples=2)
     assert (result.label, result.tasks, result.num_tasks) == ("scripted", "parrot", 40)
-    assert (result.score, result.score_interval) == (1.0, (1.0, 1.0))
+    assert (result.score, result.score_interval) == (1.0, pytest.approx(wilson_interval(40, 40)))
     assert (result.success, result.success_interval) == (1.0, pytest.approx(wilson_interval(40, 40)))
     assert (result.turns, result.tokens) == (1.0, len("say b") + 3)  # <|act|>, the letter, <|end|>
     first = list(make_suite(config.env).tasks("test"))[:2]

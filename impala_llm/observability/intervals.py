@@ -24,3 +24,11 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
     return centre - half, centre + half
+
+
+def score_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean score; of scores that are all 0 or 1, a proportion, Wilson's: the normal one of 0, 0, 0
+    is [0, 0]."""
+    if set(scores) <= {0.0, 1.0}:
+        return wilson_interval(round(sum(scores)), len(scores))
+    return mean_interval(scores)
