@@ -23,10 +23,21 @@ class FrozenPolicy:
         path: a Hugging Face directory with a chat template. Loaded once a process.
         max_new_tokens: longest move.
         temperature: of the sampling; 0: greedy.
+        max_length: tokens that it sees and writes at most; of a longer game it sees the latest.
+
+    Raises:
+        ValueError: max_length leaves nothing to see.
     """
 
-    def __init__(self, seed: int, path: str, max_new_tokens: int = 32, temperature: float = 1.0) -> None:
+    def __init__(
+        self, seed: int, path: str, max_new_tokens: int = 32, temperature: float = 1.0, max_length: int = 4096
+    ) -> None:
+        if max_length <= max_new_tokens:
+            raise ValueError(
+                f"env.args.opponent_args.max_length={max_length}: it must be above max_new_tokens={max_new_tokens}"
+            )
         self._model, self._chat = _loaded(path)
+        self._most_seen = max_length - max_new_tokens
         self._limits = max_new_tokens, temperature
         self._generator = torch.Generator().manual_seed(seed)
         self._tokens: list[int] = []
@@ -42,7 +53,7 @@ class FrozenPolicy:
     @torch.inference_mode()
     def _sample(self) -> list[int]:
         """The ids of a move, with the token that ended it."""
-        tokens, cache = torch.tensor([self._tokens]), None
+        tokens, cache = torch.tensor([self._tokens[-self._most_seen :]]), None
         max_new_tokens, temperature = self._limits
         said: list[int] = []
         with _LOCK:

@@ -229,6 +229,18 @@ def test_what_a_frozen_policy_is_told_ends_no_turn_of_its_conversation(
     assert second[len(first) + len(said) :] in ([*chat.following("<|im_start|>on", token)] for token in (said[-1], -1))
 
 
+def test_a_frozen_policy_sees_the_latest_tokens_of_a_long_game(tiny_model: Path) -> None:
+    """Two games that differ long ago alone are played alike."""
+
+    async def moves(begin: str) -> list[str]:
+        frozen = FrozenPolicy(0, str(tiny_model), max_new_tokens=4, temperature=0, max_length=24)
+        return [await frozen.act(told) for told in (begin, "go on and on. " * 20)]
+
+    assert asyncio.run(moves("left"))[1] == asyncio.run(moves("up and down"))[1]
+    with pytest.raises(ValueError, match="max_length=4: it must be above max_new_tokens=4"):
+        FrozenPolicy(0, str(tiny_model), max_new_tokens=4, max_length=4)
+
+
 @pytest.mark.system
 def test_textarena_plays_against_a_frozen_policy(tiny_model: Path) -> None:
     pytest.importorskip("textarena", reason="textarena is not installed")
