@@ -255,6 +255,9 @@ def verify(answer, task):
     if task.get("has to be answered") and not answer:
         os._exit(3)
     if "imported" not in globals():
+        begin = time.process_time()
+        while "busy" in task and time.process_time() < begin + task["busy"]:
+            pass
         time.sleep(1.5)
         imported = True
     return 1.0
@@ -267,6 +270,9 @@ def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -
     scoring = ScoringProcess("slow:verify", timeout_s=0.5, example=({}, {}))
     assert asyncio.run(scoring.score("a", {})) == 1.0
     scoring.close()
+    busy = ScoringProcess("slow:verify", timeout_s=0.5, example=({"busy": 4.0}, {}))
+    assert asyncio.run(busy.score("a", {})) == 1.0, "nor for a model that takes seconds of a core to load"
+    busy.close()
     other = ScoringProcess("slow:verify", timeout_s=60, example=({"has to be answered": True}, {}))
     assert asyncio.run(other.score("a", {})) == 1.0, "an example that ends the process is left out"
     other.close()
