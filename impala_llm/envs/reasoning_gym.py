@@ -38,6 +38,7 @@ FROM_SETS = frozenset(
     }
 )
 """Datasets whose items depend on the order of sets, which Python changes unless PYTHONHASHSEED is set."""
+_PAIRS, _TUPLE = "pairs", "tuple"
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +96,7 @@ class ReasoningGymSuite:
             self._scoring = ScoringProcess(
                 "impala_llm.envs.reasoning_gym:verify",
                 memory_gib=4.0,
-                example=([asdict(options), self._dataset[0]], {}),
+                example=([asdict(options), _packed(self._dataset[0])], {}),
             )
 
     def tasks(self, split: Split) -> Sequence[int]:
@@ -133,7 +134,7 @@ class ReasoningGymSuite:
     async def _scored(self, text: str, item: dict[str, Any]) -> float:
         if self._scoring is None:
             return self.score(text, item)
-        return await self._scoring.score(text, [asdict(self._options), item])
+        return await self._scoring.score(text, [asdict(self._options), _packed(item)])
 
     def score(self, text: str, item: dict[str, Any]) -> float:
         """Score an answer to an item, as the library does, in this process."""
@@ -147,7 +148,25 @@ class ReasoningGymSuite:
 def verify(answer: str, task: Any) -> float:
     """Score an answer in a scoring process. task: options of the suite, and an item of the dataset."""
     options, item = task
-    return _suite(json.dumps(options)).score(answer, item)
+    return _suite(json.dumps(options)).score(answer, _unpacked(item))
+
+
+def _packed(value: Any) -> Any:
+    """A value of an item for its way as JSON, which has no tuples, and no keys but texts: scorers tell them apart."""
+    if isinstance(value, dict):
+        return {_PAIRS: [[_packed(key), _packed(each)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_packed(each) for each in value]}
+    return [_packed(each) for each in value] if isinstance(value, list) else value
+
+
+def _unpacked(value: Any) -> Any:
+    """What `_packed` was given."""
+    if isinstance(value, dict) and _PAIRS in value:
+        return {_unpacked(key): _unpacked(each) for key, each in value[_PAIRS]}
+    if isinstance(value, dict):
+        return tuple(_unpacked(each) for each in value[_TUPLE])
+    return [_unpacked(each) for each in value] if isinstance(value, list) else value
 
 
 @functools.cache

@@ -61,6 +61,13 @@ def test_scorers_that_run_the_answer_do_so_elsewhere(name: str) -> None:
     assert play(gym, 1, gym.entry(1)["answer"])[1]["success"], "the next answer is scored again"
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["arc_agi", "rearc"])
+def test_a_part_of_a_composite_whose_scorer_tells_tuples_from_lists_scores_its_answer(name: str) -> None:
+    gym = suite("env.args.task=composite", f"env.args.config={{datasets: [{{name: {name}, weight: 1, config: {{}}}}]}}")
+    assert play(gym, 1, gym.entry(1)["answer"])[1]["score"] == 1.0
+
+
 def test_items_whose_scorers_run_elsewhere_are_of_plain_values() -> None:
     for name in EVALUATED - {"composite"}:
         gym = suite(f"env.args.task={name}")
