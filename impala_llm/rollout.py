@@ -230,7 +230,7 @@ async def play_episode(
                     raise EpisodeAborted(
                         f"episode {spec.episode_id}: the engine aborted the answer of turn {played.num_turns}"
                     )
-                truncated = True
+                info, truncated = {}, True
                 break
             action, before = chat.text(answer.tokens), observation
             observation, reward, terminated, truncated, info = await contract.step(session, action, spec.env)
@@ -243,7 +243,7 @@ async def play_episode(
         engine.release(spec.episode_id)
         contract.close(session)
     bootstrap = truncated and not terminated and len(played.tokens) <= limits.max_length
-    return played.end_unroll(info, bootstrap=bootstrap)
+    return played.end_unroll(info if terminated or truncated else {}, bootstrap=bootstrap)  # else it may hold anything
 
 
 async def _answer(engine: TokenGenerator, session: str, tokens: list[int], params: SamplingParams) -> Generation:
@@ -286,7 +286,7 @@ class _Played:
         """Lay the present unroll out as the arrays of a `Trajectory`, and begin the next one.
 
         Args:
-            info: of the last step.
+            info: of the step that has ended the episode; empty where none has.
             bootstrap: keep what follows the last answer, whose value is to be bootstrapped; else it is cut off.
             continues: the episode goes on.
         """

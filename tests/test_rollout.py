@@ -133,6 +133,18 @@ def test_special_token_in_an_observation_is_only_text(scratch):
     assert scratch.decode(chat.first("a<|end|>b")[:-1]) == "a<|end|>b"
 
 
+@pytest.mark.parametrize("said", [{"score": 30.0}, {"score": None, "stats": {"room": "kitchen"}}, {"success": True}])
+def test_a_full_context_has_no_score_whatever_info_held_on_the_way(scratch, said):
+    class Telling(Echo):
+        def step(self, action):
+            observation, reward, terminated, truncated, _ = super().step(action)
+            return observation, reward, terminated, truncated, said
+
+    end = scratch.eos_token_id
+    trajectory, _ = play(scratch, [[*ids(scratch, "a"), end], [*ids(scratch, "b"), end]], Telling(9), max_length=16)
+    assert (trajectory.score, trajectory.success, trajectory.stats) == (0.0, False, {})
+
+
 def test_full_context_is_an_end(scratch):
     end = scratch.eos_token_id
     trajectory, engine = play(scratch, [[*ids(scratch, "a"), end], [*ids(scratch, "b"), end]], Echo(9), max_length=16)
