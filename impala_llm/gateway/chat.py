@@ -100,6 +100,20 @@ class ChatTokens:
                 self._tool_parser = get_tool_parser(tool_parser, tokenizer)
             if reasoning_parser != "none":
                 self._reasoning_parser = get_reasoning_parser(reasoning_parser, tokenizer)
+        self._marks_speakers = False
+        """Whether an answer is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
+        before_user, before_tool = self._first_after_answer("user"), self._first_after_answer("tool")
+        if before_user != before_tool and before_tool in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
+            self._marks_speakers = True
+            self.stop_token_ids = tuple(sorted({*self.stop_token_ids, before_tool}))
+
+    def _first_after_answer(self, role: str) -> int | None:
+        """The token behind an answer before a message of a role; None where the template cannot render that."""
+        message = {"role": role, "content": "q", "tool_call_id": "q", "name": "q"}
+        try:
+            return next(iter(self.following([message], [], last_token=-1)), None)
+        except TemplateRefused:
+            return None
 
     @property
     def finds_calls(self) -> bool:
@@ -125,8 +139,11 @@ class ChatTokens:
         before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
         tokens = self._filled(self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER), contents)
         stops = self.stop_token_ids
-        # The policy generated the token that ends its answer.
-        return tokens[1:] if tokens and last_token in stops and tokens[0] in stops else tokens
+        if not tokens or last_token not in stops:
+            return tokens
+        # The policy generated the token that ends its answer; but one mark of a speaker does not stand for another.
+        is_there = tokens[0] == last_token if self._marks_speakers else tokens[0] in stops
+        return tokens[1:] if is_there else tokens
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text."""

@@ -129,6 +129,32 @@ def test_a_call_that_was_never_sampled_is_context(chat: ChatTokens) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+MARKS = ["<|user|>", "<|assistant|>", "<|observation|>"]
+BY_MARKS = (
+    "{% for message in messages %}{% if message.role == 'tool' %}<|observation|>{% else %}<|{{ message.role }}|>"
+    "{% endif %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_an_answer_ends_with_the_mark_of_whoever_speaks_next_where_a_template_has_nothing_else(
+    chat: ChatTokens, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})  # as GLM has them
+    tokenizer.chat_template = BY_MARKS
+    marked = ChatTokens(tokenizer, tool_parser="qwen3")
+    user, assistant, observation = ids(marked, *MARKS)
+    end = tokenizer.eos_token_id
+    assert set(marked.stop_token_ids) == {end, user, observation}
+    said, [seven] = [{"role": "tool", "content": "7", "tool_call_id": "a"}], ids(marked, "7")
+    assert marked.following(said, [], observation) == [seven, assistant], "sampled already"
+    asked, [three] = [{"role": "user", "content": "3"}], ids(marked, "3")
+    assert marked.following(asked, [], user) == [three, assistant]
+    for last in (observation, end):
+        assert marked.following(asked, [], last) == [user, three, assistant], "not sampled, and needed"
+    assert chat.stop_token_ids == tuple(ids(chat, END)), "another template"
+
+
 def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     chat = ChatTokens(tokenizer, reasoning_parser="think")
