@@ -5,6 +5,7 @@ that spells a special token stays a text. What follows an answer is rendered beh
 tokens are never made from its text again.
 """
 
+import bisect
 import contextlib
 import functools
 import json
@@ -24,7 +25,7 @@ _LETTERS = "abcdefghij"
 _MARKS = re.compile(r"(qzmessage[a-j]+qz)")
 """Words in place of contents: of letters only, so that no template alters them."""
 _ANSWER = "qzanswerqz"
-_THINK = "<think>"
+_THINK, _THOUGHT = "<think>", "</think>"
 _OPENED_WITHIN = 8
 """Tokens at the end of a prompt in which the template may open the reasoning."""
 _CALL_TOKENS = {"qwen3": "<tool_call>", "qwen3.5": "<tool_call>", "glm": "<tool_call>"} | {
@@ -173,20 +174,34 @@ class ChatTokens:
         ids = list(tokens)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
+        opened = _THINK if self._whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK) else ""
+        thoughts = self._num_thoughts(ids, opened)
         calls: list[dict[str, Any]] = []
         if self._tool_parser is not None:
-            rest, parsed = self._tool_parser.extract(ids)
+            rest, parsed = self._tool_parser.extract(ids[thoughts:])
             if parsed and all(
                 str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed
             ):
-                ids, calls = list(rest), [_tool_call(call.name, call.arguments) for call in parsed]
+                ids, calls = [*ids[:thoughts], *rest], [_tool_call(call.name, call.arguments) for call in parsed]
         if self._reasoning_parser is None:
             return Reply(self.text(ids), None, calls)
-        whole = self._whole_text(ids)
-        if self._whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK):
-            whole = _THINK + whole
+        whole = opened + self._whole_text(ids)
         reasoning, content = self._reasoning_parser.extract(whole)
         return Reply(self.text(ids) if content == whole else content.strip(), reasoning, calls)
+
+    def _num_thoughts(self, ids: list[int], opened: str) -> int:
+        """How many tokens the reasoning has, with those that end it; 0 where none is looked for, or it has no end.
+
+        A call in there is none: the policy only thinks of it.
+        """
+
+        def is_over(number: int) -> bool:
+            return _THOUGHT in opened + self._whole_text(ids[:number])
+
+        if self._reasoning_parser is None or not is_over(len(ids)):
+            return 0
+        number = bisect.bisect_left(range(len(ids)), True, key=is_over)
+        return number if (opened + self._whole_text(ids[:number])).startswith(_THINK) else 0
 
     def _render_pieces(self, messages: str, tools: str, after: str) -> list[str | tuple[int, ...]]:
         """Render a conversation whose contents are marks.

@@ -155,6 +155,30 @@ def test_an_answer_ends_with_the_mark_of_whoever_speaks_next_where_a_template_ha
     assert chat.stop_token_ids == tuple(ids(chat, END)), "another template"
 
 
+THINK, THOUGHT = "<think>", "</think>"
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "reasoning", "arguments"),
+    [
+        ([THINK, CALL, CALLS[0], CALLED, THOUGHT, "b"], "b", f"{CALL}{CALLS[0]}{CALLED}", []),
+        ([THINK, CALL, CALLS[0], CALLED, THOUGHT, CALL, CALLS[1], CALLED], "", f"{CALL}{CALLS[0]}{CALLED}", ["b"]),
+        ([THINK, CALL, THOUGHT, "7", CALL, CALLS[1], CALLED], "7", CALL, ["b"]),
+        ([THINK, "a", CALL, CALLS[1], CALLED], "", "a", ["b"]),
+        (["a", CALL, CALLS[1], CALLED], "a", None, ["b"]),
+    ],
+)
+def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_answer(
+    tmp_path: Path, said: list[str], content: str, reasoning: str | None, arguments: list[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
+    tokenizer.add_tokens([THINK, THOUGHT])
+    thinking = ChatTokens(tokenizer, tool_parser="qwen3", reasoning_parser="think")
+    reply = thinking.reply(ids(thinking, *said, END))
+    assert (reply.content, reply.reasoning) == (content, reasoning)
+    assert [json.loads(call["function"]["arguments"])["key"] for call in reply.tool_calls] == arguments
+
+
 def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     chat = ChatTokens(tokenizer, reasoning_parser="think")
