@@ -9,6 +9,8 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol
 
 from impala_llm.envs.answers import after_thoughts
@@ -75,7 +77,7 @@ class TextArenaSuite:
         """Games for evaluation."""
 
     def __init__(self, options: Options) -> None:
-        """Raises ValueError for a game that does not exist, or a seat that it does not have."""
+        """Raises ValueError for a game that does not exist, or a seat or a number of players that it does not have."""
         self.library = needed("textarena", "textarena")
         if options.seat is not None and options.seat >= options.num_players:
             raise ValueError(f"env.args.seat={options.seat}: with num_players={options.num_players} seats begin at 0")
@@ -83,7 +85,16 @@ class TextArenaSuite:
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
         self.opponent = load(OPPONENTS, options.opponent)
         check_call(OPPONENTS, options.opponent, self.opponent, seed=0, **options.opponent_args)
-        self.make()  # an id that does not exist is refused here
+        if options.opponent == "policy":
+            _check_policy(**options.opponent_args)
+        game = self.make()  # an id that does not exist is refused here
+        try:
+            with OwnRandom(0).drawn():
+                game.reset(num_players=options.num_players, seed=0)
+        except Exception as error:  # of the library, whose games check it alone
+            raise ValueError(
+                f"env.args.id={options.id} does not begin with env.args.num_players={options.num_players}: {error}"
+            ) from error
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -154,8 +165,10 @@ class TextArenaSession:
         if not (self._done or truncated):
             return observation, 0.0, False, False, {}
         rewards, facts = self._game.close() if self._done else ({}, {})
-        reward = float((rewards or {}).get(self._seat, 0.0))
         is_alone = self._suite.options.num_players == 1
+        reward = (rewards or {}).get(self._seat, 0.0)
+        # Some games of the library give the reason as the reward where a move is invalid: Countdown, Cryptarithm.
+        reward = float(reward) if isinstance(reward, Real) else float(is_alone) - 1.0
         score = min(max(reward if is_alone else (reward + 1) / 2, 0.0), 1.0)
         stats = {"turns": float(self._turns), "lost_by_invalid_move": float(_is_invalid(facts, self._seat))}
         info = {"score": score if self._done else 0.0, "success": self._done and score == 1.0, "stats": stats}
@@ -187,6 +200,15 @@ class TextArenaSession:
             for sender, text, kind in messages
             if not (sender == seat and kind == own)
         )
+
+
+def _check_policy(path: str, max_new_tokens: int = 32, max_length: int = 4096, **_: Any) -> None:
+    """Raise ValueError for arguments of a frozen policy with which no episode would begin."""
+    key = "env.args.opponent_args"
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{key}.path={path} has no config.json: give the directory of a policy")
+    if max_length <= max_new_tokens:
+        raise ValueError(f"{key}.max_length={max_length}: it must be above max_new_tokens={max_new_tokens}")
 
 
 def _is_invalid(facts: Any, seat: int) -> bool:

@@ -178,6 +178,14 @@ def test_random_moves_are_all_that_a_message_of_several_lines_names() -> None:
     assert {mover.act(text) for text in (first, *["[GAME] It is 0.7."] * 20)} == {"[accept]", "[continue]"}
 
 
+@pytest.mark.parametrize("game_id", ["Countdown-v0", "Cryptarithm-v0"])
+def test_an_invalid_move_scores_nothing_where_a_game_gives_its_reason_as_the_reward(game_id: str) -> None:
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    game = suite("env=textarena", f"env.args.id={game_id}", "env.args.num_players=1")
+    _, info, rewards = play(game, 0, told(["no move"] * 9))
+    assert (info["score"], info["success"], set(rewards)) == (0.0, False, {0.0})
+
+
 def test_textarena_takes_no_move_out_of_thoughts() -> None:
     pytest.importorskip("textarena", reason="textarena is not installed")
     game = suite("env=textarena", "env.args.seat=0")
@@ -258,6 +266,9 @@ def test_textarena_plays_against_a_frozen_policy(tiny_model: Path) -> None:
         (["env.args.id=Chess-v7"], "Chess-v7 not found"),
         (["env.args.seat=2"], "env.args.seat=2"),
         (["env.args.opponent=policy"], "opponent=policy cannot be called: .*'path': correct env.args.opponent_args"),
+        (["env.args.opponent=policy", "env.args.opponent_args.path=none"], "opponent_args.path=none has no"),
+        (["env.args.id=GuessTheNumber-v0"], "env.args.num_players=2: .*has to be 1"),
+        (["env.args.num_players=3"], "TicTacToe-v0 does not begin with env.args.num_players=3"),
         (["env.args.opponent=strong"], "env.args.opponent=strong is not known.*random, policy"),
     ],
 )
