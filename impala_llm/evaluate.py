@@ -30,7 +30,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
+from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
@@ -52,7 +52,7 @@ class Result:
     num_tasks: int
     score: float
     score_interval: tuple[float, float]
-    """Mean ± 1.96 standard errors."""
+    """See `score_interval`."""
     success: float
     success_interval: tuple[float, float]
     """Wilson's interval of a proportion."""
@@ -321,7 +321,7 @@ def difference(before: Result, after: Result) -> str:
     A difference whose interval lies within `NEGLIGIBLE` of zero is no progress, even where it is significant.
     """
     change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
-    low, high = mean_interval(change)
+    low, high = change_interval(before.scores, after.scores)
     if len(change) < 2:
         verdict = "one task cannot tell policies apart: raise evaluation.num_tasks"
     elif -NEGLIGIBLE < low <= high < NEGLIGIBLE:

@@ -226,6 +226,12 @@ def test_the_difference_is_paired_task_by_task() -> None:
     assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
     assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")
     assert "one task cannot tell" in difference(result("before", [0.1]), result("after", [0.9]))
+    # Scores that are all 0 or 1: few tasks of which none has changed, or both have, say little.
+    for scores, verdict in (([0.0] * 4, "within noise"), ([1.0] * 2, "within noise"), ([0.0] * 300, "the same, by")):
+        assert verdict in difference(result("before", scores), result("after", scores))
+    said = difference(result("before", [0.0] * 2), result("after", [1.0] * 2))  # 3/4 of 4 tasks rose, 1/4 fell
+    assert "+1.000 [-0.349, +1.000] over 2 tasks: within noise" in said
+    assert difference(result("before", [0.0] * 9), result("after", [1.0] * 9)).endswith(": better")
     # A difference of 0.004 in each task is sure, and no success.
     said = difference(result("before", [0.0, 0.1]), result("after", [0.004, 0.104]))
     assert said.endswith(

@@ -32,3 +32,16 @@ def score_interval(scores: Sequence[float]) -> tuple[float, float]:
     if set(scores) <= {0.0, 1.0}:
         return wilson_interval(round(sum(scores)), len(scores))
     return mean_interval(scores)
+
+
+def change_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean change of paired scores; of scores that are all 0 or 1 that of Bonett and Price (2012),
+    the normal one with a task more that has risen and one that has fallen: without them it is [0, 0] where none has."""
+    change = [b - a for a, b in zip(before, after, strict=True)]
+    if not {*before, *after} <= {0.0, 1.0}:
+        return mean_interval(change)
+    trials = len(change) + 2
+    rose, fell = (change.count(1.0) + 1) / trials, (change.count(-1.0) + 1) / trials
+    centre = rose - fell
+    half = Z95 * math.sqrt((rose + fell - centre**2) / trials)
+    return max(-1.0, centre - half), min(1.0, centre + half)
