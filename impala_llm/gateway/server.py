@@ -66,6 +66,7 @@ class Gateway:
             app.router.add_post(path, self._checked(handler))
         app.router.add_get("/v1/models", self._checked(self._models))
         app.router.add_get("/v1/models/{model}", self._checked(self._models))
+        app.router.add_route("*", "/{path:.*}", self._checked(self._nothing))
         # A handler whose client has gone away is cancelled, and aborts its answer.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -119,6 +120,15 @@ class Gateway:
         if episode.key not in self._readers:
             raise EpisodeOver("this episode has ended")
         return self._readers[episode.key]
+
+    async def _nothing(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
+        self.counters["refused_requests"] += 1
+        fix = "set OpenAI's SDK to chat completions" if request.path.endswith("/responses") else "take one of these"
+        return _error(
+            404,
+            f"{request.method} {request.path[:80]} is not served here, but POST /v1/chat/completions, /v1/completions, "
+            f"/v1/messages and /v1/reward, and GET /v1/models: {fix}",
+        )
 
     async def _models(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         name = request.match_info.get("model")

@@ -278,6 +278,17 @@ def test_bad_requests_get_a_sentence_and_the_next_ones_an_answer(chat: ChatToken
     run(chat, use)
 
 
+def test_what_is_not_served_is_told_what_is(chat: ChatTokens) -> None:
+    async def use(served: Served) -> None:
+        with pytest.raises(openai.NotFoundError, match="/v1/responses is not served.*/v1/chat/completions.*set OpenAI"):
+            await served.client.responses.create(model="any", input="say b")
+        assert (await served.post("/embeddings", {"input": "b"}))[0] == 404
+        assert (await served.post("/embeddings", {"input": "b"}, "sk-other"))[0] == 401
+        assert served.gateway.counters["refused_requests"] == 2 and served.gateway.counters["refused_keys"] == 1
+
+    run(chat, use)
+
+
 def test_a_conversation_that_is_too_long_is_named_so(chat: ChatTokens) -> None:
     async def use(served: Served) -> None:
         with pytest.raises(openai.BadRequestError, match="engine.max_length=400") as caught:
