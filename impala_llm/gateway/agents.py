@@ -90,7 +90,7 @@ class AgentPlayer:
             result = episode.result
         if result is None and self._config.agent.command is not None:
             raise AgentFailed(
-                "the program has ended without a reward: nothing was posted, there is no reward file, and the last "
+                "the program has ended without a reward: no result was posted, there is no reward file, and the last "
                 'line of its output is no JSON number or object: print one, such as {"reward": 1.0} (docs/agents.md)'
             )
         try:

@@ -18,7 +18,12 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
-    for message in body.get("messages") or ():
+    given = body.get("messages")
+    for place, message in enumerate(given if isinstance(given, list) else ()):
+        if not _is_message(message):
+            raise ValueError(
+                f"messages[{place}] is {message!r:.80}: a role, and a text or a list of blocks as content, are expected"
+            )
         messages += _chat_messages(message)
     found["messages"] = messages
     if body.get("tools"):
@@ -33,10 +38,21 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
             }
             for tool in body["tools"]
         ]
-    kind = (body.get("tool_choice") or {}).get("type")
+    choice = body.get("tool_choice") or {}
+    if not isinstance(choice, dict):
+        raise ValueError(f"tool_choice is {choice!r:.80}: an object with a type is expected")
+    kind = choice.get("type")
     if kind is not None:
         found["tool_choice"] = "required" if kind == "any" else kind
     return found
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    is_blocks = isinstance(content, list) and all(isinstance(each, dict) and "type" in each for each in content)
+    return isinstance(content, str) or is_blocks
 
 
 def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

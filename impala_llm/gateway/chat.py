@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from impala_llm.envs.contract import text_problem
 from impala_llm.rollout import ChatFormat
 
 Message = Mapping[str, Any]
@@ -150,8 +151,11 @@ class ChatTokens:
         """Tokens of a plain text."""
         return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._ids(text))
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    def _ids(self, text: str, splits_special: bool = True) -> tuple[int, ...]:
+        """Raises ValueError for what no tokenizer takes."""
+        if problem := text_problem(text):
+            raise ValueError(f"a text of the request cannot be encoded: {problem}")
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=splits_special))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special ones."""
@@ -229,7 +233,7 @@ class ChatTokens:
             if _MARKS.fullmatch(piece):
                 pieces.append(piece)
             elif piece:
-                pieces.append(tuple(self.tokenizer.encode(piece, add_special_tokens=False)))
+                pieces.append(self._ids(piece, splits_special=False))
         for message in json.loads(messages):
             if _MARKS.fullmatch(message["content"]) and message["content"] not in pieces:
                 raise TemplateRefused(f"the chat template leaves out what a message of role {message['role']!r} says")

@@ -17,7 +17,7 @@ from impala_llm.engines.base import EngineError
 from impala_llm.gateway import anthropic
 from impala_llm.gateway.chat import Reply, texts_of
 from impala_llm.gateway.conversation import Place
-from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode
+from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
 from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
 from impala_llm.limited_warnings import RateLimitedWarnings
@@ -140,6 +140,7 @@ class Gateway:
         if "completion_id" in body:
             episode.reward(str(body["completion_id"]), body.get("reward"))
         else:
+            Outcome.of(body)  # refused here, where its sender sees why
             episode.result = body
         return web.json_response({"ok": True})
 

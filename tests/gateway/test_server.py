@@ -1,6 +1,7 @@
 """The gateway as clients see it: unmodified clients of OpenAI's protocol, over HTTP."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -261,6 +262,8 @@ BAD: list[tuple[str, Any]] = [
     ("/completions", {"prompt": [-1]}),
     ("/completions", {"prompt": [10**9]}),
     ("/completions", {"prompt": ""}),
+    ("/reward", {"score": 5}),
+    ("/reward", {"rewrad": 1.0}),
     ("/reward", {"completion_id": "none", "reward": 1}),
     ("/reward", {"completion_id": "none"}),
 ]
@@ -274,6 +277,32 @@ def test_bad_requests_get_a_sentence_and_the_next_ones_an_answer(chat: ChatToken
         assert served.gateway.counters["refused_requests"] == len(BAD)
         assert (await served.say(ASK)).choices[0].message.role == "assistant"
         assert_exact(await served.end(), served.engine)
+
+    run(chat, use)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/reward", {"reward": "much"}, "its reward is 'much'"),
+        ("/reward", {"rewrad": 1.0}, "its result has ['rewrad']"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a\ud800"}]}, "half of a surrogate pair"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "system", "content": "\ud800"}, *ASK]},
+            "half of a surrogate pair",
+        ),
+        ("/completions", {"prompt": "\ud800"}, "half of a surrogate pair"),
+        ("/messages", {"messages": [{"role": "user", "content": None}]}, "messages[0] is {'role': 'user', 'content'"),
+        ("/messages", {"messages": [*ASK, 5]}, "messages[1] is 5: a role"),
+        ("/messages", {"messages": ASK, "tool_choice": "auto"}, "tool_choice is 'auto': an object"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong(chat: ChatTokens, path: str, body: Any, said: str) -> None:
+    async def use(served: Served) -> None:
+        status, answer = await served.post(path, json.dumps(body).encode())
+        assert status == 400 and said in answer["error"]["message"], answer
+        assert served.episode.result is None
 
     run(chat, use)
 
