@@ -93,7 +93,7 @@ class GymnasiumSuite:
         """Make the environment of a task."""
         check_task(task_id, self._splits)
         mode = {"render_mode": "ansi"} if self._is_rendered else {}
-        return self._library.make(self.options.id, **mode, **self.options.kwargs)
+        return self._library.make(self.options.id, **{**self.options.kwargs, **mode})
 
     def shown(self, env: Any, observation: Any) -> str:
         """An observation as text. What a rendering colours, mostly the agent's place, stands in brackets."""

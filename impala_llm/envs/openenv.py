@@ -119,9 +119,16 @@ class OpenEnvSession:
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message; return the data of the answer."""
         assert self._socket is not None
-        async with asyncio.timeout(self._suite.options.timeout_s):
-            await self._socket.send_json(message)
-            answer = await self._socket.receive()
+        options = self._suite.options
+        try:
+            async with asyncio.timeout(options.timeout_s):
+                await self._socket.send_json(message)
+                answer = await self._socket.receive()
+        except TimeoutError:
+            raise TimeoutError(
+                f"env.args.url={options.url} has not answered in env.args.timeout_s={options.timeout_s:g}: raise it, "
+                "or see what the server waits for"
+            ) from None
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ConnectionError(f"env.args.url={self._suite.options.url}: the server has ended the session")
         content = json.loads(answer.data)

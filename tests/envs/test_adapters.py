@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from impala_llm.config import load
@@ -101,6 +102,12 @@ def test_gymnasium_shows_what_it_renders_and_plays_names_and_numbers() -> None:
 def test_the_preset_suits_every_environment_of_gymnasium() -> None:
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     assert suite("env=gymnasium", "env.args.id=Taxi-v4").actions == list("012345")
+
+
+def test_a_render_mode_that_is_set_harms_nothing() -> None:
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    shown = play(suite("env=gymnasium", "env.args.kwargs.render_mode=ansi", "env.args.max_steps=1"), 3, told(["1"]))
+    assert shown == play(suite("env=gymnasium", "env.args.max_steps=1"), 3, told(["1"]))
 
 
 def test_names_of_actions_may_have_several_words() -> None:
@@ -465,6 +472,30 @@ def test_openenv_episodes_over_its_real_server(openenv: str) -> None:
 def test_openenv_without_a_server_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="env.args.url=http://127.0.0.1:9: no OpenEnv server answers"):
         play(suite("env=openenv", "env.args.url=http://127.0.0.1:9"), 0, lambda _: "z")
+
+
+def test_openenv_with_a_server_that_does_not_answer_is_named() -> None:
+    async def main() -> None:
+        async def silent(request: web.Request) -> web.WebSocketResponse:
+            answers = web.WebSocketResponse()
+            await answers.prepare(request)
+            async for _ in answers:
+                pass
+            return answers
+
+        app = web.Application()
+        app.router.add_get("/ws", silent)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        with pytest.raises(EnvironmentFault, match="has not answered in env.args.timeout_s=0.1"):
+            args = f"env.args.url=http://127.0.0.1:{port}", "env.args.timeout_s=0.1"
+            await episode(suite("env=openenv", *args), 0, told(["z"]))
+        await contract.closed()
+        await runner.cleanup()
+
+    asyncio.run(main())
 
 
 # --- what is missing
