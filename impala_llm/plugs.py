@@ -305,8 +305,19 @@ def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
     if part is None or options is not None or not kind.by_signature:
         return name, make_options(kind, name, options, chosen)
-    arguments = make_options(kind, name, _parameters(part), chosen)
-    return name, None if arguments is None else vars(arguments)
+    parameters = _parameters(part)
+    own = [] if parameters is None else [each.name for each in fields(parameters)]
+    others = {option: value for option, value in chosen.items() if option not in own} if _takes_any(part) else {}
+    named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
+    return name, {**({} if named is None else vars(named)), **others} or None
+
+
+def _takes_any(part: Any) -> bool:
+    """Whether a part takes arguments of any name, as `def __init__(self, **settings)` does."""
+    try:
+        return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(part).parameters.values())
+    except (TypeError, ValueError):  # of what is no Python function
+        return False
 
 
 def _parameters(part: Any) -> type | None:

@@ -94,15 +94,16 @@ def answer_of(completion: Mapping[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-    usage = completion["usage"]
+    usage, stop = completion["usage"], choice["stop_reason"]
+    is_stopped = stop is not None and choice["finish_reason"] == "stop"
     return {
         "id": completion["id"],
         "type": "message",
         "role": "assistant",
         "model": completion["model"],
         "content": content,
-        "stop_reason": _STOP_REASONS[choice["finish_reason"]],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS[choice["finish_reason"]],
+        "stop_sequence": stop if is_stopped else None,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
 
@@ -110,10 +111,8 @@ def answer_of(completion: Mapping[str, Any]) -> dict[str, Any]:
 def events_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A whole answer as the events of a stream, each block in one piece."""
     usage = answer["usage"]
-    yield {
-        "type": "message_start",
-        "message": {**answer, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}},
-    }
+    unsaid = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    yield {"type": "message_start", "message": {**answer, **unsaid}}
     for index, block in enumerate(answer["content"]):
         kind = block["type"]
         if kind == "tool_use":
@@ -126,6 +125,6 @@ def events_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
     yield {"type": "message_delta", "delta": ended, "usage": usage}
     yield {"type": "message_stop"}

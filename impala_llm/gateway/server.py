@@ -176,11 +176,13 @@ class Gateway:
         for index, answer in enumerate(answers):
             assert answer.generation is not None
             reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read)
-            reply = Reply(_before_stop(reply.content, wish.stop), reply.reasoning, reply.tool_calls)
-            message = reply.message()
+            content, stop = _before_stop(reply.content, wish.stop)
+            message = Reply(content, reply.reasoning, reply.tool_calls).message()
             conversation.remember(place, answer, message)
             reason = "tool_calls" if reply.tool_calls else _reason(answer)
-            choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
+            choices.append(
+                {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+            )
         return wish, {
             "id": episode.completion_id(answers, "chatcmpl"),
             "object": "chat.completion",
@@ -204,8 +206,10 @@ class Gateway:
         for index, answer in enumerate(answers):
             assert answer.generation is not None
             conversation.remember_text(places[index // wish.n], answer)
-            text = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), wish.stop)
-            choices.append({"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer)})
+            text, stop = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), wish.stop)
+            choices.append(
+                {"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer), "stop_reason": stop}
+            )
         answer_body = {
             "id": episode.completion_id(answers, "cmpl"),
             "object": "text_completion",
@@ -244,9 +248,10 @@ async def _sample_all(episode: GatewayEpisode, places: list[Place], wish: Wish) 
         raise
 
 
-def _before_stop(text: str, stop: tuple[str, ...]) -> str:
-    places = [place for place in map(text.find, stop) if place >= 0]
-    return text[: min(places)] if places else text
+def _before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """A text up to the first of the texts that end it, and which that is; None where it has none."""
+    place, word = min(((text.find(word), word) for word in stop if word in text), default=(len(text), None))
+    return text[:place], word
 
 
 def _reason(answer: Answer) -> str:

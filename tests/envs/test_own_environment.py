@@ -61,6 +61,11 @@ def make(folder: str, size: int = 1, extra: dict = {}, weights: list[float] = [0
     suite = Empty()
     suite.args = {"folder": folder, "size": size, "extra": extra, "weights": weights, "other": other}
     return suite
+
+def make_any(size: int = 1, **others):
+    suite = Empty()
+    suite.args = {"size": size, **others}
+    return suite
 """
 
 
@@ -112,6 +117,17 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
     assert load(["experiment=saved.yaml"]) == config
     changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
     assert changed == args | {"extra": {"side": {"left": 2, "right": 3}}, "size": 2}
+
+
+def test_who_takes_arguments_of_any_name_gets_them(own: Path) -> None:
+    words = ["model=scratch", "env=odd:make_any", "env.args.size=2", "env.args.depth=3", "env.args.nested.key=a"]
+    found = load(words)
+    args = {"size": 2, "depth": 3, "nested": {"key": "a"}}
+    assert make_suite(found.env).args == args  # type: ignore[attr-defined]
+    (own / "saved.yaml").write_text(to_yaml(found))
+    assert load(["experiment=saved.yaml"]) == found
+    with pytest.raises(ConfigError, match="env.args.size=many has the wrong type"):
+        load([*words, "env.args.size=many"])
 
 
 def test_parameters_whose_types_or_defaults_are_no_settings_harm_no_others(own: Path) -> None:

@@ -57,6 +57,28 @@ def test_a_conversation_with_a_tool_keeps_the_sampled_tokens(chat: ChatTokens, s
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_a_stop_text_ends_names_it(chat: ChatTokens, streams: bool) -> None:  # noqa: F811
+    engine = Scripted(chat, ["a", "7", END], ["a", END])
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            client = client_of(served)
+            found = []
+            for _ in range(2):
+                asked: Any = [{"role": "user", "content": "a ?"}]
+                wish: Any = {"model": "any", "max_tokens": 6, "messages": asked, "stop_sequences": ["b", "7"]}
+                if streams:
+                    async with client.messages.stream(**wish) as stream:
+                        answer: Any = await stream.get_final_message()
+                else:
+                    answer = await client.messages.create(**wish)
+                found.append((answer.content[0].text.strip(), answer.stop_reason, answer.stop_sequence))
+            assert found == [("a", "stop_sequence", "7"), ("a", "end_turn", None)]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_what_cannot_be_honoured_and_a_wrong_key_are_refused(chat: ChatTokens) -> None:  # noqa: F811
     async def main() -> None:
         async with serving(chat, Scripted(chat)) as served:
