@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs (run.dir)")
     parser.add_argument("--evaluations", type=Path, nargs="*", default=[], help="JSON of impala-llm evaluate")
-    parser.add_argument("--start", default="outputs/smollm2-sft/policy", help="label of the warm start in them")
+    parser.add_argument("--start", default="before", help="label of the warm start in them")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     steps = {}
