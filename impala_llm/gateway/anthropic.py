@@ -111,8 +111,8 @@ def answer_of(completion: Mapping[str, Any]) -> dict[str, Any]:
 def events_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A whole answer as the events of a stream, each block in one piece."""
     usage = answer["usage"]
-    unsaid = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
-    yield {"type": "message_start", "message": {**answer, **unsaid}}
+    unsaid: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**answer, **unsaid, "usage": {**usage, "output_tokens": 0}}}
     for index, block in enumerate(answer["content"]):
         kind = block["type"]
         if kind == "tool_use":
