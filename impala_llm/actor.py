@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from impala_llm.actor_metrics import Reporter
 from impala_llm.config import ConfigError, load, threads_per_process
@@ -433,7 +434,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    gc.freeze()  # it stays to the end: later collections, which stop all episodes, need not look at it
+def run(argv: Sequence[str]) -> NoReturn:
+    """The whole life of an actor's process."""
+    gc.freeze()  # what is imported stays to the end: later collections, which stop all episodes, need not look at it
     gc.enable()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(argv))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -15,10 +15,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
+from impala_llm.fork_server import ForkServer
 from impala_llm.log_lines import STAMP
 from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, signal_name
 
@@ -40,6 +41,35 @@ FAMILY = "IMPALA_LLM_FAMILY"
 and may outlive its actor."""
 
 
+class Process(Protocol):
+    """A process as a supervisor sees it."""
+
+    @property
+    def pid(self) -> int | None:
+        """None: it is about to start."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        ...
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to its whole process group, also where the process itself has ended."""
+        ...
+
+
+class OwnProcess(subprocess.Popen[bytes]):
+    """A process that the supervisor starts itself, in a session of its own."""
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
 @dataclass
 class Child:
     """A supervised process and its log; or the learner's ranks, which are started together, and together again when one
@@ -53,7 +83,9 @@ class Child:
     """None: one process that is no rank."""
     meeting_place: Path | None = None
     """Folder in which several ranks find each other."""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    forks: ForkServer | None = None
+    """Starts its process; None: the supervisor does, as it does where there are several."""
+    processes: list[Process] = field(default_factory=list)
     restarts: int = 0
     """Number of restarts since it last made progress."""
     restart_at: float = 0.0
@@ -85,9 +117,9 @@ class Child:
                 os.set_blocking(descriptor, False)
             self.processes = []
             for rank in range(self.num_ranks or 1):
-                environment = {**self.environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())}
+                environment = self.environment
                 if self.num_ranks is not None:
-                    environment |= self.rank_environment(rank, token)
+                    environment = environment | self.rank_environment(rank, token)
                 self.processes.append(self.start_process(environment, told))
         finally:
             os.close(told)
@@ -100,12 +132,14 @@ class Child:
             {} if self.meeting_place is None else {RENDEZVOUS: f"file://{self.meeting_place}/ranks-{token}"}
         )
 
-    def start_process(self, environment: dict[str, str], told: int) -> subprocess.Popen[bytes]:
+    def start_process(self, environment: dict[str, str], told: int) -> Process:
+        if self.forks is not None and self.num_ranks in (None, 1):  # several are told apart by their environment
+            return self.forks.start(self.command, environment, self.log, told)
         # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
         with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
-            return subprocess.Popen(
+            return OwnProcess(
                 self.command,
-                env=environment,
+                env={**environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())},
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -202,7 +236,7 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
 
 
 def end(children: Sequence[Child], polite: bool) -> None:
-    """End all processes.
+    """End all processes, and what has forked them.
 
     Args:
         polite: wait for them to end by themselves, as actors do after a finished run; else SIGTERM is sent first. Those
@@ -226,13 +260,15 @@ def end(children: Sequence[Child], polite: bool) -> None:
         for process in processes:
             process.wait()
     _kill_relatives(children)
+    for child in children:
+        if child.forks is not None:
+            child.forks.close()
 
 
-def _signal_groups(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _signal_groups(processes: Sequence[Process], number: int) -> None:
     """Send a signal to the whole groups of processes."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        process.signal_group(number)
 
 
 def _kill_relatives(children: Sequence[Child]) -> None:

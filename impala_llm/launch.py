@@ -22,6 +22,7 @@ from pathlib import Path
 
 from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
+from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
@@ -53,20 +54,39 @@ def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None
         indices: of the actors; None: from 0 on.
     """
     gpus = deal_gpus(config, visible_gpus())
+    forks = make_fork_server(config)
     environment = {**child_environment(config, gpus.learner), SUPERVISED: "1"}
     if config.engine.transfer != "distributed":  # which may go to servers on other hosts
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, LOOPBACK)
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
     log = Path(config.run.dir) / "logs" / "learner.log"
-    learner = Child("learner", command, log, environment, config.learner.num_processes)
-    return [learner, *plan_actors(config, overrides, gpus, indices)]
+    learner = Child("learner", command, log, environment, config.learner.num_processes, forks=forks)
+    return [learner, *plan_actors(config, overrides, gpus, indices, forks)]
+
+
+def make_fork_server(config: Config) -> ForkServer | None:
+    """What starts the processes of this host; None where they are started one by one."""
+    if visible_gpus() or not can_fork():
+        return None
+    environment = child_environment(config, ())
+    del environment[FAMILY]  # which each of them has for itself
+    return ForkServer(environment)
 
 
 def plan_actors(
-    config: Config, overrides: Sequence[str], gpus: GpuShares, indices: Iterable[int] | None = None
+    config: Config,
+    overrides: Sequence[str],
+    gpus: GpuShares,
+    indices: Iterable[int] | None = None,
+    forks: ForkServer | None = None,
 ) -> list[Child]:
-    """The actors of this host, with their share of its cores and GPUs. indices: as for `plan`."""
+    """The actors of this host, with their share of its cores and GPUs.
+
+    Args:
+        indices: as for `plan`.
+        forks: starts them; None: the supervisor does.
+    """
     logs = Path(config.run.dir) / "logs"
     return [
         Child(
@@ -74,6 +94,7 @@ def plan_actors(
             [sys.executable, str(PACKAGE / "actor.py"), "--index", str(index), *overrides],
             logs / f"actor-{index}.log",
             child_environment(config, own),
+            forks=forks,
         )
         for index, own in zip(itertools.count() if indices is None else indices, gpus.actors, strict=False)
     ]
@@ -223,7 +244,8 @@ def supervise_actors(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise_actors(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise_actors`. indices: of the actors, after those of other supervisors of this host."""
-    actors = plan_actors(config, overrides, deal_gpus(config, visible_gpus()), indices)
+    gpus = deal_gpus(config, visible_gpus())
+    actors = plan_actors(config, overrides, gpus, indices, make_fork_server(config))
     if not actors:
         raise ConfigError("actor.num_actors=0 leaves nothing to start here: set it, or --num-actors, to 1 or more")
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -72,6 +73,8 @@ from impala_llm.trainer import Trainer
 
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
+SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
+"""Errors that will come again, and whose message is all that the user needs."""
 
 
 def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> bool:
@@ -428,22 +431,19 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
             print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (
-        ArenaError,
-        CheckpointError,
-        ConfigError,
-        KeyFileError,
-        MetricError,
-        OutOfMemory,
-        RunDirectoryError,
-    ) as error:
+    except SAYS_WHAT_TO_DO as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
     finally:
         ranks.close()
 
 
-if __name__ == "__main__":
-    gc.freeze()  # it stays to the end: later collections, which stop all threads, need not look at it
+def run(argv: Sequence[str]) -> NoReturn:
+    """The whole life of a rank's process."""
+    gc.freeze()  # what is imported stays to the end: later collections, which stop all threads, need not look at it
     gc.enable()
-    exit_process(main(sys.argv[1:]))
+    exit_process(main(argv))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

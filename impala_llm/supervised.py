@@ -38,9 +38,14 @@ def end_with_supervisor() -> None:
     if supervisor is None:
         return
     log_standard_streams()
+    die_with_parent(int(supervisor))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; ends it at once where that has another number."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(supervisor):  # it was gone before
+    if os.getppid() != parent:  # it was gone before
         sys.exit("the supervisor of this process has ended")
 
 

@@ -82,7 +82,7 @@ def test_actors_alone_tell_whether_one_failed(
     children = [
         make_child(f"actor {i}", f"raise SystemExit({code})", tmp_path / f"{i}") for i, code in enumerate(codes)
     ]
-    monkeypatch.setattr(launch, "plan_actors", lambda config, overrides, gpus, indices: children)
+    monkeypatch.setattr(launch, "plan_actors", lambda *_: children)
     assert launch.supervise_actors(load(["experiment=toy", f"run.dir={tmp_path}"]), []) == expected
     assert said in capfd.readouterr().err
 

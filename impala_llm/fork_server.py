@@ -1,0 +1,273 @@
+"""Processes of a run forked from one that has imported what they need, so that only the first start of each kind pays
+for the import: seconds of a core and some 300 MB. For hosts without a GPU, on Linux: CUDA must not have been touched
+before a fork, which no import promises.
+
+    supervisor ──requests──► fork server ──fork──► learner, actors
+         ▲──── started, ended ────┘
+
+Requests and events are lines of JSON over the server's standard input and output. Invariants: the server runs no other
+thread and no code of a user's; a forked process has the session, environment, log and command line that it would have
+if it were started by itself; all of them end with the server, and the server with its supervisor.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent
+
+_COMMAND_LINE_ROOM = 8192
+"""Bytes of a forked process's command line that `ps` shows."""
+_ARG_START, _ARG_END = 47, 48
+"""Indices of the fields of /proc/PID/stat, proc_pid_stat(5)."""
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Of NVIDIA, AMD and Windows' Linux."""
+_POLL_S = 0.01
+
+
+def can_fork() -> bool:
+    """Whether this host is one for a fork server."""
+    has_gpu = any(map(os.path.exists, _GPU_DEVICES))
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/stat") and not has_gpu
+
+
+@dataclass
+class ForkedProcess:
+    """A process that a fork server starts; the part of `subprocess.Popen` that a supervisor uses."""
+
+    server: "ForkServer"
+    pid: int | None = None
+    """None: not forked yet."""
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs or is about to."""
+        self.server.receive()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(_POLL_S)
+        return code
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to its process group. One that is not forked yet counts as ended by it, and is not run."""
+        self.server.receive()
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+        elif self.returncode is None:
+            self.returncode = -number
+
+
+@dataclass
+class ForkServer:
+    """The supervisor's side. The server is started at the first request, and again if it has died.
+
+    Args:
+        environment: what all its processes have in common. What is read when a program or a library is loaded must be
+            in it, such as OMP_NUM_THREADS.
+    """
+
+    environment: Mapping[str, str]
+    _process: "subprocess.Popen[bytes] | None" = None
+    _asked: list[tuple[ForkedProcess, int]] = field(default_factory=list)
+    """Processes that are not forked yet, in the order of their requests, with descriptors to close then."""
+    _running: dict[int, ForkedProcess] = field(default_factory=dict)
+    _unread: bytes = b""
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path | None, pipe: int
+    ) -> ForkedProcess:
+        """Have a process started.
+
+        Args:
+            command: interpreter, script of this package, arguments.
+            environment: all of it, without what names its supervisor and its pipe.
+            log: its standard output and error are appended there; None: where the supervisor's go.
+            pipe: descriptor to which it reports progress; may be closed afterwards.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._begin()
+        assert self._process is not None and self._process.stdin is not None
+        kept = os.dup(pipe)  # until it is forked
+        changed = {key: value for key, value in environment.items() if self.environment.get(key) != value}
+        request = {
+            "command": list(command),
+            "environment": changed,
+            "log": None if log is None else str(log),
+            "pipe": f"/proc/{os.getpid()}/fd/{kept}",
+        }
+        process = ForkedProcess(self)
+        self._asked.append((process, kept))
+        with suppress(BrokenPipeError):  # it has died: `receive` says so
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return process
+
+    def receive(self) -> None:
+        """Note what has been started and what has ended. All that a server has started ends with it."""
+        process = self._process
+        if process is None or process.stdout is None:
+            return
+        has_ended = process.poll() is not None  # before what it wrote last is read
+        with suppress(BlockingIOError):
+            while data := os.read(process.stdout.fileno(), 1 << 16):
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    self._note(json.loads(line))
+        if has_ended:
+            for forked, pipe in self._asked:
+                os.close(pipe)
+                self._end(forked, -signal.SIGKILL)
+            for forked in self._running.values():
+                self._end(forked, -signal.SIGKILL)
+            self._asked, self._running = [], {}
+
+    def close(self) -> None:
+        """End the server, and with it whatever it has started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self.receive()
+
+    def _begin(self) -> None:
+        self.close()
+        self._unread = b""
+        script = str(Path(__file__).resolve())
+        self._process = subprocess.Popen(
+            [sys.executable, script, " " * _COMMAND_LINE_ROOM],
+            env={**self.environment, SUPERVISOR: str(os.getpid())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def _note(self, event: Mapping[str, int]) -> None:
+        if "started" in event:
+            forked, pipe = self._asked.pop(0)
+            os.close(pipe)
+            forked.pid = event["started"]
+            self._running[forked.pid] = forked
+            if forked.returncode is not None:  # signalled before it was forked
+                with suppress(ProcessLookupError):
+                    os.kill(forked.pid, signal.SIGKILL)
+        else:
+            self._end(self._running.pop(event["ended"]), event["code"])
+
+    def _end(self, forked: ForkedProcess, code: int) -> None:
+        if forked.returncode is None:
+            forked.returncode = code
+
+
+# --- the server
+
+
+@dataclass(frozen=True)
+class _Request:
+    command: list[str]
+    environment: dict[str, str]
+    log: str | None
+    pipe: str
+
+
+def _serve(requests: int, events: int) -> _Request | None:
+    """Serve until the supervisor closes its end, and return None; in a forked process, return what it is to run."""
+    children: dict[int, int] = {}
+    """Descriptor -> process id."""
+    unread = b""
+    while True:
+        ready, _, _ = select.select([requests, *children], [], [])
+        for ended in set(ready) - {requests}:
+            os.close(ended)
+            pid, status = os.waitpid(children.pop(ended), 0)
+            _write(events, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        if requests in ready:
+            data = os.read(requests, 1 << 16)
+            if not data:
+                return None
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                request = _Request(**json.loads(line))
+                _prepare(request)
+                if (pid := os.fork()) == 0:
+                    for descriptor in (events, *children):
+                        os.close(descriptor)
+                    return request
+                children[os.pidfd_open(pid)] = pid
+                _write(events, {"started": pid})
+
+
+def _prepare(request: _Request) -> None:
+    """Import what a request needs. A failure is raised once more, by the forked process, and stands in its log."""
+    if request.log is not None:
+        with open(request.log, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    with suppress(Exception):
+        importlib.import_module(_module(request.command))
+    gc.freeze()  # it stays to the end, in all processes: no collection need look at it
+
+
+def _module(command: Sequence[str]) -> str:
+    return f"impala_llm.{Path(command[1]).stem}"
+
+
+def _become(request: _Request) -> None:
+    """Give a forked process what one that is started by itself would have."""
+    server = os.getppid()
+    os.setsid()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.update(request.environment)
+    os.environ[SUPERVISOR] = str(server)
+    os.environ[PROGRESS] = str(os.open(request.pipe, os.O_WRONLY | os.O_NONBLOCK))
+    sys.argv = request.command[1:]
+    _show_command_line(request.command)
+
+
+def _show_command_line(command: Sequence[str]) -> None:
+    """Let `ps` show a command line in place of the server's, cut where there is no more room."""
+    stat = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    start, end = int(stat[_ARG_START - 2]), int(stat[_ARG_END - 2])
+    shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in command)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, len(shown))
+
+
+def _write(events: int, event: Mapping[str, int]) -> None:
+    with suppress(BrokenPipeError):  # the supervisor is gone, and takes this process along
+        os.write(events, json.dumps(event).encode() + b"\n")
+
+
+def main() -> NoReturn:
+    """Serve, on standard input and output; in a forked process, run the script that it was asked for."""
+    gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
+    die_with_parent(int(os.environ.pop(SUPERVISOR)))
+    events = os.dup(1)
+    os.dup2(2, 1)  # nothing but events may go there
+    request = _serve(0, events)
+    if request is None:
+        sys.exit(0)
+    _become(request)
+    importlib.import_module(_module(request.command)).run(sys.argv[1:])
+    raise AssertionError("run does not return")
+
+
+if __name__ == "__main__":
+    main()
