@@ -43,6 +43,7 @@ from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
+from impala_llm.stop_signals import ToldToStop
 
 PART_EPISODES = 500
 """Episodes after which what was recorded is written."""
@@ -290,7 +291,7 @@ def _asked(observation: str, _info: dict[str, Any]) -> str:
 
 
 def _end_at_once(number: int, _frame: object) -> None:
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else ToldToStop(number)
 
 
 def _suite(config: Config, catalogue: int) -> tuple[Suite, str]:

@@ -24,6 +24,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from impala_llm.stop_signals import ToldToStop
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -168,7 +170,7 @@ def _imported(path: str) -> Any:
     found: Any = None
     try:
         found = importlib.import_module(module)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ToldToStop):
         raise
     except BaseException as error:  # a module is other people's code; a script's last line may be sys.exit()
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None

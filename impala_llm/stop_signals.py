@@ -12,6 +12,17 @@ class Stopped(Exception):
     """A signal has come, to any process of the learner, while it waits for a batch."""
 
 
+class ToldToStop(SystemExit):
+    """SIGTERM or SIGHUP has come. A class of its own, since other people's code may raise SystemExit too.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
 class StopSignals:
     """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
     memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most, or for as long as
@@ -28,10 +39,10 @@ class StopSignals:
         signal.signal(signal.SIGALRM, self._wake)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit where a signal has come."""
+        """Raise KeyboardInterrupt or ToldToStop where a signal has come."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.number:
-            raise KeyboardInterrupt if self.number == signal.SIGINT else SystemExit(128 + self.number)
+            raise KeyboardInterrupt if self.number == signal.SIGINT else ToldToStop(self.number)
 
     def _receive(self, number: int, _frame: object) -> None:
         for each in STOP_SIGNALS:

@@ -6,6 +6,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.extras import MissingPackage
 from impala_llm.plugs import ENVIRONMENTS, load
 from impala_llm.settings import EnvConfig
+from impala_llm.stop_signals import ToldToStop
 
 
 def make_suite(config: EnvConfig) -> Suite:
@@ -23,7 +24,7 @@ def make_suite(config: EnvConfig) -> Suite:
             suite = make() if options is None else make(options)
     except MissingPackage as error:
         raise EnvironmentFault(f"env.name={config.name} cannot be made: {error}") from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ToldToStop):
         raise
     except BaseException as error:  # an environment is other people's code, and may call sys.exit()
         reason = " ".join(str(error).split())

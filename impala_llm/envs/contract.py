@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
+from impala_llm.stop_signals import ToldToStop
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
@@ -23,8 +24,8 @@ _closing: set[asyncio.Future[Any]] = set()
 """Calls of `close` that are under way: what nobody holds may be dropped."""
 
 
-_NOT_ITS_OWN = (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-"""Errors that come through an environment from outside: Ctrl-C, and the end of a coroutine. All others are its own,
+_NOT_ITS_OWN = (KeyboardInterrupt, ToldToStop, GeneratorExit, asyncio.CancelledError)
+"""Errors that come through an environment from outside: a signal, and the end of a coroutine. All others are its own,
 those that derive from BaseException alone included, such as SystemExit and the panics of libraries in Rust."""
 
 
