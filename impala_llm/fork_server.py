@@ -188,6 +188,7 @@ class _Request:
 
 def _serve(requests: int, events: int) -> _Request | None:
     """Serve until the supervisor closes its end, and return None; in a forked process, return what it is to run."""
+    server = os.getpid()
     children: dict[int, int] = {}
     """Descriptor -> process id."""
     unread = b""
@@ -205,10 +206,16 @@ def _serve(requests: int, events: int) -> _Request | None:
             for line in lines:
                 request = _Request(**json.loads(line))
                 _prepare(request)
+                reading, writing = os.pipe()
                 if (pid := os.fork()) == 0:
-                    for descriptor in (events, *children):
+                    for descriptor in (events, reading, *children):
                         os.close(descriptor)
+                    _become(request, server)
+                    os.close(writing)
                     return request
+                os.close(writing)
+                os.read(reading, 1)  # until it has a process group, to which signals can be sent
+                os.close(reading)
                 children[os.pidfd_open(pid)] = pid
                 _write(events, {"started": pid})
 
@@ -216,7 +223,7 @@ def _serve(requests: int, events: int) -> _Request | None:
 def _prepare(request: _Request) -> None:
     """Import what a request needs. A failure is raised once more, by the forked process, and stands in its log."""
     if request.log is not None:
-        with open(request.log, "ab") as log:
+        with suppress(OSError), open(request.log, "ab") as log:  # without it, the one before
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     with suppress(Exception):
@@ -228,9 +235,8 @@ def _module(command: Sequence[str]) -> str:
     return f"impala_llm.{Path(command[1]).stem}"
 
 
-def _become(request: _Request) -> None:
-    """Give a forked process what one that is started by itself would have."""
-    server = os.getppid()
+def _become(request: _Request, server: int) -> None:
+    """Give a forked process what one that is started by itself would have. server: process id of its parent."""
     os.setsid()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -264,7 +270,6 @@ def main() -> NoReturn:
     request = _serve(0, events)
     if request is None:
         sys.exit(0)
-    _become(request)
     importlib.import_module(_module(request.command)).run(sys.argv[1:])
     raise AssertionError("run does not return")
 

@@ -1,0 +1,108 @@
+"""Processes that a fork server starts are as those that start by themselves."""
+
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from impala_llm.fork_server import ForkedProcess, ForkServer, can_fork
+from impala_llm.settings import PACKAGE
+from tests.system.runs import START_S, Run
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(not can_fork(), reason="no fork server on this host")]
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    forks = ForkServer({**os.environ, "PYTHONPATH": str(PACKAGE.parent)})
+    yield forks
+    forks.close()
+
+
+def start(server: ForkServer, log: Path, *settings: str, **environment: str) -> ForkedProcess:
+    """An actor; one of a run that nobody has started waits for its learner."""
+    reading, writing = os.pipe()
+    words = ["--index", "3", "experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", *settings]
+    command = [sys.executable, str(PACKAGE / "actor.py"), *words]
+    process = server.start(command, {**server.environment, **environment}, log, writing)
+    os.close(writing)
+    os.close(reading)
+    return process
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_started(process: ForkedProcess) -> bool:
+    return process.poll() is None and process.pid is not None
+
+
+def test_a_forked_process_has_its_own_session_command_line_environment_and_log(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "a log"
+    waiting = start(server, log, GREETING="hello to you")
+    wait_for(lambda: has_started(waiting))
+    assert waiting.pid is not None
+    seen = psutil.Process(waiting.pid)
+    assert seen.cmdline()[:2] == [sys.executable, str(PACKAGE / "actor.py")] and "--index" in seen.cmdline()
+    assert os.getsid(waiting.pid) == waiting.pid == os.getpgid(waiting.pid)
+    assert Path(f"/proc/{waiting.pid}/fd/0").readlink() == Path("/dev/null")
+    assert Path(f"/proc/{waiting.pid}/fd/1").readlink() == Path(f"/proc/{waiting.pid}/fd/2").readlink() == log
+    waiting.signal_group(signal.SIGTERM)
+    assert waiting.wait() == -signal.SIGTERM
+
+    refused = start(server, tmp_path / "another", "actor.num_actors=many", GREETING="hello")
+    assert refused.wait() == 2
+    assert "actor.num_actors" in (tmp_path / "another").read_text()
+    assert "actor.num_actors" not in log.read_text()
+
+
+def test_all_end_with_their_server_and_another_one_starts_the_next(server: ForkServer, tmp_path: Path) -> None:
+    first = start(server, tmp_path / "log")
+    wait_for(lambda: has_started(first))
+    assert first.pid is not None
+    forker = psutil.Process(first.pid).parent()
+    assert forker is not None
+    forker.kill()
+    assert first.wait() == -signal.SIGKILL
+    wait_for(lambda: not psutil.pid_exists(first.pid or 0))
+
+    second = start(server, tmp_path / "log")
+    wait_for(lambda: has_started(second))
+    server.close()
+    assert second.poll() == -signal.SIGKILL
+
+
+def test_what_is_told_to_end_before_it_is_forked_never_runs(server: ForkServer, tmp_path: Path) -> None:
+    cancelled = start(server, tmp_path / "cancelled", "actor.num_actors=many")
+    cancelled.signal_group(signal.SIGTERM)
+    assert cancelled.poll() == -signal.SIGTERM
+    behind = start(server, tmp_path / "log")
+    wait_for(lambda: has_started(behind))
+    assert cancelled.poll() == -signal.SIGTERM
+
+
+def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) -> None:
+    with Run(tmp_path, "experiment=toy", "learner.total_updates=12", "pipeline.heartbeat_s=0.2") as run:
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        [forker] = run.processes(str(PACKAGE / "fork_server.py"))
+        assert {child.pid for child in forker.children()} == {
+            process.pid for name in ("learner.py", "actor.py") for process in run.processes(str(PACKAGE / name))
+        }
+        forker.kill()
+        assert supervisor.wait(START_S) == 0, run.printed()
+        assert "killed by SIGKILL" in run.printed()
+        assert (tmp_path / "policy").is_dir()
+        run.assert_gone()
