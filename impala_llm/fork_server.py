@@ -39,8 +39,13 @@ _POLL_S = 0.01
 
 def can_fork() -> bool:
     """Whether this host is one for a fork server."""
-    has_gpu = any(map(os.path.exists, _GPU_DEVICES))
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/stat") and not has_gpu
+    if sys.platform != "linux" or any(map(os.path.exists, _GPU_DEVICES)):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # some sandboxes have none
+    except OSError:
+        return False
+    return True
 
 
 @dataclass
@@ -251,6 +256,8 @@ def _show_command_line(command: Sequence[str]) -> None:
     """Let `ps` show a command line in place of the server's, cut where there is no more room."""
     stat = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     start, end = int(stat[_ARG_START - 2]), int(stat[_ARG_END - 2])
+    if start == 0:  # not told
+        return
     shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in command)[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, shown, len(shown))
