@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent
 
 _COMMAND_LINE_ROOM = 8192
@@ -249,6 +251,7 @@ def _become(request: _Request, server: int) -> None:
     os.environ[SUPERVISOR] = str(server)
     os.environ[PROGRESS] = str(os.open(request.pipe, os.O_WRONLY | os.O_NONBLOCK))
     sys.argv = request.command[1:]
+    np.random.seed()  # random does so by itself, and torch's generator begins alike in every process
     _show_command_line(request.command)
 
 

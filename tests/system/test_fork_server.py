@@ -106,3 +106,18 @@ def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) ->
         assert "killed by SIGKILL" in run.printed()
         assert (tmp_path / "policy").is_dir()
         run.assert_gone()
+
+
+def test_forked_processes_draw_different_random_numbers(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a user's environment, which may draw from the generators of the modules."""
+    draws = "import random\nimport numpy\nprint('drew', random.random(), numpy.random.random())\n"
+    (tmp_path / "forked_draws.py").write_text(draws)
+    monkeypatch.chdir(tmp_path)
+    drawn = []
+    for name in ("first", "second"):
+        assert start(server, tmp_path / name, "env=forked_draws:no_such_suite").wait() == 2
+        [line] = [line for line in (tmp_path / name).read_text().splitlines() if "drew" in line]
+        drawn.append(line.split()[-2:])
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
