@@ -32,7 +32,7 @@ from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent
 
 _COMMAND_LINE_ROOM = 8192
 """Bytes of a forked process's command line that `ps` shows."""
-_ARG_START, _ARG_END = 47, 48
+_ARG_START, _ARG_END, _ENV_START, _ENV_END = 47, 48, 49, 50
 """Indices of the fields of /proc/PID/stat, proc_pid_stat(5)."""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of NVIDIA, AMD and Windows' Linux."""
@@ -166,7 +166,11 @@ class ForkServer:
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def _note(self, event: Mapping[str, int]) -> None:
-        if "started" in event:
+        if "failed" in event:
+            forked, pipe = self._asked.pop(0)
+            os.close(pipe)
+            self._end(forked, event["failed"])
+        elif "started" in event:
             forked, pipe = self._asked.pop(0)
             os.close(pipe)
             forked.pid = event["started"]
@@ -214,7 +218,15 @@ def _serve(requests: int, events: int) -> _Request | None:
                 request = _Request(**json.loads(line))
                 _prepare(request)
                 reading, writing = os.pipe()
-                if (pid := os.fork()) == 0:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # no more processes, or no memory
+                    print(f"fork server: {error}", file=sys.stderr, flush=True)
+                    _write(events, {"failed": 1})
+                    os.close(reading)
+                    os.close(writing)
+                    continue
+                if pid == 0:
                     for descriptor in (events, reading, *children):
                         os.close(descriptor)
                     _become(request, server)
@@ -247,23 +259,40 @@ def _become(request: _Request, server: int) -> None:
     os.setsid()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
+    _show_environment(request.environment)
     os.environ.update(request.environment)
     os.environ[SUPERVISOR] = str(server)
     os.environ[PROGRESS] = str(os.open(request.pipe, os.O_WRONLY | os.O_NONBLOCK))
     sys.argv = request.command[1:]
-    np.random.seed()  # random does so by itself, and torch's generator begins alike in every process
     _show_command_line(request.command)
+    np.random.seed()  # the generator of `random` does so by itself
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _show_command_line(command: Sequence[str]) -> None:
     """Let `ps` show a command line in place of the server's, cut where there is no more room."""
-    stat = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-    start, end = int(stat[_ARG_START - 2]), int(stat[_ARG_END - 2])
-    if start == 0:  # not told
-        return
-    shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in command)[: end - start - 1]
+    start, end = _memory(_ARG_START, _ARG_END)
+    shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in command)[: max(0, end - start - 1)]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, shown, len(shown))
+
+
+def _show_environment(changed: Mapping[str, str]) -> None:
+    """Let /proc/PID/environ show new values in place of the server's that are as long: who looks for the descendants of
+    a process, those that it forks itself among them, reads it there."""
+    start, end = _memory(_ENV_START, _ENV_END)
+    area = ctypes.string_at(start, end - start)
+    for key, value in changed.items():
+        old, new = (f"{key}={each}\0".encode(errors="surrogateescape") for each in (os.environ.get(key, ""), value))
+        if len(old) == len(new) and (offset := area.find(old)) >= 0:
+            ctypes.memmove(start + offset, new, len(new))
+
+
+def _memory(first: int, last: int) -> tuple[int, int]:
+    """The addresses in two fields of this process's stat; equal where the system does not tell."""
+    stat = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    return int(stat[first - 2]), int(stat[last - 2])
 
 
 def _write(events: int, event: Mapping[str, int]) -> None:

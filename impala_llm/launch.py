@@ -69,9 +69,7 @@ def make_fork_server(config: Config) -> ForkServer | None:
     """What starts the processes of this host; None where they are started one by one."""
     if visible_gpus() or not can_fork():
         return None
-    environment = child_environment(config, ())
-    del environment[FAMILY]  # which each of them has for itself
-    return ForkServer(environment)
+    return ForkServer(child_environment(config, ()))
 
 
 def plan_actors(

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from impala_llm.child_processes import FAMILY, Child, end
 from impala_llm.fork_server import ForkedProcess, ForkServer, can_fork
 from impala_llm.settings import PACKAGE
 from tests.system.runs import START_S, Run
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.system, pytest.mark.skipif(not can_fork(), reason="no 
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    forks = ForkServer({**os.environ, "PYTHONPATH": str(PACKAGE.parent)})
+    forks = ForkServer({**os.environ, "PYTHONPATH": str(PACKAGE.parent), FAMILY: "0" * 32})
     yield forks
     forks.close()
 
@@ -51,11 +52,12 @@ def test_a_forked_process_has_its_own_session_command_line_environment_and_log(
     server: ForkServer, tmp_path: Path
 ) -> None:
     log = tmp_path / "a log"
-    waiting = start(server, log, GREETING="hello to you")
+    waiting = start(server, log, GREETING="hello to you", **{FAMILY: "1" * 32})
     wait_for(lambda: has_started(waiting))
     assert waiting.pid is not None
     seen = psutil.Process(waiting.pid)
     assert seen.cmdline()[:2] == [sys.executable, str(PACKAGE / "actor.py")] and "--index" in seen.cmdline()
+    assert seen.environ()[FAMILY] == "1" * 32, "by which its descendants are found"
     assert os.getsid(waiting.pid) == waiting.pid == os.getpgid(waiting.pid)
     assert Path(f"/proc/{waiting.pid}/fd/0").readlink() == Path("/dev/null")
     assert Path(f"/proc/{waiting.pid}/fd/1").readlink() == Path(f"/proc/{waiting.pid}/fd/2").readlink() == log
@@ -112,12 +114,27 @@ def test_forked_processes_draw_different_random_numbers(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of a user's environment, which may draw from the generators of the modules."""
-    draws = "import random\nimport numpy\nprint('drew', random.random(), numpy.random.random())\n"
+    draws = "import random, numpy, torch\nprint('drew', random.random(), numpy.random.random(), torch.rand(1).item())\n"
     (tmp_path / "forked_draws.py").write_text(draws)
     monkeypatch.chdir(tmp_path)
     drawn = []
     for name in ("first", "second"):
         assert start(server, tmp_path / name, "env=forked_draws:no_such_suite").wait() == 2
         [line] = [line for line in (tmp_path / name).read_text().splitlines() if "drew" in line]
-        drawn.append(line.split()[-2:])
-    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+        drawn.append(line.split()[-3:])
+    assert all(one != other for one, other in zip(*drawn, strict=True)), drawn
+
+
+def test_processes_end_although_their_server_is_stopped(server: ForkServer, tmp_path: Path) -> None:
+    words = ["--index", "3", "experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}"]
+    command = [sys.executable, str(PACKAGE / "actor.py"), *words]
+    child = Child("actor 3", command, tmp_path / "log", {**server.environment, FAMILY: "2" * 32}, forks=server)
+    child.start()
+    wait_for(lambda: child.poll() is None and child.processes[0].pid is not None)
+    pid = child.processes[0].pid
+    forker = psutil.Process(pid).parent()
+    assert forker is not None
+    forker.suspend()
+    end([child], polite=False)
+    wait_for(lambda: not psutil.pid_exists(pid or 0))
+    assert child.poll() is not None and not psutil.pid_exists(forker.pid)
