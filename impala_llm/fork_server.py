@@ -263,7 +263,7 @@ def _become(request: _Request, server: int) -> None:
     os.environ.update(request.environment)
     os.environ[SUPERVISOR] = str(server)
     os.environ[PROGRESS] = str(os.open(request.pipe, os.O_WRONLY | os.O_NONBLOCK))
-    sys.argv = request.command[1:]
+    sys.argv, sys.orig_argv = request.command[1:], list(request.command)
     _show_command_line(request.command)
     np.random.seed()  # the generator of `random` does so by itself
     if "torch" in sys.modules:
@@ -304,6 +304,7 @@ def main() -> NoReturn:
     """Serve, on standard input and output; in a forked process, run the script that it was asked for."""
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
     die_with_parent(int(os.environ.pop(SUPERVISOR)))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some launchers hand it on, it would lose exit codes
     events = os.dup(1)
     os.dup2(2, 1)  # nothing but events may go there
     request = _serve(0, events)

@@ -138,3 +138,12 @@ def test_processes_end_although_their_server_is_stopped(server: ForkServer, tmp_
     end([child], polite=False)
     wait_for(lambda: not psutil.pid_exists(pid or 0))
     assert child.poll() is not None and not psutil.pid_exists(forker.pid)
+
+
+def test_exit_codes_come_although_a_launcher_has_had_sigchld_ignored(server: ForkServer, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        refused = start(server, tmp_path / "log", "actor.num_actors=many")  # which starts the server, too
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert refused.wait() == 2
