@@ -256,13 +256,14 @@ def end(children: Sequence[Child], polite: bool) -> None:
                 break
             time.sleep(POLL_S)
         _signal_groups(processes, signal.SIGKILL)  # also what is left of their groups
+    # Of those that are left nobody hears where their fork server is stopped: it is killed then, and they with it.
     killed = [process for _, processes in running for process in processes]
     until = time.monotonic() + GUARD_S
     while any([process.poll() is None for process in killed]) and time.monotonic() < until:
         time.sleep(POLL_S)
     for child in children:
         if child.forks is not None:
-            child.forks.close()  # one that is stopped tells of no end
+            child.forks.close()
     for process in killed:
         process.wait()
     _kill_relatives(children)

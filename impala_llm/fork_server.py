@@ -1,13 +1,14 @@
 """Processes of a run forked from one that has imported what they need, so that only the first start of each kind pays
-for the import: seconds of a core and some 300 MB. For hosts without a GPU, on Linux: CUDA must not have been touched
-before a fork, which no import promises.
+for the import: 4 to 5 s of a core and some 200 MB, as measured with CPU builds of torch. For hosts without a GPU, on
+Linux: CUDA must not have been touched before a fork, which no import promises.
 
     supervisor ──requests──► fork server ──fork──► learner, actors
          ▲──── started, ended ────┘
 
 Requests and events are lines of JSON over the server's standard input and output. Invariants: the server runs no other
-thread and no code of a user's; a forked process has the session, environment, log and command line that it would have
-if it were started by itself; all of them end with the server, and the server with its supervisor.
+thread and no code of a user's; a forked process has the session, environment, log and arguments that it would have if
+it were started by itself, and shows them in /proc (its command line with NULs behind it); all of them end with the
+server, and the server with its supervisor.
 """
 
 import ctypes
@@ -35,7 +36,7 @@ _COMMAND_LINE_ROOM = 8192
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 47, 48, 49, 50
 """Indices of the fields of /proc/PID/stat, proc_pid_stat(5)."""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of NVIDIA, AMD and Windows' Linux."""
+"""Device files of GPUs: by NVIDIA, by AMD, and in Windows' Linux."""
 _POLL_S = 0.01
 
 
@@ -71,7 +72,8 @@ class ForkedProcess:
         return code
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to its process group. One that is not forked yet counts as ended by it, and is not run."""
+        """Send a signal to its process group. One that is not forked yet counts as ended by it, and is killed
+        as soon as it is forked."""
         self.server.receive()
         if self.pid is not None:
             with suppress(ProcessLookupError):

@@ -66,7 +66,10 @@ def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None
 
 
 def make_fork_server(config: Config) -> ForkServer | None:
-    """What starts the processes of this host; None where they are started one by one."""
+    """Make the fork server of this host's processes; None where they are started one by one.
+
+    Its own value of `FAMILY` keeps the room in which each of them shows its own.
+    """
     if visible_gpus() or not can_fork():
         return None
     return ForkServer(child_environment(config, ()))

@@ -21,9 +21,8 @@ START_S = 120.0
 """Deadline for whatever includes the start of processes, which import PyTorch on a busy machine."""
 IMPATIENT = "actor.fault_patience_s=1"
 """Setting of runs of which only how they end is looked at; that faults are borne, tests/test_actor_faults.py shows."""
-
-
 SMALL = "replay.capacity_mb=64"
+"""Setting of all runs: the default of 512 MB would be reserved, and set to zero, at each start, a second of a core."""
 
 
 class Run:
@@ -32,7 +31,6 @@ class Run:
     def __init__(self, directory: Path, *settings: str) -> None:
         self.name = f"test-{uuid.uuid4().hex[:12]}"
         self.directory = directory
-        # The default of 512 MB would be reserved, and set to zero, at each start: a second of a core.
         self.settings = [f"run.name={self.name}", f"run.dir={directory}", "run.terminal=false", SMALL, *settings]
         self.started: list[subprocess.Popen[bytes]] = []
         self.python_path = [str(ROOT)]

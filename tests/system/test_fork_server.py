@@ -86,13 +86,16 @@ def test_all_end_with_their_server_and_another_one_starts_the_next(server: ForkS
     assert second.poll() == -signal.SIGKILL
 
 
-def test_what_is_told_to_end_before_it_is_forked_never_runs(server: ForkServer, tmp_path: Path) -> None:
-    cancelled = start(server, tmp_path / "cancelled", "actor.num_actors=many")
+def test_what_is_told_to_end_before_it_is_forked_does_not_stay(server: ForkServer, tmp_path: Path) -> None:
+    cancelled = start(server, tmp_path / "cancelled")  # it would wait for ever
     cancelled.signal_group(signal.SIGTERM)
     assert cancelled.poll() == -signal.SIGTERM
     behind = start(server, tmp_path / "log")
     wait_for(lambda: has_started(behind))
     assert cancelled.poll() == -signal.SIGTERM
+    forker = psutil.Process(behind.pid).parent()
+    assert forker is not None
+    wait_for(lambda: [child.pid for child in forker.children()] == [behind.pid])
 
 
 def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) -> None:
