@@ -96,7 +96,8 @@ def test_the_best_rate_of_each_lag_is_chosen_and_of_equal_ones_the_lowest() -> N
 
 
 def test_the_rivals_are_those_that_bear_a_lag_of_64_best_beside_the_fixed_methods() -> None:
-    finished = as_scored({"PPO clip": 0.9, "M2PO": 0.8, "CISPO": 0.7, "TOPR": 0.6})
+    of_groups = {"TOPR, group": 0.85}  # is compared with PPO's clip on groups alone
+    finished = as_scored({"PPO clip": 0.9, "M2PO": 0.8, "CISPO": 0.7, "TOPR": 0.6, **of_groups})
     screened = plan.screen(range(2), finished)
     assert plan.rivals(finished(screened)) == ["M2PO", "CISPO"]
     reported = plan.main(range(2), finished)

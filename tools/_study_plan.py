@@ -163,12 +163,15 @@ def chosen_rates(results: Sequence[Result]) -> dict[str, dict[int, float]]:
 
 
 def rivals(results: Sequence[Result], number: int = NUM_RIVALS) -> list[str]:
-    """The methods beside the fixed ones with the highest interquartile mean of the final score at lag 64."""
+    """The methods beside the fixed ones with the highest interquartile mean of the final score at lag 64.
+
+    Not those on group-relative advantages, which the plan compares with a control of their own.
+    """
     scores: dict[str, list[float]] = {}
     for result in results:
         if result["settings"]["lag"] == 64:
             scores.setdefault(result["settings"]["method"], []).append(final_score(result))
-    means = {m: float(interquartile_mean(np.array(found))) for m, found in scores.items() if m not in FIXED}
+    means = {m: float(interquartile_mean(np.array(found))) for m, found in scores.items() if m not in FIXED and not m.endswith(", group")}
     return sorted(means, key=lambda method: -means[method])[:number]
 
 
