@@ -34,7 +34,7 @@ from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_server
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import HUGE_PAGES, SUPERVISED, signal_name
+from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -112,14 +112,11 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
         # An environment that makes text from sets shows the same in every process.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         "TQDM_DISABLE": "1",  # logs are read line by line
-        # glibc gives large blocks back at once, and fresh pages cost more than the work on them: keep them.
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-        "MALLOC_TOP_PAD_": str(64 << 20),
+        **ALLOCATOR,
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
         FAMILY: uuid.uuid4().hex,
-        # Activation checkpointing gives large tensors back at once all the same, for the memory: then in pages of 2 MB.
+        # Activation checkpointing gives memory back every few layers: then it is taken anew in pages of 2 MB.
         **({HUGE_PAGES: "1"} if config.learner.activation_checkpointing else {}),
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }

@@ -51,7 +51,7 @@ from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, server_transport
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
@@ -415,8 +415,6 @@ def main(argv: Sequence[str]) -> int:
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
-    if config.learner.activation_checkpointing:
-        prepare_memory()
     disable_progress_bar()
     ranks = Ranks.of(config)
     try:

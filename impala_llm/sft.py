@@ -39,7 +39,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda, prepare_memory
+from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
@@ -349,8 +349,6 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     after Ctrl-C."""
     prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
     prepare_cuda(config.model.cuda_products)
-    if config.learner.activation_checkpointing:
-        prepare_memory()
     try:
         warm_start(config, folders)
     except KeyboardInterrupt:

@@ -24,6 +24,12 @@ WORKED = b"."
 """The line that reports progress; all others are JSON objects."""
 RENDEZVOUS = "IMPALA_LLM_RENDEZVOUS"
 """URL of the file through which the ranks of a learner find each other."""
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""glibc's settings, by which processes keep freed memory: fresh pages cost more than the work on them."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's variable: memory of large tensors on a CPU comes in pages of 2 MB."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

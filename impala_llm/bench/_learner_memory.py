@@ -25,7 +25,7 @@ import numpy as np
 
 from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
-from impala_llm.supervised import HUGE_PAGES
+from impala_llm.supervised import ALLOCATOR, HUGE_PAGES
 
 LEARNERS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))
 """learner.precision and learner.activation_checkpointing of each."""
@@ -59,9 +59,10 @@ def measure_memory() -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 
 def _in_process(*arguments: str) -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, **threads, **ALLOCATOR, "HF_HUB_OFFLINE": "1"}  # as the supervisor does
     if arguments[0] == "learner" and arguments[-1] != "0":
-        environment[HUGE_PAGES] = "1"  # as the supervisor does
+        environment[HUGE_PAGES] = "1"
     command = [sys.executable, "-m", "impala_llm.bench._learner_memory", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -78,12 +79,10 @@ def _learner(folder: Path, precision: str, every: str) -> dict[str, Any]:
     """Updates in one micro-batch."""
     from impala_llm.bench._learner_loops import rows_of_actions, trainer
     from impala_llm.learning.packing import pack
-    from impala_llm.learning.products import prepare_cpu, prepare_memory
+    from impala_llm.learning.products import prepare_cpu
     from impala_llm.learning.scoring import action_log_probs
 
     prepare_cpu(1)
-    if every != "0":
-        prepare_memory()  # as the learner does
     rows = rows_of_actions(folder, [_ROW] * (_BUDGET // _ROW), _ACTIONS, scored=False)
     words = [f"learner.token_budget={_BUDGET}", f"learner.precision={precision}"]
     update, _, model = trainer(folder, rows, *words, f"learner.activation_checkpointing={every}")

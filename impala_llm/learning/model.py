@@ -30,9 +30,13 @@ from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.learning.lora import without_prefix
+from impala_llm.learning.products import give_back_memory
 from impala_llm.pipeline.weights.slots import TensorSource
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+_LAYERS_BETWEEN = 4
+"""Checkpointed layers for which a CPU keeps what others have freed. With a 135 M model and 8,192 tokens, 2 to 5 differ
+by 2 % in memory and time; for each layer alone the pages that are taken anew cost 10 % of the time."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -95,8 +99,8 @@ class PolicyModel(nn.Module):
         """
         self._dtype = torch.bfloat16 if precision == "bfloat16" else None
         layers = [module for module in self._trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for layer in layers[::checkpoint_every] if checkpoint_every else ():
-            layer.forward = partial(_checkpointed, layer.forward)
+        for number, layer in enumerate(layers[::checkpoint_every] if checkpoint_every else ()):
+            layer.forward = partial(_checkpointed, layer.forward, number % _LAYERS_BETWEEN == 0)
 
     @property
     def is_exact(self) -> bool:
@@ -242,11 +246,22 @@ class PolicyModel(nn.Module):
         (directory / VALUE_HEAD_FILE).write_bytes(self.value_head_bytes())
 
 
-def _checkpointed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The forward of a layer, computed again in the backward pass."""
+def _checkpointed(forward: Callable[..., Any], gives_back: bool, *arguments: Any, **options: Any) -> Any:
+    """The forward of a layer, computed again in the backward pass.
+
+    Args:
+        gives_back: whether a CPU's free memory goes back to the system before the layer is computed.
+    """
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    return checkpoint(forward, *arguments, use_reentrant=False, **options)
+    return checkpoint(_computed, forward, gives_back, *arguments, use_reentrant=False, **options)
+
+
+def _computed(forward: Callable[..., Any], gives_back: bool, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+    # Before the layer, not after it: the backward pass leaves a layer as soon as it has what it needs.
+    if gives_back and hidden.device.type == "cpu":
+        give_back_memory()
+    return forward(hidden, *arguments, **options)
 
 
 def _write(tensor: Tensor, target: np.ndarray) -> None:

@@ -31,21 +31,15 @@ def prepare_cpu(num_threads: int) -> None:
         products.fp32_precision = before
 
 
-_M_MMAP_THRESHOLD = -3  # glibc, malloc.h
-_OWN_MEMORY = 2 << 20
-"""Bytes from which a tensor gets memory of its own."""
+def give_back_memory() -> None:
+    """Have glibc give all memory that is free at this moment back to the system; elsewhere nothing happens.
 
-
-def prepare_memory() -> None:
-    """Have the memory of tensors go back to the system as soon as they are freed, on a CPU.
-
-    By itself glibc keeps what was freed, up to blocks of 32 MB, and what a layer keeps for the backward pass then lies
-    between holes that nothing else fits into: the heap grows to several times of what is in use. The price is that
-    memory is taken from the system again for each tensor.
+    By itself it keeps what was freed, blocks of up to 32 MB, and what a layer keeps for the backward pass then lies
+    between holes that nothing else fits into: the heap grows to several times of what is in use.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc's
-        libc.mallopt(_M_MMAP_THRESHOLD, _OWN_MEMORY)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def prepare_cuda(precision: str) -> None:

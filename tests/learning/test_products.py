@@ -1,5 +1,6 @@
 """Precision of float32 products: a CPU's and a GPU's are set apart from each other."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.supervised import ALLOCATOR
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +41,20 @@ def test_the_gpus_precision_is_a_setting_of_its_own(setting: str, expected: str)
 
 
 def test_freed_tensors_give_their_memory_back_to_the_system() -> None:
-    """In a process of its own, whose allocator is set for good: what is kept between temporaries leaves no holes."""
+    """In a process of its own, with the supervisor's settings: the holes between what is kept take no memory."""
     program = (
         "import psutil, torch\n"
-        "from impala_llm.learning.products import prepare_memory\n"
-        "torch.zeros(1 << 20); prepare_memory()\n"
+        "from impala_llm.learning.products import give_back_memory\n"
+        "torch.zeros(1 << 20)\n"
         "before = psutil.Process().memory_info().rss\n"
         "kept = []\n"
         "for _ in range(40):\n"
         "    between = [torch.ones(5 << 18) for _ in range(4)]\n"
         "    del between\n"
         "    kept.append(torch.ones(1 << 20))\n"
+        "give_back_memory()\n"
         "print(psutil.Process().memory_info().rss - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    environment = {**os.environ, **ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert int(done.stdout) < 1.2 * 40 * (4 << 20), "the 40 tensors that are kept; 1.5 times that by itself"
