@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -258,6 +259,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--policy", help="Hugging Face directory that shop-rates and shop start from")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left: runs under way end, none begins
     deadline = time.monotonic() + 60 * arguments.minutes
     # A trial does not take the place of the study's data.
     of_repository = ROOT / "docs" / "results" / "off_policy"
