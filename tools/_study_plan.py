@@ -171,7 +171,7 @@ def rivals(results: Sequence[Result], number: int = NUM_RIVALS) -> list[str]:
     for result in results:
         if result["settings"]["lag"] == 64:
             scores.setdefault(result["settings"]["method"], []).append(final_score(result))
-    candidates = [m for m in scores if m not in FIXED and not m.endswith(", group")]
+    candidates = [m for m in scores if m not in FIXED and not set(GROUP) <= set(METHODS[m])]
     means = {m: float(interquartile_mean(np.array(scores[m]))) for m in candidates}
     return sorted(means, key=lambda method: -means[method])[:number]
 

@@ -36,7 +36,7 @@ from impala_llm.pipeline.weights.slots import TensorSource
 VALUE_HEAD_FILE = "value_head.safetensors"
 _LAYERS_BETWEEN = 4
 """Checkpointed layers for which a CPU keeps what others have freed. With a 135 M model and 8,192 tokens, 2 to 5 differ
-by 2 % in memory and time; for each layer alone the pages that are taken anew cost 10 % of the time."""
+by 2 % in memory and time; before each layer the pages that are taken anew cost 10 % more of the time."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
