@@ -107,9 +107,13 @@ def test_the_rivals_are_those_that_bear_a_lag_of_64_best_beside_the_fixed_method
 
 def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
     finished = as_scored({})
-    choosing = [*plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished)]
+    choosing = [
+        *plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished),
+        *plan.quarters(range(2)), *plan.built(range(3), finished),
+    ]  # fmt: skip
     reported = [
-        *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished)
+        *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
+        *plan.confirm(range(10), finished),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -119,6 +123,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     finished = as_scored({})
     plans = [
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
+        plan.quarters([0])[::16], plan.built([0], finished), plan.confirm([0], finished),
         plan.shop_rates([0], finished), plan.shop([0], finished),
     ]  # fmt: skip
     for overrides in {run.overrides for runs in plans for run in runs}:
@@ -126,8 +131,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     for runs in plans:
         assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
         assert len({replace(run, method="", lag=0, task="", overrides=()) for run in runs}) == 1
-    starts = {start for runs in plans[:4] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[4:] for run in runs)
+    starts = {start for runs in plans[:7] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[7:] for run in runs)
     for start in starts:
         load(start.overrides)
 

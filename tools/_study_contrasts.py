@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tools import _study_plan as plan
+from tools import _study_quarters as quarter
 from tools import _study_report as reporting
 from tools import _study_stats as stats
 from tools._study_report import Result
@@ -81,9 +82,50 @@ def rate_table(results: Sequence[Result]) -> str:
     return reporting.table(["method", "lag", *(f"rate {rate:g}" for rate in rates)], rows)
 
 
+def quarter_tables(results: Sequence[Result]) -> str:
+    """Three tables: the weights of each quarter, what explains the variance between cells, and the best cells beside
+    those that have a name. Intervals are over the 27 settings of the other quarters."""
+    by_label = {method: scores_by_seed(runs) for (method,), runs in reporting.group_by(results, "method").items()}
+    scores = quarter.scores_of(by_label)
+    means = quarter.main_effects(scores)
+    symbols = list(quarter.SYMBOLS.values())
+    levels = []
+    for number, name in enumerate(quarter.QUARTERS):
+        pairs = [quarter.contrast_of_levels(scores, number, *two) for two in ((1, 0), (2, 0), (2, 1))]
+        levels.append(
+            [
+                symbols[number],
+                f"{100 * reporting.figure_of(results, f'loss/{name}_share'):.1f} %",
+                *(f"{mean:.3f}" for mean in means[number]),
+                *(with_interval(differences, stats.mean) for differences in pairs),
+            ]
+        )
+    shares = quarter.variance_shares(scores)
+    ranked = sorted(shares, key=lambda quarters: -shares[quarters])
+    rest = ["what three and four quarters do together, and chance", f"{100 * (1 - sum(shares.values())):.0f} %"]
+    explained = [[" × ".join(symbols[q] for q in quarters), f"{100 * shares[quarters]:.0f} %"] for quarters in ranked]
+    fitted, measured = quarter.fitted(scores), scores.mean(axis=-1)
+    order = np.argsort(-fitted).tolist()
+    shown = [n for rank, n in enumerate(order) if rank < 8 or quarter.CELLS[n] in quarter.KNOWN]
+    cells = [
+        [
+            str(order.index(n) + 1), *(word.replace("ratio", "ρ") for word in quarter.CELLS[n]),
+            quarter.KNOWN.get(quarter.CELLS[n], ""), f"{fitted[n]:.3f}", f"{measured[n]:.3f}",
+        ]
+        for n in shown
+    ]  # fmt: skip
+    return "\n\n".join(
+        [
+            reporting.table(["quarter", "tokens", "0", "1", "ρ", "1 less 0", "ρ less 0", "ρ less 1"], levels),
+            reporting.table(["quarters", "share of the variance between cells"], [*explained, rest]),
+            reporting.table(["rank", *symbols, "known as", "fitted", "measured"], cells),
+        ]
+    )
+
+
 def contrast_table(results: Sequence[Result], shipped: str = plan.FIXED[0]) -> str:
-    """What ships less each other method at the lags of the family, paired by seed; p of the mean by signs, and
-    corrected by Holm's method over all rows."""
+    """One method, by default what ships, less each other method at the lags of the family, paired by seed; p of the
+    mean by signs, and corrected by Holm's method over all rows."""
     by_method = {
         key: scores_by_seed(runs)
         for key, runs in reporting.group_by(results, "method", "lag").items()

@@ -4,6 +4,9 @@
     screen   every method at the rate chosen at lag 16: lags 64, 256     the same tasks and seeds
     main     the fixed methods and the best rivals, all lags             test tasks, reported seeds
     long     the same on a corridor of twice as many turns
+    quarters    81 losses, by what each quarter of the tokens weighs      validation tasks, seeds of their own
+    built       the best of them at three rates                           validation tasks and seeds
+    confirm     it beside what ships and the best rival, all lags         test tasks, seeds of their own
     shop-rates, shop    the same two steps on WebShop, by the policy that --policy names
 
 A later phase rests on what an earlier one has found: `chosen_rates` and `rivals` are the rules.
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tools import _study_grid as grid
+from tools import _study_quarters as quarter
 from tools._study_lab import RunSettings
 from tools._study_stats import interquartile_mean
 
@@ -53,7 +57,11 @@ RATE_LAGS = (0, 16)
 """Lags at which learning rates are chosen."""
 LAGS = (0, 16, 64, 256)
 VALIDATION_SEEDS_FROM = 1000
-SEEDS = {"rates": 3, "screen": 3, "main": 30, "long": 5, "shop-rates": 1, "shop": 3}
+QUARTER_SEEDS_FROM = 2000
+CONFIRM_SEEDS_FROM = 30
+SEEDS = {
+    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "confirm": 10, "shop-rates": 1, "shop": 3
+}  # fmt: skip
 """Number of seeds of each phase."""
 SHOP = (
     "model=tiny_shopper", "run.terminal=false", "actor.max_episodes=64", "algorithm.max_staleness=null",
@@ -115,6 +123,46 @@ def long(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     return [replace(run, evaluate_on="test") for run in runs]
 
 
+def quarters(seeds: Sequence[int]) -> list[RunSettings]:
+    """At the lag and the rate at which the methods of `screen` differ most."""
+    return [
+        _corridor_with("quarters", 64, quarter.label(cell), quarter.overrides(cell), 1e-3, QUARTER_SEEDS_FROM + seed)
+        for cell in quarter.CELLS
+        for seed in seeds
+    ]
+
+
+def built(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
+    return [
+        _corridor_with("built", lag, method, words, rate, VALIDATION_SEEDS_FROM + seed)
+        for lag in (16, 64)
+        for method, words in _built_methods(finished).items()
+        for rate in RATES
+        for seed in seeds
+    ]
+
+
+def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
+    """What was built, what ships, and the best rival, each at the rate that was chosen at lag 16.
+
+    Of the two that were built the one with the higher interquartile mean at lag 64.
+    """
+    chosen, methods = _found(finished)
+    results = finished(built(range(SEEDS["built"]), finished))
+    own = {method: of_lag[16] for method, of_lag in chosen_rates(results).items()}
+    at_own_rate = [r for r in results if rate_of(r["settings"]) == own[r["settings"]["method"]]]
+    best = ranked(at_own_rate)[0]
+    compared = {method: (METHODS[method], chosen[method][16]) for method in (methods[0], methods[len(FIXED)])}
+    compared[best] = (_built_methods(finished)[best], own[best])
+    runs = [
+        _corridor_with("confirm", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
+        for lag in LAGS
+        for method, (words, rate) in compared.items()
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
 def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
     _, methods = _found(finished)
     return [
@@ -167,13 +215,29 @@ def rivals(results: Sequence[Result], number: int = NUM_RIVALS) -> list[str]:
 
     Not those on group-relative advantages, which the plan compares with a control of their own.
     """
+    return [m for m in ranked(results) if m not in FIXED and not set(GROUP) <= set(METHODS[m])][:number]
+
+
+def ranked(results: Sequence[Result], lag: int = 64) -> list[str]:
+    """Methods by their interquartile mean of the final score at a lag, the best first."""
     scores: dict[str, list[float]] = {}
     for result in results:
-        if result["settings"]["lag"] == 64:
+        if result["settings"]["lag"] == lag:
             scores.setdefault(result["settings"]["method"], []).append(final_score(result))
-    candidates = [m for m in scores if m not in FIXED and not set(GROUP) <= set(METHODS[m])]
-    means = {m: float(interquartile_mean(np.array(scores[m]))) for m in candidates}
-    return sorted(means, key=lambda method: -means[method])[:number]
+    return sorted(scores, key=lambda method: -float(interquartile_mean(np.array(scores[method]))))
+
+
+def _built_methods(finished: Finished) -> dict[str, tuple[str, ...]]:
+    """The best cell of `quarters`, by ratios of tokens and of episodes."""
+    scores: dict[str, dict[int, float]] = {}
+    for result in finished(quarters(range(SEEDS["quarters"]))):
+        of_cell = scores.setdefault(result["settings"]["method"], {})
+        of_cell[result["settings"]["seed"]] = final_score(result)
+    cell = quarter.best_cell(quarter.scores_of(scores))
+    return {
+        f"{quarter.label(cell)}, {level}": (*quarter.overrides(cell), f"algorithm.loss.level={level}")
+        for level in ("token", "sequence")
+    }
 
 
 def _found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
@@ -183,8 +247,14 @@ def _found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
 
 
 def _corridor(part: str, lag: int, method: str, rate: float, seed: int, num_turns: int = 3) -> RunSettings:
+    return _corridor_with(part, lag, method, METHODS[method], rate, seed, num_turns)
+
+
+def _corridor_with(
+    part: str, lag: int, method: str, words_of_method: tuple[str, ...], rate: float, seed: int, num_turns: int = 3
+) -> RunSettings:
     task = f"corridor, {num_turns} turns, rate {rate:g}"
-    run = grid.corridor(part, task, lag, method, METHODS[method], seed, num_updates=600)
+    run = grid.corridor(part, task, lag, method, words_of_method, seed, num_updates=600)
     own = {"learner.learning_rate": f"{rate:g}"} | ({} if num_turns == 3 else {"engine.max_length": "128"})
     words = tuple(word for word in run.overrides if word.split("=")[0] not in own)
     overrides = (*words, *(f"{key}={value}" for key, value in own.items()))

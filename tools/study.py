@@ -8,10 +8,10 @@
 
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
-the ones before it: rates, screen, main, long, shop-rates, shop (tools/_study_plan.py). A finished run is one file under
---runs, named by its settings: a second call runs only what is missing, and changed settings run anew. Runs whose data
-stand under docs/results/off_policy are finished too, so that a clone of this repository goes on where the study
-stopped; to run a part anew, move its file away and name an empty --runs.
+the ones that it rests on: rates, screen, main, long, quarters, built, confirm, shop-rates, shop (tools/_study_plan.py).
+A finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
+settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
+repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -196,13 +196,18 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     Raises:
         Missing: what it rests on has not finished.
     """
-    of_first = {"a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e, "rates": plan.rates}
-    if part in of_first:
-        return of_first[part](seeds)
+    on_nothing = {
+        "a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e,
+        "rates": plan.rates, "quarters": plan.quarters,
+    }  # fmt: skip
+    if part in on_nothing:
+        return on_nothing[part](seeds)
     done = partial(all_finished, folder=folder)
     if part in ("shop-rates", "shop"):
         return (plan.shop if part == "shop" else plan.shop_rates)(seeds, done, policy)
-    on_corridor = {"screen": plan.screen, "main": plan.main, "long": plan.long}
+    on_corridor = {
+        "screen": plan.screen, "main": plan.main, "long": plan.long, "built": plan.built, "confirm": plan.confirm
+    }  # fmt: skip
     return on_corridor[part](seeds, done) if part in on_corridor else []
 
 
@@ -238,12 +243,15 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     from tools import _study_contrasts as contrasts
 
     write_data(part, results, out)
-    if part in ("rates", "shop-rates"):
+    if part == "quarters":
+        return contrasts.quarter_tables(results)
+    if part in ("rates", "shop-rates", "built"):
         return contrasts.rate_table(results)
     contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
     if part != "screen":  # nothing is concluded from what chooses
-        tables.append(contrasts.contrast_table(results))
+        subject = results[-1]["settings"]["method"] if part == "confirm" else plan.FIXED[0]
+        tables.append(contrasts.contrast_table(results, subject))
     return "\n\n".join(tables)
 
 
