@@ -71,6 +71,24 @@ def test_two_lags_and_methods_play_the_same_tasks_and_runs_repeat_to_the_bit(bat
     assert tasks[:5] == tasks[5:10] == tasks[10:]
 
 
+@pytest.mark.parametrize("interval, ages", [("3", [0, 1, 2, 0, 1, 2, 0]), ("null", [0, 1, 2, 3, 4, 5, 6])])
+def test_weights_that_are_published_seldom_make_data_older_and_the_newest_are_scored(
+    interval: str, ages: list[int], batches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+
+    class WatchedPlayer(lab.Player):
+        async def score(self, greedy: bool) -> float:
+            scored.append(self.scored_engine.version)
+            return await super().score(greedy)
+
+    monkeypatch.setattr(lab, "Player", WatchedPlayer)
+    lab.run(replace(small(0, 7, f"learner.sync_interval={interval}"), evaluate_every=1))
+    of_updates = [{v - int(u) for t in found for u in t.versions[t.action_mask]} for v, found in batches]
+    assert of_updates == [{age} for age in ages]
+    assert scored == [version for version in range(8) for _ in ("greedy", "sampled")]
+
+
 def test_replay_draws_each_episode_as_often_as_its_ratio_says_at_the_same_lag(batches: list) -> None:
     result = lab.run(small(4, 9, "replay.samples_per_insert=4", "replay.max_replays=16"))
     assert result["episodes"] == 8 + 8 * 8 // 4 == lab.num_due(8, 8, 4.0)

@@ -109,11 +109,11 @@ def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
     finished = as_scored({})
     choosing = [
         *plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished),
-        *plan.quarters(range(2)), *plan.built(range(3), finished),
+        *plan.quarters(range(2)), *plan.built(range(3), finished), *plan.dpo_rates(range(3)),
     ]  # fmt: skip
     reported = [
         *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
-        *plan.confirm(range(10), finished),
+        *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -124,6 +124,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     plans = [
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
         plan.quarters([0])[::16], plan.built([0], finished), plan.confirm([0], finished),
+        plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
         plan.shop_rates([0], finished), plan.shop([0], finished),
     ]  # fmt: skip
     for overrides in {run.overrides for runs in plans for run in runs}:
@@ -131,8 +132,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     for runs in plans:
         assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
         assert len({replace(run, method="", lag=0, task="", overrides=()) for run in runs}) == 1
-    starts = {start for runs in plans[:7] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[7:] for run in runs)
+    starts = {start for runs in plans[:10] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[10:] for run in runs)
     for start in starts:
         load(start.overrides)
 
@@ -150,6 +151,10 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     tables = study.report_of_second("main", finished(runs), tmp_path)
     difference = "0.050 [0.050, 0.050]"
     assert f"| PPO clip less M2PO | 64 | 4 | {difference} | {difference} | 0.1250 | 1.0000 |" in tables, "2 of 16 signs"
+    of_dtypes = study.report_of_second("precision", finished(plan.precision(range(2))), tmp_path)
+    assert "| TOPR, float32 less TOPR, bfloat16 | 0 | 2 | 0.000" in of_dtypes
+    of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
+    assert of_intervals.count("| DPO, weights every update less ") == 3
     assert "50 % [50, 50]" in tables
     assert len((tmp_path / "main.jsonl").read_text().splitlines()) == len(runs)
     assert (tmp_path / "main.svg").read_text().startswith("<?xml")

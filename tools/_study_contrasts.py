@@ -123,32 +123,24 @@ def quarter_tables(results: Sequence[Result]) -> str:
     )
 
 
-def contrast_table(results: Sequence[Result], shipped: str = plan.FIXED[0]) -> str:
-    """One method, by default what ships, less each other method at the lags of the family, paired by seed; p of the
-    mean by signs, and corrected by Holm's method over all rows."""
-    by_method = {
-        key: scores_by_seed(runs)
-        for key, runs in reporting.group_by(results, "method", "lag").items()
-        if key[1] in CONTRASTED_LAGS
-    }
+def contrast_table(
+    results: Sequence[Result], pairs: Sequence[tuple[str, str]], lags: Sequence[int] = CONTRASTED_LAGS
+) -> str:
+    """The first method of each pair less the second at each lag, paired by seed; p of the mean by signs, and corrected
+    by Holm's method over all rows."""
+    of = {key: scores_by_seed(runs) for key, runs in reporting.group_by(results, "method", "lag").items()}
     rows: list[list[str]] = []
     p_values: list[float] = []
-    for (method, lag), scores in by_method.items():
-        ours = by_method.get((shipped, lag), {})
-        seeds = sorted(set(ours) & set(scores))
-        if method == shipped or not seeds:
-            continue
-        differences = np.array([ours[seed] - scores[seed] for seed in seeds])
-        p_values.append(stats.paired_p_value(differences.tolist()))
-        rows.append(
-            [
-                f"{shipped} less {method}",
-                str(lag),
-                str(len(seeds)),
-                with_interval(differences, stats.mean),
-                with_interval(differences),
-            ]
-        )
+    for lag in lags:
+        for method, other in pairs:
+            ours, theirs = of.get((method, lag), {}), of.get((other, lag), {})
+            seeds = sorted(set(ours) & set(theirs))
+            if not seeds:
+                continue
+            differences = np.array([ours[seed] - theirs[seed] for seed in seeds])
+            p_values.append(stats.paired_p_value(differences.tolist()))
+            label = [f"{method} less {other}", str(lag), str(len(seeds))]
+            rows.append([*label, with_interval(differences, stats.mean), with_interval(differences)])
     for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True):
         row += [f"{p:.4f}", f"{corrected:.4f}"]
     return reporting.table(["contrast", "lag", "pairs", "mean", "interquartile mean", "p", "p, Holm"], rows)

@@ -5,6 +5,8 @@ In the whole system staleness depends on timing. Here the embedded engine plays,
 samples per insert, N(v) = B + v B / S episodes have arrived before update v, and those that come with it were played by
 version max(0, v - lag).
 
+Weights are published after every update, or as `learner.sync_interval` says: what is scored is always the newest.
+
 Invariant: the settings and the seed decide everything; two runs that differ in `lag` or in the algorithm play equally
 many episodes of the same tasks in the same order and make equally many updates.
 """
@@ -25,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from impala_llm.config import load
 from impala_llm.engines import make_engine
+from impala_llm.engines.base import TokenGenerator
 from impala_llm.envs import make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.envs.toy import CorridorSuite
@@ -132,13 +135,18 @@ class TaskStream:
 
 
 class Player:
-    """The embedded engine on the tasks of a suite."""
+    """The embedded engine on the tasks of a suite.
+
+    It plays with the weights that were published, and is scored with the newest. Where these can differ, it is two.
+    """
 
     def __init__(self, config: Config, settings: RunSettings, suite: Suite) -> None:
         policy = resolve_policy(config)
         self.suite = suite
         self.tasks = TaskStream(suite, config.algorithm.group_size, settings.rare_share, settings.seed)
         self.engine = make_engine(config, policy, version=0)
+        is_one = config.learner.sync_interval == 1
+        self.scored_engine = self.engine if is_one else make_engine(config, policy, version=0)
         self._chat = ChatFormat(AutoTokenizer.from_pretrained(policy), suite.system_prompt)
         self._config = config
         self._seed = settings.seed << 32
@@ -147,16 +155,20 @@ class Player:
     async def play(self, num_episodes: int) -> list[Trajectory]:
         """The next episodes of the training tasks, sampled at the training temperature."""
         jobs = [self.tasks.next() for _ in range(num_episodes)]
-        return await self._play(jobs, greedy=False, seed=self._seed, training=True)
+        return await self._play(self.engine, jobs, greedy=False, seed=self._seed, training=True)
 
     async def score(self, greedy: bool) -> float:
         """Mean score on the held-out tasks; sampled ones always with the same random numbers."""
         jobs = [(task, number, number) for number, task in enumerate(self._held_out)]
-        episodes = await self._play(jobs, greedy, seed=self._seed + (1 << 31), training=False)
+        episodes = await self._play(self.scored_engine, jobs, greedy, seed=self._seed + (1 << 31), training=False)
         return float(np.mean([episode.score for episode in episodes]))
 
+    async def close(self) -> None:
+        for engine in {self.engine, self.scored_engine}:
+            await engine.close()
+
     async def _play(
-        self, jobs: Sequence[tuple[int, int, int]], greedy: bool, seed: int, training: bool
+        self, engine: TokenGenerator, jobs: Sequence[tuple[int, int, int]], greedy: bool, seed: int, training: bool
     ) -> list[Trajectory]:
         settings = self._config.engine
         limits = EpisodeLimits(settings.temperature, settings.max_new_tokens, settings.max_length, greedy)
@@ -167,7 +179,7 @@ class Player:
             for task, group, n in jobs
         ]
         return await asyncio.gather(
-            *(play_episode(spec, self.suite.session(training), self.engine, self._chat, limits) for spec in specs)
+            *(play_episode(spec, self.suite.session(training), engine, self._chat, limits) for spec in specs)
         )
 
 
@@ -212,6 +224,8 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
 
     async def evaluate(version: int) -> None:
         summary = log.flush()
+        if player.scored_engine is not player.engine:
+            player.scored_engine.load_state(model.lm.state_dict(), version)
         point = {"update": version, "episodes": num_arrived}
         point |= {"greedy": await player.score(greedy=True), "sampled": await player.score(greedy=False)}
         curve.append(point | {name: summary[name] for name in CURVES if name in summary})
@@ -231,10 +245,12 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         log.add("buffer/reuse", batch.mean_reuse)
         source.received.clear()
         source.evicted.clear()
-        player.engine.load_state(model.lm.state_dict(), version + 1)
+        interval = config.learner.sync_interval
+        if interval is not None and (version + 1) % interval == 0:
+            player.engine.load_state(model.lm.state_dict(), version + 1)
         if (version + 1) % settings.evaluate_every == 0 or version + 1 == settings.num_updates:
             await evaluate(version + 1)
-    await player.engine.close()
+    await player.close()
     if save is not None:
         model.save(save, policy_files(resolve_policy(config)))
     return {

@@ -7,6 +7,8 @@
     quarters    81 losses, by what each quarter of the tokens weighs      validation tasks, seeds of their own
     built       the best of them at three rates                           validation tasks and seeds
     confirm     it beside what ships and the best rival, all lags         test tasks, seeds of their own
+    dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
+    precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
     shop-rates, shop    the same two steps on WebShop, by the policy that --policy names
 
 A later phase rests on what an earlier one has found: `chosen_rates` and `rivals` are the rules.
@@ -60,7 +62,8 @@ VALIDATION_SEEDS_FROM = 1000
 QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 SEEDS = {
-    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "confirm": 10, "shop-rates": 1, "shop": 3
+    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "confirm": 10,
+    "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
 SHOP = (
@@ -68,6 +71,10 @@ SHOP = (
     "learner.batch_size=32", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
     "learner.stall_timeout_s=5", "algorithm.aggregate=sequence_mean_token_mean",
 )  # fmt: skip
+
+SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
+DPO = ("algorithm.credit=preference", "algorithm.loss=reinforce", "algorithm.group_size=8",
+       "algorithm.aggregate=sequence_mean_token_sum")  # fmt: skip
 
 Result = dict[str, Any]
 Finished = Callable[[Sequence[RunSettings]], list[Result]]
@@ -163,6 +170,44 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     return [replace(run, evaluate_on="test") for run in runs]
 
 
+def dpo_rates(seeds: Sequence[int]) -> list[RunSettings]:
+    return [
+        _corridor_with("dpo-rates", 0, method, words, rate, VALIDATION_SEEDS_FROM + seed)
+        for method, words in _by_interval().items()
+        for rate in RATES
+        for seed in seeds
+    ]
+
+
+def dpo(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
+    """Each interval at its own best rate."""
+    chosen = chosen_rates(finished(dpo_rates(range(SEEDS["dpo-rates"]))))
+    runs = [
+        _corridor_with("dpo", 0, method, words, chosen[method][0], CONFIRM_SEEDS_FROM + seed)
+        for method, words in _by_interval().items()
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
+def precision(seeds: Sequence[int]) -> list[RunSettings]:
+    """At lag 0, where the engine's rounding is all that makes ratios differ from 1, and one rate for all."""
+    runs = [
+        _corridor_with(
+            "precision",
+            0,
+            f"{method}, {dtype}",
+            (*METHODS[method], f"engine.dtype={dtype}"),
+            1e-3,
+            CONFIRM_SEEDS_FROM + seed,
+        )
+        for method in ("no correction", "token-TIS", "PPO clip", "TOPR")
+        for dtype in ("float32", "bfloat16")
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
 def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
     _, methods = _found(finished)
     return [
@@ -225,6 +270,12 @@ def ranked(results: Sequence[Result], lag: int = 64) -> list[str]:
         if result["settings"]["lag"] == lag:
             scores.setdefault(result["settings"]["method"], []).append(final_score(result))
     return sorted(scores, key=lambda method: -float(interquartile_mean(np.array(scores[method]))))
+
+
+def _by_interval() -> dict[str, tuple[str, ...]]:
+    return {
+        f"DPO, weights {label}": (*DPO, f"learner.sync_interval={words}") for label, words in SYNC_INTERVALS.items()
+    }
 
 
 def _built_methods(finished: Finished) -> dict[str, tuple[str, ...]]:

@@ -8,10 +8,11 @@
 
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
-the ones that it rests on: rates, screen, main, long, quarters, built, confirm, shop-rates, shop (tools/_study_plan.py).
-A finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
-settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
-repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
+the ones that it rests on: rates, screen, main, long, quarters, built, confirm, dpo-rates, dpo, precision, shop-rates,
+shop (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a second call runs only
+what is missing, and changed settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so
+that a clone of this repository goes on where the study stopped; to run a part anew, move its file away and name an
+empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -198,7 +199,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     """
     on_nothing = {
         "a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e,
-        "rates": plan.rates, "quarters": plan.quarters,
+        "rates": plan.rates, "quarters": plan.quarters, "dpo-rates": plan.dpo_rates, "precision": plan.precision,
     }  # fmt: skip
     if part in on_nothing:
         return on_nothing[part](seeds)
@@ -206,7 +207,8 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     if part in ("shop-rates", "shop"):
         return (plan.shop if part == "shop" else plan.shop_rates)(seeds, done, policy)
     on_corridor = {
-        "screen": plan.screen, "main": plan.main, "long": plan.long, "built": plan.built, "confirm": plan.confirm
+        "screen": plan.screen, "main": plan.main, "long": plan.long,
+        "built": plan.built, "confirm": plan.confirm, "dpo": plan.dpo,
     }  # fmt: skip
     return on_corridor[part](seeds, done) if part in on_corridor else []
 
@@ -245,13 +247,17 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     write_data(part, results, out)
     if part == "quarters":
         return contrasts.quarter_tables(results)
-    if part in ("rates", "shop-rates", "built"):
+    if part in ("rates", "shop-rates", "built", "dpo-rates"):
         return contrasts.rate_table(results)
     contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
-    if part != "screen":  # nothing is concluded from what chooses
-        subject = results[-1]["settings"]["method"] if part == "confirm" else plan.FIXED[0]
-        tables.append(contrasts.contrast_table(results, subject))
+    methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
+    if part == "precision":
+        tables.append(contrasts.contrast_table(results, list(zip(methods[::2], methods[1::2], strict=True)), [0]))
+    elif part != "screen":  # nothing is concluded from what chooses
+        first = methods[-1] if part == "confirm" else methods[0]
+        pairs = [(first, method) for method in methods if method != first]
+        tables.append(contrasts.contrast_table(results, pairs, [0] if part == "dpo" else contrasts.CONTRASTED_LAGS))
     return "\n\n".join(tables)
 
 
