@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, m
     for script in sorted(SCRIPTS, reverse=True):  # the learner makes the keys
         environment = {
             **os.environ,
-            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "RUNS": str(tmp_path / "runs"),
             "WORDS": str(tmp_path / script.stem),

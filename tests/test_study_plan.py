@@ -127,8 +127,10 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
         plan.shop_rates([0], finished), plan.shop([0], finished),
     ]  # fmt: skip
-    for overrides in {run.overrides for runs in plans for run in runs}:
-        load(overrides)
+    # Rates are numbers, and make nothing valid or not: one of each method.
+    kinds = {tuple(w for w in run.overrides if "learning_rate" not in w): run for runs in plans for run in runs}
+    for run in kinds.values():
+        load(run.overrides)
     for runs in plans:
         assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
         assert len({replace(run, method="", lag=0, task="", overrides=()) for run in runs}) == 1
