@@ -28,7 +28,8 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.update import Update, optimizer_steps, reason_left_out
 from impala_llm.limited_warnings import RateLimitedWarnings
-from impala_llm.observability.metrics import MetricLog, StageTimer, declare
+from impala_llm.observability.metrics import MetricLog, declare
+from impala_llm.observability.stages import StageTimer
 from impala_llm.replay import ReplayBuffer, ReplayFraction
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
@@ -280,6 +281,7 @@ class Trainer:
         trajectories = [update.batch.trajectories[i] for i in members]
         found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack"))
         with self.timer.stage("log"):
+            self.log.add_all(update.untaught(part))
             for places, rows, outcome in found:
                 update.add(outcome, places)
                 self.log.add_all(outcome.metrics)

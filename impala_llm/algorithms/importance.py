@@ -159,32 +159,6 @@ def log_linear_proximal(
     return behaviour_log_probs + (1 - 1 / steps) * (log_probs - behaviour_log_probs)
 
 
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """(Σw)² / (n·Σw²) in (0, 1] (Kish): the share of the samples that equal weights would need for the same variance.
-
-    Args:
-        weights: float[n], >= 0.
-
-    Returns:
-        Scalar without gradient; 0 only when there is no positive weight at all.
-
-    Raises:
-        TypeError, ValueError: wrong dtype or shape, a negative weight.
-    """
-    require_float("weights", weights, ndim=1)
-    weights = weights.detach()
-    if weights.numel() == 0:
-        return weights.new_zeros(())
-    smallest, largest = torch.aminmax(weights)
-    if bool(smallest < 0):
-        raise ValueError(f"weights holds {float(smallest)}: importance weights are >= 0")
-    if bool(largest == 0):
-        return weights.new_zeros(())
-    scaled = weights / largest  # squares of large weights would overflow, of small ones vanish
-    share: Tensor = scaled.sum().square() / (weights.numel() * scaled.square().sum())
-    return share.clamp(max=1.0)
-
-
 def kl_estimates(log_ratio: Tensor) -> KLEstimates:
     """Estimates of KL(μ‖π) from tokens that μ sampled (Schulman, "Approximating KL divergence", 2020).
 

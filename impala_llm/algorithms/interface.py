@@ -40,8 +40,15 @@ from torch import Tensor
 from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
-MetricValue = tuple[str, float, float]
-"""A measured number: metric, value, and what it is a mean of (its weight)."""
+MetricValue = tuple[str, float | tuple[float, ...], float]
+"""A measurement: metric, value, and what it is a mean of (its weight). The figure of a whole batch that is no mean of
+the figures of its parts, such as a deviation, has the means that it is formed of; see `moments`."""
+
+
+def moments(values: Tensor) -> tuple[float, float]:
+    """Mean, and mean of the squares, of float[n] in double precision; not a number where n is 0."""
+    values = values.detach().double()
+    return float(values.mean()), float(values.square().mean())
 
 
 @dataclass(frozen=True)

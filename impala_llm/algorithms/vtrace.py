@@ -36,7 +36,7 @@ from impala_llm.algorithms.checks import (
     require_segment_ids,
 )
 from impala_llm.algorithms.importance import Caps, apply_dead_band, ratios, segment_mean, segment_sum
-from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit
+from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit, moments
 from impala_llm.settings import bounded, one_of
 
 
@@ -335,11 +335,7 @@ class ValueCredit(Credit):
         )
 
     def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
-        spread = target.vs.var(unbiased=False).item()
-        unexplained = (target.vs - values).var(unbiased=False).item()
-        # Targets that are all but equal leave nothing to explain.
-        explained = 1.0 - unexplained / spread if spread > 1e-6 else 0.0
-        return [("value/explained_variance", explained, float(len(values)))]
+        return [("value/explained_variance", moments(target.vs) + moments(target.vs - values), float(len(values)))]
 
 
 @credit("vtrace")

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import importance, losses
-from impala_llm.algorithms.interface import BatchLoss, LossOutput, MetricValue, PackedBatch, Scored, Worth, parts_of
+from impala_llm.algorithms.interface import (
+    BatchLoss,
+    LossOutput,
+    MetricValue,
+    PackedBatch,
+    Scored,
+    Worth,
+    moments,
+    parts_of,
+)
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
@@ -88,6 +97,10 @@ class Rows:
     """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
 
 
+PARTS_OF_LOSS = ("loss/policy", "loss/value", "loss/total")
+"""Metrics that are sums over a whole optimizer step; their weights are the action tokens of all its trajectories."""
+
+
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
@@ -118,8 +131,8 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
         sums = sums + importance.segment_sum(value_errors.detach(), worth.value_rows, len(batch.lengths))
     # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
     share, tokens = denominators.tokens / len(keep), float(len(keep))
-    parts = {"policy": of_policy, "value": of_values, "total": total}
-    metrics = [(f"loss/{name}", part.item() * share, tokens) for name, part in parts.items()]
+    parts = zip(PARTS_OF_LOSS, (of_policy, of_values, total), strict=True)
+    metrics: list[MetricValue] = [(name, part.item() * share, tokens) for name, part in parts]
     metrics += [
         *kl_metrics,
         *_loss_metrics(output),
@@ -265,15 +278,15 @@ def _token_metrics(scored: Scored, advantages: Tensor, keep: Tensor, batch: Pack
     values: dict[str, Tensor | float] = {
         "loss/entropy": scored.entropy.mean(),
         "advantage/mean": advantages.mean(),
-        "advantage/std": advantages.std(unbiased=False),
         "ratio/mean": ratio.mean(),
         "ratio/max": ratio.max(),
-        "ratio/ess": importance.effective_sample_size(ratio),
         "ratio/k1": kl.k1,
         "ratio/k3": kl.k3,
         "ratio/rejected_share": 1.0 - float(keep.float().mean()),
     }
-    metrics = [(name, float(value), float(len(log_ratio))) for name, value in values.items()]
+    count = float(len(log_ratio))
+    metrics: list[MetricValue] = [(name, float(value), count) for name, value in values.items()]
+    metrics += [("advantage/std", moments(advantages), count), ("ratio/ess", moments(ratio), count)]
     newest, oldest = (
         batch.versions.new_zeros(len(batch.lengths)).scatter_reduce(
             0, batch.segment_ids, batch.versions, edge, include_self=False

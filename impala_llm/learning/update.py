@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from impala_llm.algorithms.advantages import episode_return
+from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.objective import Denominators, Outcome
+from impala_llm.learning.objective import PARTS_OF_LOSS, Denominators, Outcome
 from impala_llm.trajectory import Trajectory
 
 
@@ -76,6 +77,11 @@ class Update:
     def __post_init__(self) -> None:
         self.culprits = set(self.endless)
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
+
+    def untaught(self, part: Sequence[int]) -> list[MetricValue]:
+        """Part of the losses of an optimizer step of the trajectories that have no gradient: 0, for their tokens."""
+        count = sum(self.batch.trajectories[i].num_action_tokens for i in set(part) - set(self.teaching))
+        return [(name, 0.0, float(count)) for name in PARTS_OF_LOSS]
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:
         """Take in a micro-batch. places: of its rows in the batch."""

@@ -13,9 +13,8 @@ under `env/`, whose second half the environment chooses): one name, one meaning.
 """
 
 import difflib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +32,10 @@ class Kind(Enum):
     MIN = "minimum"
     SUM = "sum"
     LAST = "last value"
+    # Formed once of the weighted means of several numbers.
+    DEVIATION = "standard deviation, of the mean and the mean of the squares"
+    SAMPLE_SIZE = "effective sample size (sum w)^2 / (n sum w^2), of the same"
+    EXPLAINED = "1 - Var(errors) / Var(targets), of both of the targets and both of the errors"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,25 @@ STAGES = ("idle", "receive", "pack", "forward", "backward", "optimize", "publish
 drawing a batch without waiting; gradient reduction belongs to `backward`, a step's metrics to the `log` of the next."""
 OVERHEAD = ("receive", "pack", "publish", "log")
 """Stages in which nothing is learned."""
+
+_FORMULAS: dict[Kind, tuple[int, Callable[..., float]]] = {
+    Kind.MEAN: (1, lambda mean: mean),
+    Kind.DEVIATION: (2, lambda mean, square: math.sqrt(_variance(mean, square))),
+    Kind.SAMPLE_SIZE: (2, lambda mean, square: mean * mean / square if square else 0.0),
+    Kind.EXPLAINED: (4, lambda *moments: _explained(_variance(*moments[:2]), _variance(*moments[2:]))),
+}
+"""Number of means, and what is formed of them, of each kind that is weighted."""
+
+
+def _variance(mean: float, square: float) -> float:
+    variance = square - mean * mean
+    return variance if variance > 1e-12 * square else 0.0  # what rounding leaves of a constant
+
+
+def _explained(of_targets: float, of_errors: float) -> float:
+    # Targets that are all but equal leave nothing to explain.
+    return 1.0 - of_errors / of_targets if of_targets > 1e-6 else 0.0
+
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
 
@@ -132,7 +154,7 @@ _DECLARED = (
     ),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
-    ("advantage/std", _MEAN, "its standard deviation over the action tokens of a batch"),
+    ("advantage/std", Kind.DEVIATION, "its standard deviation over the action tokens of a batch"),
     # The warm start on demonstrations, `impala-llm sft`, which also writes optimizer/* and progress/seconds.
     ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated answers in nats, per action token"),
     ("sft/value_loss", _MEAN, "squared error of the values against the demonstrations' returns, per turn"),
@@ -147,7 +169,7 @@ _DECLARED = (
     ("ratio/pg_clip_share", _MEAN, "share of action tokens whose weight in the policy loss is truncated or masked"),
     (
         "ratio/ess",
-        _MEAN,
+        Kind.SAMPLE_SIZE,
         "effective sample size (sum w)^2 / (n sum w^2) in (0, 1], over the batch's untruncated ratios",
     ),
     ("ratio/k1", _MEAN, "estimate of KL(mu, pi) by -log(pi/mu), nats per action token; may be negative"),
@@ -277,14 +299,16 @@ def declare(part: str, meanings: Mapping[str, str]) -> None:
 
     Args:
         part: what a name without `/` is logged under.
-        meanings: by name; one that ends in `_max` or `_min` is combined by that, others are means.
+        meanings: by name; one that ends in `_max`, `_min` or `explained_variance` is combined by that, others are
+            means.
 
     Raises:
         MetricError: a name has another meaning already.
     """
     for short, meaning in meanings.items():
         name = short if "/" in short else f"{part}/{short}"
-        kind = Kind.MAX if name.endswith("_max") else Kind.MIN if name.endswith("_min") else Kind.MEAN
+        kinds = {"_max": Kind.MAX, "_min": Kind.MIN, "explained_variance": Kind.EXPLAINED}
+        kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Kind.MEAN)
         metric = Metric(name, kind, meaning)
         if METRICS.setdefault(name, metric) != metric:
             raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give {meaning!r} another name")
@@ -312,9 +336,9 @@ def describe(name: str) -> Metric:
 
 @dataclass
 class _Cell:
-    """Running value of one metric; `weight` is the denominator of a mean."""
+    """Running values of one metric; `weight` is the denominator of means."""
 
-    value: float
+    values: list[float]
     weight: float
 
 
@@ -324,43 +348,45 @@ class MetricLog:
     def __init__(self) -> None:
         self._cells: dict[str, _Cell] = {}
 
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Adds one value.
+    def add(self, name: str, value: float | tuple[float, ...], weight: float = 1.0) -> None:
+        """Adds one value, or the means that a figure is formed of.
 
         `weight` is what the value is a mean of (tokens, episodes) and counts for means only; a value of weight 0 leaves
-        no trace. Raises MetricError for an undeclared name or a negative weight.
+        no trace. Raises MetricError for an undeclared name, a negative weight, or more or fewer means than the kind of
+        the metric has.
         """
         kind = describe(name).kind
         if not weight >= 0.0:
             raise MetricError(f"metric {name!r}: weight must not be negative, got {weight}; pass the denominator")
+        values = [float(number) for number in (value if isinstance(value, tuple) else (value,))]
+        size, _ = _FORMULAS.get(kind, (1, None))
+        if len(values) != size:
+            raise MetricError(f"metric {name!r} is a {kind.value}: pass {size} number{'s' * (size > 1)}, not {value}")
         if weight > 0.0:
-            self._combine(name, kind, _Cell(float(value) * weight if kind is Kind.MEAN else float(value), weight))
+            self._combine(name, kind, _Cell([v * weight for v in values] if kind in _FORMULAS else values, weight))
 
     def update(self, values: Mapping[str, float], weight: float = 1.0) -> None:
         """`add` for each item, all with the same weight."""
         for name, value in values.items():
             self.add(name, value, weight)
 
-    def add_all(self, values: Iterable[tuple[str, float, float]]) -> None:
+    def add_all(self, values: Iterable[tuple[str, float | tuple[float, ...], float]]) -> None:
         """`add` for each (name, value, weight)."""
         for name, value, weight in values:
             self.add(name, value, weight)
 
     def state(self) -> dict[str, list[float]]:
-        """The unflushed content as {name: [value, weight]}, plain numbers that any wire can carry."""
-        return {name: [cell.value, cell.weight] for name, cell in self._cells.items()}
+        """The unflushed content as {name: [value, ..., weight]}, plain numbers that any wire can carry."""
+        return {name: [*cell.values, cell.weight] for name, cell in self._cells.items()}
 
     def merge(self, state: Mapping[str, list[float]]) -> None:
         """Adds the `state()` of another log (another rank, an actor) as if its values had been added here."""
-        for name, (value, weight) in state.items():
-            self._combine(name, describe(name).kind, _Cell(value, weight))
+        for name, (*values, weight) in state.items():
+            self._combine(name, describe(name).kind, _Cell(values, weight))
 
     def summary(self) -> dict[str, float]:
         """One number for each metric that got a value since the last flush."""
-        return {
-            name: cell.value / cell.weight if describe(name).kind is Kind.MEAN else cell.value
-            for name, cell in self._cells.items()
-        }
+        return {name: _figure(describe(name).kind, cell) for name, cell in self._cells.items()}
 
     def flush(self) -> dict[str, float]:
         """`summary()`, and starts over."""
@@ -373,59 +399,15 @@ class MetricLog:
         if old is None or kind is Kind.LAST:
             self._cells[name] = new
         elif kind is Kind.MAX:
-            old.value = max(old.value, new.value)
+            old.values = [max(old.values[0], new.values[0])]
         elif kind is Kind.MIN:
-            old.value = min(old.value, new.value)
+            old.values = [min(old.values[0], new.values[0])]
         else:
-            old.value += new.value
+            old.values = [a + b for a, b in zip(old.values, new.values, strict=True)]
             old.weight += new.weight
 
 
-class StageTimer:
-    """Accounts for all of the learner's time: every moment belongs to one stage of `STAGES` or to `unaccounted`.
-
-    Invariant: the shares of stages and of the unaccounted time are non-negative and sum to 1, since no stages overlap.
-
-        with timer.stage("forward"):
-            ...
-        log.update(timer.end_step())
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._running: str | None = None
-        self._step_start = clock()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Counts the time of the block for stage `name`. Raises MetricError for an unknown stage, or inside another."""
-        if name not in self._seconds:
-            raise MetricError(f"unknown stage {name!r}: one of {', '.join(STAGES)}")
-        if self._running is not None:
-            raise MetricError(f"stage {name!r} inside {self._running!r}: end that one first, or time would count twice")
-        self._running = name
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds[name] += self._clock() - start
-            self._running = None
-
-    def end_step(self) -> dict[str, float]:
-        """Metrics `time/*` of the step that ends here; the next step begins at the same moment."""
-        if self._running is not None:
-            raise MetricError(f"the step ended inside stage {self._running!r}: leave the stage first")
-        now = self._clock()
-        step = now - self._step_start
-        shares = {name: seconds / step if step > 0.0 else 0.0 for name, seconds in self._seconds.items()}
-        working = 1.0 - shares["idle"]
-        overhead = sum(shares[name] for name in OVERHEAD)
-        self._step_start = now
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-        return {
-            "time/step_s": step,
-            **{f"time/{name}_share": share for name, share in shares.items()},
-            "time/unaccounted_share": max(0.0, 1.0 - sum(shares.values())),
-            "time/overhead_share": overhead / working if working > 0.0 else 0.0,
-        }
+def _figure(kind: Kind, cell: _Cell) -> float:
+    if kind not in _FORMULAS:
+        return cell.values[0]
+    return _FORMULAS[kind][1](*(value / cell.weight for value in cell.values))

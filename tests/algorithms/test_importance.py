@@ -5,12 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from impala_llm.algorithms.importance import (
     apply_dead_band,
-    effective_sample_size,
     kl_estimates,
     log_linear_proximal,
     probability_difference_mask,
@@ -93,32 +90,9 @@ def test_extremes_stay_finite(dtype: torch.dtype) -> None:
     assert weights.dtype == dtype
 
 
-def test_masks_and_sizes_are_constants_for_the_gradient() -> None:
+def test_masks_are_constants_for_the_gradient() -> None:
     log_ratio = LOG_RATIO.clone().requires_grad_()
     assert not rejection_mask(log_ratio, SEGMENT_IDS, "geometric", 0.5, 2.0).requires_grad
-    assert not effective_sample_size(log_ratio.exp()).requires_grad
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50))
-def test_effective_sample_size_is_kishs(weights: list[float]) -> None:
-    size = float(effective_sample_size(torch.tensor(weights, dtype=torch.float64)))
-    assert size == pytest.approx(sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)))
-    assert 0 < size <= 1
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ([3.0] * 7, 1.0),
-        ([1.0, 0.0, 0.0, 0.0], 0.25),
-        ([1e30, 1e30], 1.0),
-        ([1e-30] * 3, 1.0),
-        ([0.0, 0.0], 0.0),
-        ([], 0.0),
-    ],
-)
-def test_effective_sample_size_of_known_weights(weights: list[float], expected: float) -> None:
-    assert float(effective_sample_size(torch.tensor(weights))) == pytest.approx(expected)
 
 
 def test_divergences_follow_their_formulas() -> None:
@@ -182,7 +156,6 @@ def test_segment_sums_and_means() -> None:
         (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS[1:], 3), ValueError, "versions has shape"),
         (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS, 2), ValueError, "<= version = 2 is needed"),
         (lambda: log_linear_proximal(LOG_RATIO, LOG_RATIO, SEGMENT_IDS - 1, 9), ValueError, "lie in .-1, 2."),
-        (lambda: effective_sample_size(torch.tensor([1.0, -0.5])), ValueError, "weights holds -0.5"),
         (lambda: kl_estimates(torch.zeros(3, dtype=torch.int64)), TypeError, "log_ratio has dtype"),
     ],
 )

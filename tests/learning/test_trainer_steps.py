@@ -64,19 +64,22 @@ def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
 
 
 def test_an_episode_without_a_gradient_counts_in_the_mean_of_each_step(tmp_path: Path) -> None:
-    """Four of the six are as good as their groups of two."""
-    norms = []
-    for epochs in (1, 2):
+    """Four of the six are as good as their groups of two; with an entropy bonus they are computed all the same."""
+    norms, seen = [], []
+    for epochs, bonus in ((1, 0.0), (2, 0.0), (1, 1e-12)):
         trainer, _ = recording_trainer(tmp_path, epochs=epochs)
-        trainer.config.algorithm.entropy_coef = trainer.entropy.coef = 0.0
+        trainer.config.algorithm.entropy_coef = trainer.entropy.coef = bonus
         trainer.optimizer = Optimizer(trainer.model, LearnerConfig(learning_rate=0.0, value_learning_rate=0.0))
         rows = [make_trajectory(12, [(4, 8), (9, 12)], seed, group_id=seed // 2) for seed in range(6)]
         rows[0] = dataclasses.replace(rows[0], rewards=2 * rows[0].rewards)
         trainer.update(dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows)), version=3, progress=0.0)
         summary = trainer.log.flush()
-        assert summary["advantage/zero_share"] == pytest.approx(4 / 6)
+        if bonus == 0:
+            assert summary["advantage/zero_share"] == pytest.approx(4 / 6)
         norms.append(summary["optimizer/gradient_norm"])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        seen.append([summary[f"loss/{part}"] for part in ("policy", "total")])
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert seen[0] == pytest.approx(seen[2], rel=1e-5) and seen[1] == pytest.approx(seen[2], rel=1e-5)
 
 
 def test_each_pass_sees_every_episode_once_in_parts_of_another_order(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 import math
 import re
 
+import numpy as np
 import pytest
 
-from impala_llm.observability.metrics import METRICS, STAGES, Kind, MetricError, MetricLog, StageTimer, describe
+from impala_llm.observability.metrics import METRICS, STAGES, Kind, MetricError, MetricLog, describe
+from impala_llm.observability.stages import StageTimer
 
 
 def test_every_name_has_the_form_part_slash_what_and_a_meaning() -> None:
@@ -50,6 +52,40 @@ def test_each_kind_combines_as_declared() -> None:
         for value in (1.0, 3.0, 2.0):
             log.add(name, value)
     assert log.summary() == {name: value for name, (_, value) in expected.items()}
+
+
+def test_figures_of_a_batch_are_those_of_all_its_parts_and_ranks_together() -> None:
+    values, other = np.array([1.0, 2.0, 6.0, 1.5, 0.5]), np.array([1.0, 1.0, 4.0, 2.0, 1.0])
+    rank, log = MetricLog(), MetricLog()
+    for into, part in ((rank, slice(0, 1)), (log, slice(1, 3)), (log, slice(3, 5))):
+        moments = [(x.mean(), (x**2).mean()) for x in (values[part], values[part] - other[part])]
+        size = len(values[part])
+        into.add("advantage/std", moments[0], size)
+        into.add("ratio/ess", moments[0], size)
+        into.add("value/explained_variance", (*moments[0], *moments[1]), size)
+    log.merge(rank.state())
+    assert log.summary() == pytest.approx(
+        {
+            "advantage/std": values.std(),
+            "ratio/ess": values.sum() ** 2 / (5 * (values**2).sum()),
+            "value/explained_variance": 1 - (values - other).var() / values.var(),
+        }
+    )
+
+
+def test_figures_of_what_does_not_vary_are_zero() -> None:
+    log = MetricLog()
+    log.add("advantage/std", (0.1, 0.01), 3)
+    log.add("ratio/ess", (0.0, 0.0), 3)
+    log.add("value/explained_variance", (0.7, 0.49, 0.2, 0.05), 3)
+    assert log.summary() == {"advantage/std": 0.0, "ratio/ess": 0.0, "value/explained_variance": 0.0}
+
+
+def test_a_value_that_does_not_fit_the_metric_is_refused() -> None:
+    with pytest.raises(MetricError, match="'advantage/std'.* 2 numbers"):
+        MetricLog().add("advantage/std", 1.0)
+    with pytest.raises(MetricError, match="'loss/policy'.* 1 number"):
+        MetricLog().add("loss/policy", (1.0, 2.0))
 
 
 def test_weight_zero_leaves_no_trace_and_a_negative_or_missing_one_is_refused() -> None:
