@@ -297,10 +297,23 @@ def recorded(config: Config) -> Path:
 
 
 def learned_policy(overrides: Sequence[str]) -> Path | None:
-    """The policy beside the config.yaml of a run's folder, if the settings come from there and name no other one."""
+    """The policy beside the config.yaml of a run's folder, if the settings come from there and name no other one.
+
+    Raises:
+        ConfigError: the run has saved none, so that its start would be taken for what it has learned.
+    """
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     file = Path(given.get("experiment", "")).expanduser()
     policy = file.parent / "policy"
-    if file.name != "config.yaml" or given.keys() & {"model", "model.path"} or model_directory(str(policy)) is None:
+    if file.name != "config.yaml" or given.keys() & {"model", "model.path"}:
         return None
-    return policy
+    if model_directory(str(policy)) is not None:
+        return policy
+    if not (file.parent / "logs").is_dir():
+        return None  # a file of settings, and no run's folder
+    checkpoints = sorted((file.parent / "checkpoints").glob("update-*[0-9]/policy"))
+    other = f"model.path={checkpoints[-1]}" if checkpoints else "model.path=DIRECTORY"
+    raise ConfigError(
+        f"{policy} is not there: the run in {file.parent} has saved no policy, which it does at its end; "
+        f"{other} plays another"
+    )

@@ -200,7 +200,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
             _show(learner, view)  # where the policy is
             at_step = view.step
     if stop_signal():
-        at = f" at step {at_step} of {config.learner.total_updates}" if config.run.terminal else ""
+        at = f" at update {at_step} of {config.learner.total_updates}" if config.run.terminal else ""
         onward = "; the same command goes on with it" if checkpoints(Path(config.run.dir)) else ""
         say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
         return 128 + stop_signal()

@@ -7,14 +7,21 @@ import math
 import time
 from collections import Counter
 
+from impala_llm.supervised import tell
+
 _log = logging.getLogger(__name__)
 
 
 class RateLimitedWarnings:
-    """Logs the first warning of a kind, then at most one in `interval_s` seconds with the number of those left out."""
+    """Logs the first warning of a kind, then at most one in `interval_s` seconds with the number of those left out.
 
-    def __init__(self, interval_s: float = 10.0) -> None:
+    Args:
+        on_terminal: the supervisor, where there is one, shows them as well: what the user must know of.
+    """
+
+    def __init__(self, interval_s: float = 10.0, on_terminal: bool = False) -> None:
         self._interval_s = interval_s
+        self._on_terminal = on_terminal
         self._last: dict[str, float] = {}
         self._num_silent: Counter[str] = Counter()
 
@@ -33,4 +40,7 @@ class RateLimitedWarnings:
         self._last[kind] = now
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         num_silent = self._num_silent.pop(kind, 0)
-        _log.warning("%s: %s%s", kind, shown, f" ({num_silent} more like it not shown)" if num_silent else "")
+        line = f"{kind}: {shown}" + (f" ({num_silent} more like it not shown)" if num_silent else "")
+        _log.warning("%s", line)
+        if self._on_terminal:
+            tell(say=f"learner: {line}")

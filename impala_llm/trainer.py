@@ -23,6 +23,7 @@ from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, objective, score
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.own_parts import call_credit
 from impala_llm.learning.packing import TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
@@ -34,7 +35,6 @@ from impala_llm.replay import ReplayBuffer, ReplayFraction
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
-_WARNING_INTERVAL_S = 10.0
 _STATEFUL = ("entropy", "rewards", "collapse", "monitor", "budget")
 """Parts of the trainer whose state lives from update to update."""
 
@@ -66,7 +66,7 @@ class Trainer:
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
-        self.warnings = RateLimitedWarnings(_WARNING_INTERVAL_S)
+        self.warnings = RateLimitedWarnings(on_terminal=True)
         self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
         """Whether rewards are added to the environment's."""
         self.num_updates = 0
@@ -113,7 +113,7 @@ class Trainer:
             self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
             if update.culprits:
                 culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
-                reason = reason_left_out(culprits, self.credit.discount, version)
+                reason = reason_left_out(culprits, self.credit.discount, version, self.loss.name)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
@@ -196,7 +196,7 @@ class Trainer:
             places = [update.teaching[i] for i in cpu_micro.members]
             micro, rows = self.rows(update, cpu_micro, places)
             found = score(self.model, micro, self.config.engine.temperature, rows, update.version)
-            advantages = self.credit(found, micro, rows.prepared).advantages.double()
+            advantages = call_credit(self.credit, found, micro, rows.prepared).advantages.double()
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             return places, rows, found.log_probs, sums, compare(found.log_probs, micro, update.version)
 

@@ -279,6 +279,13 @@ def test_a_runs_config_means_the_policy_that_it_has_learned(
     shutil.rmtree(tmp_path / "policy")
     assert cli.main(words) == 0
     assert capsys.readouterr().err == ""
+    (tmp_path / "logs").mkdir()  # a run's folder: its start is not what it has learned
+    assert cli.main(words) == 2
+    assert f"{tmp_path}/policy is not there: the run" in capsys.readouterr().err
+    newest = tmp_path / "checkpoints" / "update-000020" / "policy"
+    newest.mkdir(parents=True)
+    assert cli.main(words) == 2
+    assert f"model.path={newest} plays another" in capsys.readouterr().err
     assert played == [str(tmp_path / "policy"), "tiny_shopper", "tiny_shopper", "tiny_shopper"]
 
 

@@ -149,7 +149,7 @@ class CollapseAlarm:
         self._first: dict[str, list[float]] = {"entropy": [], "length": []}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_FIRST_UPDATES)
         self._best_score, self._entropy_at_best = 0.0, math.inf
-        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
+        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S, on_terminal=True)
         self.collapsed: dict[str, bool] = {"entropy": False, "length": False, "noise": False}
 
     def observe(self, entropy: float | None, length: float, score: float) -> None:

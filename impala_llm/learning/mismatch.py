@@ -135,7 +135,7 @@ class MismatchMonitor:
         self._dtype = config.engine.dtype
         self._model = model
         self._device = device
-        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S)
+        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S, on_terminal=True)
         self.alarm = False
         """Whether the latest comparison of enough tokens had a mean |l| above the threshold."""
         self._is_first = True

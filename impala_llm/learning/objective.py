@@ -24,6 +24,7 @@ from impala_llm.algorithms.interface import (
 )
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.own_parts import call_credit, call_loss
 from impala_llm.learning.scoring import TokenScores
 from impala_llm.settings import AlgorithmConfig, Config
 
@@ -97,17 +98,13 @@ class Rows:
     """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
 
 
-PARTS_OF_LOSS = ("loss/policy", "loss/value", "loss/total")
-"""Metrics that are sums over a whole optimizer step; their weights are the action tokens of all its trajectories."""
-
-
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
     scored, worth, keep = judged(config, model, batch, rows, rules)
     # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
     # is infinite is no number.
-    output = parts_of(algorithm)[1](scored.select(keep), worth.advantages[keep])
+    output = call_loss(parts_of(algorithm)[1], scored.select(keep), worth.advantages[keep])
 
     per_token, kl_metrics = _with_reference(algorithm, scored, output, keep)
     per_token = per_token * weights[batch.segment_ids]
@@ -131,8 +128,10 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
         sums = sums + importance.segment_sum(value_errors.detach(), worth.value_rows, len(batch.lengths))
     # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
     share, tokens = denominators.tokens / len(keep), float(len(keep))
-    parts = zip(PARTS_OF_LOSS, (of_policy, of_values, total), strict=True)
-    metrics: list[MetricValue] = [(name, part.item() * share, tokens) for name, part in parts]
+    parts = {"loss/policy": of_policy, "loss/total": total}
+    if worth.values is not None:
+        parts["loss/value"] = of_values
+    metrics: list[MetricValue] = [(name, part.item() * share, tokens) for name, part in parts.items()]
     metrics += [
         *kl_metrics,
         *_loss_metrics(output),
@@ -175,7 +174,7 @@ def judged(
 ) -> tuple[Scored, Worth, Tensor]:
     """Score a micro-batch by one forward; return also its worth, and bool[N]: the action tokens that teach."""
     scored = score(model, batch, config.engine.temperature, rows, rules.version)
-    worth = whitened(parts_of(config.algorithm)[0](scored, batch, rows.prepared), rules.whitening)
+    worth = whitened(call_credit(parts_of(config.algorithm)[0], scored, batch, rows.prepared), rules.whitening)
     keep = teaches(config.algorithm, scored, worth.advantages, rules.oldest_version)
     return replace(scored, batch_limit=rules.batch_limit), worth, keep
 

@@ -20,6 +20,12 @@ from impala_llm.settings import LearnerConfig
 _BASE_WIDTH = 64
 """Inputs of a value-head matrix that `value_learning_rate` is for."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST_LEFT_OUT = 50
+"""Steps left out in a row after which a run ends."""
+
+
+class NothingLearned(RuntimeError):
+    """So many steps in a row were left out that the next ones will not be better."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Optimizer:
         self._rates = [config.learning_rate] * self._num_policy_groups + rates
         # Of shares, each operation of Python's costs more than its arithmetic: one for all tensors of a group.
         foreach = True if any(isinstance(p, DTensor) for p in self._policy) else None
+        self._num_left_out = 0
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), foreach=foreach)
 
     def step(self, update: int, progress: float, skip: bool = False) -> StepResult:
@@ -85,6 +92,9 @@ class Optimizer:
             update: number of the run's update, from 0; after a start without its optimizer state, from that start.
             progress: see `schedule`.
             skip: change nothing.
+
+        Raises:
+            NothingLearned: `MOST_LEFT_OUT` steps in a row were left out, this one included.
         """
         limit = self._config.max_grad_norm
         norm, value_norm = _clip(self._policy, limit), _clip(self._value, limit)
@@ -100,6 +110,14 @@ class Optimizer:
                 group["lr"] = rate * (factor if index < self._num_policy_groups else value_factor)
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
+        self._num_left_out = self._num_left_out + 1 if skip else 0
+        if self._num_left_out >= MOST_LEFT_OUT:
+            rate = self._config.learning_rate
+            raise NothingLearned(
+                f"{self._num_left_out} optimizer steps in a row were left out, since an advantage, loss or gradient "
+                "was not finite: nothing is learned any more. The warning A STEP IS LEFT OUT in the learner's log says "
+                f"of which episode, and what to check; learner.learning_rate={rate:g} may be too high"
+            )
         return StepResult(norm, norm > limit, skip, self._config.learning_rate * factor)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from impala_llm.algorithms.advantages import episode_return
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.objective import PARTS_OF_LOSS, Denominators, Outcome
+from impala_llm.learning.objective import Denominators, Outcome
 from impala_llm.trajectory import Trajectory
 
 
@@ -30,13 +30,19 @@ def optimizer_steps(
     return found
 
 
-def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int) -> str:
-    """Why a step is left out: a sentence that names what has a number that is not finite."""
+def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:
+    """Why a step is left out: a sentence that names what has a number that is not finite.
+
+    Args:
+        loss: name of the loss.
+    """
     first = culprits[0]
     others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
+    earned = episode_return(first, discount)
+    check = f"algorithm.loss={loss}, since its rewards are finite" if math.isfinite(earned) else "its rewards"
     return (
         f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
-        f"{episode_return(first, discount):g}){others}, at version {version}: check its rewards, or "
+        f"{earned:g}){others}, at version {version}: check {check}, or "
         "set algorithm.normalize_reward=true or a lower learner.learning_rate"
     )
 
@@ -79,9 +85,12 @@ class Update:
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
     def untaught(self, part: Sequence[int]) -> list[MetricValue]:
-        """Part of the losses of an optimizer step of the trajectories that have no gradient: 0, for their tokens."""
+        """Part of an optimizer step's losses that trajectories without a gradient have: 0, for their action tokens.
+
+        Only credits of whole episodes leave some out, and they have no values.
+        """
         count = sum(self.batch.trajectories[i].num_action_tokens for i in set(part) - set(self.teaching))
-        return [(name, 0.0, float(count)) for name in PARTS_OF_LOSS]
+        return [("loss/policy", 0.0, float(count)), ("loss/total", 0.0, float(count))]
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:
         """Take in a micro-batch. places: of its rows in the batch."""

@@ -5,6 +5,7 @@ the supervisor where there is one, to which the learner sends the metrics (`Supe
 messages stand above the lines even after the learner has died.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -147,7 +148,7 @@ class TerminalView:
             self._live.refresh()
         elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:
             lines = render(self._seen, self._progress(now))
-            print(" | ".join(line.split("  ", 1)[1].strip() for line in lines[:3]), file=self._stream, flush=True)
+            print(" | ".join(re.sub(" {3,}", " ", line) for line in lines[:3]), file=self._stream, flush=True)
             self._last_line = now
 
     def _progress(self, now: float) -> str:
@@ -193,17 +194,17 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"  best {show('evaluation/best_score', '.3f')} at {show('evaluation/best_update', '.0f')}"
     ]
     return [
-        f"step      {progress}  actors {show('actor/connected', '.0f')}",
+        f"update    {progress}  actors {show('actor/connected', '.0f')}",
         f"episodes  score {show('rollout/window_score', '.3f')}  success {show('rollout/window_success_rate', '.1%')}"
         f" (last {show('rollout/window_episodes', ',.0f')})  turns {show('rollout/turns', '.1f')}"
         f"  tokens {show('rollout/length_tokens', '.0f')}",
-        f"update    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
+        f"losses    policy {show('loss/policy', '+.4f')}  value {show('loss/value', '.4f')}"
         f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
         f"  lr {show('optimizer/learning_rate', '.1e')}",
         f"lag       {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
-        f"  ratio max {show('ratio/max', '.3g')}, cut for {show('ratio/pg_clip_share', '.0%')} of tokens"
+        f"  ratio max {show('ratio/max', '.3g')}, weight cut for {show('ratio/pg_clip_share', '.0%')}"
         f"  ESS {show('ratio/ess', '.2f')}",
-        f"speed     sampled {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
+        f"speed     generated {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('time/idle_share', '.0%')})",
         *(evaluated if "evaluation/score" in metrics else []),

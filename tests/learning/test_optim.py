@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.optim import Optimizer, schedule
+from impala_llm.learning.optim import MOST_LEFT_OUT, NothingLearned, Optimizer, schedule
 from impala_llm.settings import LearnerConfig
 from tests.learning.builders import save_lm
 
@@ -142,6 +142,17 @@ def test_a_step_that_is_to_be_skipped_changes_nothing(tmp_path: Path) -> None:
     assert optimizer.step(0, 0.0, skip=True).skipped
     assert not moved(model, before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_steps_that_are_left_out_without_end_end_the_run(tmp_path: Path) -> None:
+    _, optimizer = make(tmp_path)
+    for _ in range(MOST_LEFT_OUT - 1):
+        optimizer.step(0, 0.0, skip=True)
+    optimizer.step(0, 0.0)
+    for _ in range(MOST_LEFT_OUT - 1):
+        optimizer.step(0, 0.0, skip=True)
+    with pytest.raises(NothingLearned, match=f"{MOST_LEFT_OUT} optimizer steps in a row .*learner.learning_rate="):
+        optimizer.step(0, 0.0, skip=True)
 
 
 def test_an_optimizer_goes_on_from_the_state_of_another(tmp_path: Path) -> None:

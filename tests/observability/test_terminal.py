@@ -18,7 +18,7 @@ EVERYTHING = {
 }
 
 
-CUT = "ratio max 1.05, cut for 18% of tokens"
+CUT = "ratio max 1.05, weight cut for 18%"
 
 
 class FakeClock:
@@ -71,7 +71,7 @@ def test_the_view_asks_only_for_declared_metrics() -> None:
 
 def test_numbers_are_shown_with_their_units() -> None:
     text = "\n".join(render(EVERYTHING, "1/10"))
-    for shown in ("score 0.457", "success 12.5% (last 512)", "sampled 3,900 tok/s", "(idle 25%)", "(oldest 3)", CUT):
+    for shown in ("score 0.457", "success 12.5% (last 512)", "generated 3,900 tok/s", "(idle 25%)", "(oldest 3)", CUT):
         assert shown in text
 
 
@@ -123,7 +123,7 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
             clock.now += PLAIN_INTERVAL_S / 5
             view.update(step, {"rollout/window_score": step / 100})
     lines = stream.getvalue().splitlines()
-    shown = [int(re.match(r"(\d+) \(", line).group(1)) for line in lines]  # type: ignore[union-attr]
+    shown = [int(re.match(r"update (\d+) \(", line).group(1)) for line in lines]  # type: ignore[union-attr]
     assert shown == [1, *range(6, 100, 5), 100]
     assert "score 1.000" in lines[-1]
     assert "\x1b" not in stream.getvalue()
@@ -153,7 +153,7 @@ def test_on_a_terminal_the_five_lines_are_drawn() -> None:
     with TerminalView(10, stream, FakeClock()) as view:
         view.update(1, EVERYTHING)
     text = stream.getvalue()
-    for label in ("step", "episodes", "update", "lag", "speed"):
+    for label in ("update", "episodes", "losses", "lag", "speed"):
         assert label in text
 
 
@@ -173,7 +173,7 @@ def test_what_is_waited_for_stands_under_the_lines_when_it_takes_long_and_until_
             view.wait("3 of 4 groups")
             assert ("no batch yet: 3 of 4 groups" in stream.rows()[-1]) == (waited >= PATIENCE_S)
         assert "0:07 gone" in stream.rows()[0]  # without a step
-    assert len(stream.rows()) == 5 and "step" in stream.rows()[0]
+    assert len(stream.rows()) == 5 and "update" in stream.rows()[0]
 
 
 def test_a_view_that_never_got_a_step_leaves_nothing_behind() -> None:

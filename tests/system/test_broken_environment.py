@@ -1,4 +1,4 @@
-"""Environments that break: the run ends with the reason, or with its time, and never in a loop."""
+"""Environments, and losses, that break: the run ends with the reason, or with its time, and never in a loop."""
 
 import json
 from pathlib import Path
@@ -134,3 +134,39 @@ def test_the_time_of_a_run_ends_it_while_it_waits(tmp_path: Path) -> None:
         assert run.train().wait(120) == 0, run.printed()
         run.assert_gone()
         assert run.rows() and (tmp_path / "run" / "policy" / "model.safetensors").is_file()
+
+
+OWN_LOSS = """
+import torch
+from impala_llm.algorithms.interface import Loss, LossOutput
+
+class Broken(Loss):
+    def __call__(self, scored, advantages):
+        per_token = -advantages * scored.log_probs
+        return LossOutput({per_token}, {{}}, torch.ones_like(advantages))
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "per_token, said",
+    [
+        ("per_token.sum()", "algorithm.loss=own_loss:Broken returned per_token = a tensor of shape []"),
+        ("per_token * float('nan')", "50 optimizer steps in a row were left out"),
+    ],
+)
+def test_a_loss_from_which_nothing_can_be_learned_ends_the_run_with_the_reason(
+    tmp_path: Path, per_token: str, said: str
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "own_loss.py").write_text(OWN_LOSS.format(per_token=per_token))
+    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", IMPATIENT)
+    with Run(tmp_path / "run", *settings, "algorithm.loss=own_loss:Broken") as run:
+        run.python_path.insert(0, str(own))
+        assert run.train().wait(200) == 2, run.printed()
+        run.assert_gone()
+        printed = run.log.read_text()
+        assert said in printed and "again in" not in printed
+        if "nan" in per_token:
+            assert "A STEP IS LEFT OUT" in printed and "check algorithm.loss=own_loss:Broken" in printed

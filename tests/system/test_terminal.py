@@ -41,7 +41,7 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
         for moment in (
             "the learner and its actors are starting",
             "learner: actor-0 joined, 1 connected",
-            r"step      2 \(100%\)  \d:\d\d gone  actors 1",
+            r"update    2 \(100%\)  \d:\d\d gone  actors 1",
             "loading what evaluates the policy",
             r"after: webshop, unseen catalogue 7, split test.* 8/8",
             r"after - before: score[\s\S]+?over\s+8\s+tasks",  # folded between two words
@@ -54,7 +54,7 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
 @pytest.mark.system
 def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path: Path) -> None:
     with watch(120, tmp_path, "experiment=toy", "learner.total_updates=100000") as watched:
-        step = re.compile(r"^step +(\d+) .* (\d+):(\d\d) gone", re.MULTILINE)
+        step = re.compile(r"^update +(\d+) .* (\d+):(\d\d) gone", re.MULTILINE)
 
         def shown_step() -> int:
             found = step.search(watched.text)
@@ -79,8 +79,8 @@ def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path
         rows = watched.rows
         assert any(row.startswith("impala-llm: learner died (killed by SIGKILL)") for row in rows)
         assert any(row.startswith("learner: going on from update") for row in rows)
-        assert [row.split()[0] for row in rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
-        assert sum(row.startswith("step ") for row in rows) == 1
+        assert [row.split()[0] for row in rows[-5:]] == ["update", "episodes", "losses", "lag", "speed"]
+        assert sum(row.startswith("update ") for row in rows) == 1
         watched.signal(signal.SIGINT)
         assert watched.wait(timeout_s=60) == 128 + signal.SIGINT
         assert watched.long_rows == []
@@ -105,7 +105,7 @@ def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_
             learner.wait_for(lambda: "learner: actor-0 joined, 1 connected" in learner.text, "an actor", START_S)
             actors.wait_for(lambda: "1 of 1 actors play" in actors.text, "an episode", START_S, PATIENCE_S)
             assert learner.wait(START_S) == 0
-            assert [row.split()[0] for row in learner.rows[-5:]] == ["step", "episodes", "update", "lag", "speed"]
+            assert [row.split()[0] for row in learner.rows[-5:]] == ["update", "episodes", "losses", "lag", "speed"]
             assert actors.wait(START_S) == 0
             assert learner.long_rows == actors.long_rows == []
 
