@@ -163,6 +163,12 @@ def _sharding_problems(config: Config) -> list[str]:
                 f"model.lora.{name}={value} has no effect with model.lora.rank=0, which trains all weights: set "
                 "model.lora.rank, to 16 for instance, or leave it out"
             )
+    targets = config.model.lora.targets
+    if rank and (others := [name for name in targets if name != "all-linear"]) and others != targets:
+        found.append(
+            f"model.lora.targets={targets} has all-linear, which stands for all matrices of the layers, beside other "
+            f"names: set model.lora.targets=[all-linear], or model.lora.targets=[{','.join(others)}] for those alone"
+        )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(
             f"model.lora.rank={rank} needs peft, which is not installed: pip install peft, or set model.lora.rank=0"

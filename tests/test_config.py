@@ -280,6 +280,10 @@ def test_none_is_null_on_the_command_line() -> None:
         (["model.lora.alpha=4"], ["model.lora.alpha=4", "model.lora.rank=0", "leave it out"]),
         (["model.lora.targets=[q_proj]"], ["model.lora.targets=['q_proj']", "model.lora.rank"]),
         (
+            ["model.lora.rank=4", "model.lora.targets=[all-linear,q_proj]"],
+            ["model.lora.targets=['all-linear', 'q_proj']", "set model.lora.targets=[all-linear]", "[q_proj]"],
+        ),
+        (
             ["algorithm=group_relative", "learner.num_ranks=3", "learner.batch_size=64"],
             ["does not divide", "such as 48"],
         ),
