@@ -184,6 +184,29 @@ def test_none_is_null_on_the_command_line() -> None:
             ["learner.value_warmup_updates=150", "learner.total_updates=150"],
             ["learner.value_warmup_updates=150", "learner.total_updates=150", "less than 150"],
         ),
+        (
+            ["algorithm=group_relative", "learner.value_warmup_updates=20"],
+            ["learner.value_warmup_updates=20", "algorithm.credit=group_relative", "learner.value_warmup_updates=0"],
+        ),
+        (
+            ["learner.total_updates=100", "learner.value_warmup_updates=90", "learner.warmup_updates=11"],
+            ["learner.warmup_updates=11", "learner.value_warmup_updates=90", "learner.total_updates=100", "at most 10"],
+        ),
+        (
+            ["algorithm.reference=tiny_shopper"],
+            ["algorithm.reference=tiny_shopper has no effect with algorithm.kl_coef=0", "algorithm.reference=null"],
+        ),
+        (
+            ["algorithm.overlong_penalty=5"],
+            ["algorithm.overlong_penalty=5.0", "algorithm.overlong_tokens=null", "algorithm.overlong_penalty=1.0"],
+        ),
+        (["algorithm.reject_low=0.1"], ["algorithm.reject_low=0.1", "algorithm.reject=none", "=token"]),
+        (["algorithm.reject_high=5"], ["algorithm.reject_high=5.0", "algorithm.reject=none", "=token"]),
+        (["algorithm.entropy_rate=1"], ["algorithm.entropy_rate=1.0", "algorithm.entropy_target=null", "=0.01"]),
+        (
+            ["learner.checkpoint_every=5", "learner.checkpoints_kept=0"],
+            ["learner.checkpoint_every=5", "learner.checkpoints_kept=0", "learner.checkpoints_kept=2"],
+        ),
         (["learner.batch_size="], ["learner.batch_size= has the wrong type", "Integer", "64"]),
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
         (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
@@ -309,6 +332,23 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm=ppo", "learner.value_warmup_updates=20"],
+        ["learner.total_updates=100", "learner.value_warmup_updates=90", "learner.warmup_updates=10"],
+        ["algorithm=ppo", "learner.total_updates=4", "learner.value_warmup_updates=2"],
+        *(["algorithm.reference=tiny_shopper", word] for word in ("algorithm.kl_coef=1", "algorithm.reward_kl_coef=1")),
+        ["algorithm.reference=tiny_shopper", "algorithm=dpo"],
+        ["algorithm=icepop"],
+        ["algorithm.entropy_rate=1", "algorithm.entropy_target=1"],
+        ["algorithm.overlong_penalty=5", "algorithm.overlong_tokens=9"],
+    ],
+)
+def test_settings_that_have_an_effect_together_are_taken(words: list[str]) -> None:
+    load(words)
 
 
 def test_adapters_without_the_library_that_makes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
