@@ -26,7 +26,7 @@ from impala_llm.hosts import (
     is_loopback_url,
     rank_endpoint,
 )
-from impala_llm.known_models import reasons_against
+from impala_llm.known_models import other_vocabulary, reasons_against, vocab_size
 from impala_llm.settings import (
     ASSETS,
     Config,
@@ -165,10 +165,10 @@ def _sharding_problems(config: Config) -> list[str]:
                 "model.lora.rank, to 16 for instance, or leave it out"
             )
     targets = config.model.lora.targets
-    if rank and (others := [name for name in targets if name != "all-linear"]) and others != targets:
+    if rank and (named := [name for name in targets if name != "all-linear"]) and named != targets:
         found.append(
             f"model.lora.targets={targets} has all-linear, which stands for all matrices of the layers, beside other "
-            f"names: set model.lora.targets=[all-linear], or model.lora.targets=[{','.join(others)}] for those alone"
+            f"names: set model.lora.targets=[all-linear], or model.lora.targets=[{','.join(named)}] for those alone"
         )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(
@@ -415,6 +415,13 @@ def _model_problems(config: Config) -> list[str]:
             found.append(_no_model(key, path))
         else:
             found += reasons_against(key, path, directory, config.engine.max_length)
+    policy = model_directory(config.model.path)  # of one from scratch, the learner compares it
+    mine = None if policy is None else vocab_size(policy)
+    for key, path in other_models(config).items():
+        directory = model_directory(path)
+        size = None if directory is None else vocab_size(directory)
+        if mine is not None and size is not None and size != mine:
+            found.append(other_vocabulary(key, path, size, mine))
     return found
 
 
