@@ -141,6 +141,26 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         load([f"{key}={'a' * 300}:b"])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learner: [1, 2]", ["learner=[1, 2]: learner is a group of settings", "learner.num_ranks=1"]),
+        ("learner:", ["learner=None: learner is a group of settings"]),
+        ("env: {webshop: 5}", ["env.webshop=5: env.webshop is a group of settings", "env.webshop.items="]),
+        ("engine: {urls: 'http://a:1'}", ["engine.urls=http://a:1 ", "write 'engine.urls=[http://a:1]'"]),
+        ("run: {name: '${oc.env:NOT_SET}'}", ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found"]),
+        ("learner: {epochs: '${learner.epochs}'}", ["learner.epochs=${learner.epochs} ", "write the value itself"]),
+        ("learner: {epochs: '${nope}'}", ["learner.epochs=${nope} ", "'nope' not found"]),
+    ],
+)
+def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: Path, text: str, words: list[str]):
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"settings file {tmp_path}/my.yaml: ") as caught:
+        load([f"experiment={tmp_path}/my.yaml"])
+    for word in words:
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["{a", '{"a": }', "[1, 2"])
 def test_a_value_that_cannot_be_read_is_named(value: str):
     with pytest.raises(ConfigError, match=re.escape(f"env.args.parts={value} cannot be read")):
@@ -283,6 +303,19 @@ def test_none_is_null_on_the_command_line() -> None:
         (["engine=sglang", "engine.urls=[host:1]"], ["'host:1'", "write it as http://host:port"]),
         (["engine=sglang", "engine.urls=['http://a:1']", "actor.num_actors=2"], ["engine.urls", "actor.num_actors=2"]),
         (["engine=sglang", "engine.server_args=[--config,mine.yaml]"], ["engine.server_args has --config", "Leave"]),
+        (
+            ["engine=sglang", "engine.urls=http://10.0.0.1:30000"],
+            ["engine.urls=http://10.0.0.1:30000", "write 'engine.urls=[http://10.0.0.1:30000]'"],
+        ),
+        (
+            ["run.name=${oc.env:NOT_SET}"],
+            ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found", "write the value itself"],
+        ),
+        (["run.name=${nosuch:x}"], ["run.name=${nosuch:x} ", "nosuch", "write the value itself"]),
+        (
+            ["learner.batch_size=${learner.batch_size}"],
+            ["learner.batch_size=${learner.batch_size} ", "Recursive", "write the value itself"],
+        ),
         (["engine=sglang", "engine.python=nowhere"], ["engine.python=nowhere", "tools/install_sglang_cpu.sh"]),
         (["env.name=chess"], ["env.name=chess", "webshop"]),
         (["run.name=a/b"], ["run.name='a/b'", "rename"]),
