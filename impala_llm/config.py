@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from impala_llm.familiar_names import meant_by, suggestion
 from impala_llm.plugs import (
@@ -370,6 +370,14 @@ def threads_per_process(config: Config) -> int:
     return max(1, num_cores() // (config.learner.num_processes + config.actor.num_actors))
 
 
+def _of_group(key: str, known: Mapping[str, object]) -> str:
+    """Why a key takes no value, where it is a group of settings; empty where it is none."""
+    inside = [f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")]
+    if not inside or key in known or _kind_of(key) is not None:
+        return ""
+    return f"{key} is a group of settings: set them one by one, such as {inside[0]}"
+
+
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One sentence with key, value and fix from what Hydra or OmegaConf raised."""
     causes: list[BaseException] = []
@@ -381,17 +389,26 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     known = known_keys()
     file = given.get("experiment", "")
     file = file if file.endswith((".yaml", ".yml")) else ""
+    in_file = dict(_flat(OmegaConf.to_container(_settings_file(Path(file))))) if file else {}
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
             own = ", or your own as module:Class" if key in ("env", "engine") else ""
             return f"{key}={value} is not known: choose one of {', '.join(choices)}{own}"
-        if key not in known and key not in _groups() and _kind_of(key) is None:
-            return f"{key}={value}: {key} is a group of settings: set them one by one, such as " + next(
-                f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")
-            )
-        if "${" in value and isinstance(error, InterpolationKeyError):
-            return f"{key}={value} refers to a key that does not exist: correct it"
+        if key not in _groups() and (reason := _of_group(key, known)):
+            return f"{key}={value}: {reason}"
+    for key, value in in_file.items():
+        if not isinstance(value, dict) and (reason := _of_group(key, known)):
+            return f"settings file {file}: {key}={value}: {reason}"
+    referring = [word for word in given.items() if "${" in word[1]] or [w for w in in_file.items() if "${" in str(w[1])]
+    if referring and isinstance(error, InterpolationResolutionError):
+        reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
+        missing = reason.split("'")[1::2]  # what it names in quotes, if anything
+        key, value = max(referring, key=lambda word: any(name in str(word[1]) for name in missing))
+        where = "" if key in given else f"settings file {file}: "
+        return (
+            f"{where}{key}={value} cannot be resolved ({reason}): write the value itself, or correct what it refers to"
+        )
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
         # What is wrong with a word of the command line names the word; the rest stands in a file.
@@ -405,7 +422,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, OmegaConfBaseException) and full_key:
             value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]
-            if isinstance(known.get(full_key), list):
+            if isinstance(known.get(full_key), list) or "ListConfig" in reason:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
     return f"{f'settings file {file}: ' if file else ''}{str(causes[-1]).splitlines()[0]}: correct this setting"

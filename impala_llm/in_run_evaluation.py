@@ -352,6 +352,7 @@ class EvaluationRounds:
         update: int,
         elapsed_s: float,
         is_told_to_stop: Callable[[], bool],
+        publish: Callable[[], object],
         write: Callable[[], object],
     ) -> bool:
         """Wait for the evaluation that is under way, and then for one of the last version.
@@ -360,6 +361,7 @@ class EvaluationRounds:
             version: the learner's.
             update: of the run, that made it.
             is_told_to_stop: whether this process is; one that is ends the wait of all.
+            publish: called on all ranks before the last one begins: publishes the version, if it was not due.
             write: called after each evaluation: writes what the log has.
 
         Returns:
@@ -370,6 +372,7 @@ class EvaluationRounds:
         goes_on, is_stopped = self._await(version, update, is_told_to_stop)
         write()
         if goes_on:
+            publish()
             self.turn(version, update, elapsed_s, at_the_end=True)
             _, is_stopped = self._await(version, update, is_told_to_stop)
             write()

@@ -37,16 +37,36 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
         directory: that of the model.
         max_length: `engine.max_length`.
     """
-    try:
-        whole = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        return []  # transformers says why when it loads the model
-    if not isinstance(whole, dict):
-        return []
+    whole = _config_of(directory)
     try:
         return _reasons(key, path, whole, max_length)
     except (AttributeError, TypeError, ValueError) as error:
         return [f"{key}={path}: config.json has a value of a wrong type ({error}): copy the model again"]
+
+
+def vocab_size(directory: Path) -> int | None:
+    """Size of a model's vocabulary, with what it is padded by; None where its config.json does not say."""
+    whole = _config_of(directory)
+    text = whole.get("text_config")
+    size = (text if isinstance(text, dict) else whole).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def other_vocabulary(key: str, path: str | Path, size: int, of_policy: int) -> str:
+    """Why a model cannot score the tokens of a policy whose vocabulary has another size."""
+    return (
+        f"{key}={path} has a vocabulary of {size} tokens, the policy one of {of_policy}: name a model with the "
+        f"policy's tokenizer, or leave it out ({key}=null)"
+    )
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """A model's config.json; empty where it cannot be read: transformers says why when it loads the model."""
+    try:
+        whole = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return whole if isinstance(whole, dict) else {}
 
 
 def _reasons(key: str, path: str, whole: dict[str, Any], max_length: int) -> list[str]:

@@ -364,8 +364,9 @@ class Learner:
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is under way, and then for one of the last version. All ranks call it."""
+        publish = partial(self.publisher.publish_last, self.version, self.receiver)
         is_told = self.evaluations.finish(
-            self.version, self.update, self.time.elapsed_s, self.is_signalled, self.write_rest
+            self.version, self.update, self.time.elapsed_s, self.is_signalled, publish, self.write_rest
         )
         self.stop_together(is_told)
 

@@ -26,6 +26,7 @@ from impala_llm.engines.sglang.launch_args import BadServerSettings, check_pytho
 from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
+from impala_llm.known_models import vocab_size
 from impala_llm.learning.checkpoint_files import checkpoints
 from impala_llm.learning.resume import how_to_start
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
@@ -249,9 +250,10 @@ def _adapters(config: Config) -> list[str]:
     lora, directory = config.model.lora, model_directory(config.model.path)
     if not lora.rank or lora.targets == ["all-linear"] or directory is None:
         return []
-    matrices = {name.removesuffix(".weight") for name, shape in _tensor_shapes(directory) if len(shape) == 2}
+    matrices = {name.removesuffix(".weight"): shape for name, shape in _tensor_shapes(directory) if len(shape) == 2}
     unknown = [t for t in lora.targets if matrices and not any(f".{name}".endswith(f".{t}") for name in matrices)]
-    there = ", ".join(sorted({name.rpartition(".")[2] for name in matrices}))
+    num_tokens = vocab_size(directory)  # rows of embeddings, which are refused
+    there = ", ".join(sorted({name.rpartition(".")[2] for name, (n, _) in matrices.items() if n != num_tokens}))
     return [
         f"model.lora.targets={list(lora.targets)}: no matrix of model.path={config.model.path} is named {name}: choose "
         f"from {there}, or all-linear"

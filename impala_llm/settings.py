@@ -263,6 +263,8 @@ class CreditSettings:
     """Whether it needs the value head, which can also stand for the rest of an episode that was cut."""
     compares_group: ClassVar[bool] = False
     """Whether it compares an episode with the others of its group."""
+    needs_reference: ClassVar[bool] = False
+    """Whether it calls `Episodes.log_probs`."""
 
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""

@@ -26,7 +26,7 @@ from impala_llm.hosts import (
     is_loopback_url,
     rank_endpoint,
 )
-from impala_llm.known_models import reasons_against
+from impala_llm.known_models import other_vocabulary, reasons_against, vocab_size
 from impala_llm.settings import (
     ASSETS,
     Config,
@@ -57,6 +57,7 @@ def problems(config: Config) -> list[str]:
         *_batch_problems(config),
         *_memory_problems(config),
         *_schedule_problems(config),
+        *_idle_problems(config),
         *_algorithm_problems(config),
         *_replay_problems(config),
         *_pipeline_problems(config),
@@ -163,6 +164,12 @@ def _sharding_problems(config: Config) -> list[str]:
                 f"model.lora.{name}={value} has no effect with model.lora.rank=0, which trains all weights: set "
                 "model.lora.rank, to 16 for instance, or leave it out"
             )
+    targets = config.model.lora.targets
+    if rank and (named := [name for name in targets if name != "all-linear"]) and named != targets:
+        found.append(
+            f"model.lora.targets={targets} has all-linear, which stands for all matrices of the layers, beside other "
+            f"names: set model.lora.targets=[all-linear], or model.lora.targets=[{','.join(named)}] for those alone"
+        )
     if rank and importlib.util.find_spec("peft") is None:
         found.append(
             f"model.lora.rank={rank} needs peft, which is not installed: pip install peft, or set model.lora.rank=0"
@@ -212,20 +219,65 @@ def _batch_problems(config: Config) -> list[str]:
 
 
 def _schedule_problems(config: Config) -> list[str]:
-    """Phases that outlast the run."""
-    learner, found = config.learner, []
-    total = learner.total_updates
+    """Phases that outlast the run, or in which nothing would learn."""
+    learner, credit, found = config.learner, config.algorithm.credit, []
+    total, value_warmup, usual = learner.total_updates, learner.value_warmup_updates, LearnerConfig().warmup_updates
+    left = total - value_warmup
+    if left <= 0:
+        found.append(
+            f"learner.value_warmup_updates={value_warmup} leaves no update of learner.total_updates={total} to the "
+            f"policy: set it to less than {total}, or raise learner.total_updates"
+        )
     # A run of a few updates, to try something, may keep the default.
-    if learner.warmup_updates > max(total, LearnerConfig().warmup_updates):
+    elif learner.warmup_updates > max(left, usual if total <= usual else 0):
+        of = f", less learner.value_warmup_updates={value_warmup}" if value_warmup else ""
         found.append(
-            f"learner.warmup_updates={learner.warmup_updates} is more than learner.total_updates={total}, and the "
-            f"learning rate would never be reached: set it to at most {total}, or raise learner.total_updates"
+            f"learner.warmup_updates={learner.warmup_updates} is more than learner.total_updates={total}{of}, and the "
+            f"learning rate would never be reached: set it to at most {left}, or raise learner.total_updates"
         )
-    if learner.value_warmup_updates >= total:
+    if value_warmup and not credit.uses_values:
         found.append(
-            f"learner.value_warmup_updates={learner.value_warmup_updates} leaves no update of learner.total_updates="
-            f"{total} to the policy: set it to less than {total}, or raise learner.total_updates"
+            f"learner.value_warmup_updates={value_warmup} does not go with algorithm.credit={credit.name}, which has "
+            "no value head that could learn meanwhile: set learner.value_warmup_updates=0 or algorithm.credit=gae"
         )
+    return found
+
+
+def _idle_problems(config: Config) -> list[str]:
+    """Settings that have another value than the default, and that another one keeps from having an effect."""
+    algorithm, learner, found = config.algorithm, config.learner, []
+    uses_reference = algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or algorithm.credit.needs_reference
+    rejects = algorithm.reject != "none", "algorithm.reject=none", "algorithm.reject=token"
+    needed = {
+        "algorithm.reference": (
+            uses_reference,
+            f"algorithm.kl_coef=0, reward_kl_coef=0 and algorithm.credit={algorithm.credit.name}",
+            "algorithm.kl_coef=0.05",
+        ),
+        "algorithm.overlong_penalty": (
+            algorithm.overlong_tokens is not None,
+            "algorithm.overlong_tokens=null",
+            f"algorithm.overlong_tokens={max(1, config.engine.max_length // 4)}",
+        ),
+        "algorithm.reject_low": rejects,
+        "algorithm.reject_high": rejects,
+        "algorithm.entropy_rate": (
+            algorithm.entropy_target is not None,
+            "algorithm.entropy_target=null",
+            "algorithm.entropy_target=0.5",
+        ),
+        "learner.checkpoint_every": (
+            learner.checkpoints_kept > 0,
+            "learner.checkpoints_kept=0",
+            f"learner.checkpoints_kept={LearnerConfig().checkpoints_kept}",
+        ),
+    }
+    for key, (has_effect, other, fix) in needed.items():
+        section, _, name = key.partition(".")
+        value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
+        if value != default and not has_effect:
+            without = "null" if default is None else default
+            found.append(f"{key}={value} has no effect with {other}: set {fix}, for instance, or {key}={without}")
     return found
 
 
@@ -363,6 +415,13 @@ def _model_problems(config: Config) -> list[str]:
             found.append(_no_model(key, path))
         else:
             found += reasons_against(key, path, directory, config.engine.max_length)
+    policy = model_directory(config.model.path)  # of one from scratch, the learner compares it
+    mine = None if policy is None else vocab_size(policy)
+    for key, path in other_models(config).items():
+        directory = model_directory(path)
+        size = None if directory is None else vocab_size(directory)
+        if mine is not None and size is not None and size != mine:
+            found.append(other_vocabulary(key, path, size, mine))
     return found
 
 

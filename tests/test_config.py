@@ -141,6 +141,26 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         load([f"{key}={'a' * 300}:b"])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learner: [1, 2]", ["learner=[1, 2]: learner is a group of settings", "learner.num_ranks=1"]),
+        ("learner:", ["learner=None: learner is a group of settings"]),
+        ("env: {webshop: 5}", ["env.webshop=5: env.webshop is a group of settings", "env.webshop.items="]),
+        ("engine: {urls: 'http://a:1'}", ["engine.urls=http://a:1 ", "write 'engine.urls=[http://a:1]'"]),
+        ("run: {name: '${oc.env:NOT_SET}'}", ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found"]),
+        ("learner: {epochs: '${learner.epochs}'}", ["learner.epochs=${learner.epochs} ", "write the value itself"]),
+        ("learner: {epochs: '${nope}'}", ["learner.epochs=${nope} ", "'nope' not found"]),
+    ],
+)
+def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: Path, text: str, words: list[str]):
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"settings file {tmp_path}/my.yaml: ") as caught:
+        load([f"experiment={tmp_path}/my.yaml"])
+    for word in words:
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["{a", '{"a": }', "[1, 2"])
 def test_a_value_that_cannot_be_read_is_named(value: str):
     with pytest.raises(ConfigError, match=re.escape(f"env.args.parts={value} cannot be read")):
@@ -183,6 +203,29 @@ def test_none_is_null_on_the_command_line() -> None:
         (
             ["learner.value_warmup_updates=150", "learner.total_updates=150"],
             ["learner.value_warmup_updates=150", "learner.total_updates=150", "less than 150"],
+        ),
+        (
+            ["algorithm=group_relative", "learner.value_warmup_updates=20"],
+            ["learner.value_warmup_updates=20", "algorithm.credit=group_relative", "learner.value_warmup_updates=0"],
+        ),
+        (
+            ["learner.total_updates=100", "learner.value_warmup_updates=90", "learner.warmup_updates=11"],
+            ["learner.warmup_updates=11", "learner.value_warmup_updates=90", "learner.total_updates=100", "at most 10"],
+        ),
+        (
+            ["algorithm.reference=tiny_shopper"],
+            ["algorithm.reference=tiny_shopper has no effect with algorithm.kl_coef=0", "algorithm.reference=null"],
+        ),
+        (
+            ["algorithm.overlong_penalty=5"],
+            ["algorithm.overlong_penalty=5.0", "algorithm.overlong_tokens=null", "algorithm.overlong_penalty=1.0"],
+        ),
+        (["algorithm.reject_low=0.1"], ["algorithm.reject_low=0.1", "algorithm.reject=none", "=token"]),
+        (["algorithm.reject_high=5"], ["algorithm.reject_high=5.0", "algorithm.reject=none", "=token"]),
+        (["algorithm.entropy_rate=1"], ["algorithm.entropy_rate=1.0", "algorithm.entropy_target=null", "=0.01"]),
+        (
+            ["learner.checkpoint_every=5", "learner.checkpoints_kept=0"],
+            ["learner.checkpoint_every=5", "learner.checkpoints_kept=0", "learner.checkpoints_kept=2"],
         ),
         (["learner.batch_size="], ["learner.batch_size= has the wrong type", "Integer", "64"]),
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
@@ -260,6 +303,19 @@ def test_none_is_null_on_the_command_line() -> None:
         (["engine=sglang", "engine.urls=[host:1]"], ["'host:1'", "write it as http://host:port"]),
         (["engine=sglang", "engine.urls=['http://a:1']", "actor.num_actors=2"], ["engine.urls", "actor.num_actors=2"]),
         (["engine=sglang", "engine.server_args=[--config,mine.yaml]"], ["engine.server_args has --config", "Leave"]),
+        (
+            ["engine=sglang", "engine.urls=http://10.0.0.1:30000"],
+            ["engine.urls=http://10.0.0.1:30000", "write 'engine.urls=[http://10.0.0.1:30000]'"],
+        ),
+        (
+            ["run.name=${oc.env:NOT_SET}"],
+            ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found", "write the value itself"],
+        ),
+        (["run.name=${nosuch:x}"], ["run.name=${nosuch:x} ", "nosuch", "write the value itself"]),
+        (
+            ["learner.batch_size=${learner.batch_size}"],
+            ["learner.batch_size=${learner.batch_size} ", "Recursive", "write the value itself"],
+        ),
         (["engine=sglang", "engine.python=nowhere"], ["engine.python=nowhere", "tools/install_sglang_cpu.sh"]),
         (["env.name=chess"], ["env.name=chess", "webshop"]),
         (["run.name=a/b"], ["run.name='a/b'", "rename"]),
@@ -279,6 +335,10 @@ def test_none_is_null_on_the_command_line() -> None:
         (["learner.attention=flex", "model.device=cpu"], ["learner.attention=flex", "model.device=cpu", "GPUs alone"]),
         (["model.lora.alpha=4"], ["model.lora.alpha=4", "model.lora.rank=0", "leave it out"]),
         (["model.lora.targets=[q_proj]"], ["model.lora.targets=['q_proj']", "model.lora.rank"]),
+        (
+            ["model.lora.rank=4", "model.lora.targets=[all-linear,q_proj]"],
+            ["model.lora.targets=['all-linear', 'q_proj']", "set model.lora.targets=[all-linear]", "[q_proj]"],
+        ),
         (
             ["algorithm=group_relative", "learner.num_ranks=3", "learner.batch_size=64"],
             ["does not divide", "such as 48"],
@@ -305,6 +365,23 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm=ppo", "learner.value_warmup_updates=20"],
+        ["learner.total_updates=100", "learner.value_warmup_updates=90", "learner.warmup_updates=10"],
+        ["algorithm=ppo", "learner.total_updates=4", "learner.value_warmup_updates=2"],
+        *(["algorithm.reference=tiny_shopper", word] for word in ("algorithm.kl_coef=1", "algorithm.reward_kl_coef=1")),
+        ["algorithm.reference=tiny_shopper", "algorithm=dpo"],
+        ["algorithm=icepop"],
+        ["algorithm.entropy_rate=1", "algorithm.entropy_target=1"],
+        ["algorithm.overlong_penalty=5", "algorithm.overlong_tokens=9"],
+    ],
+)
+def test_settings_that_have_an_effect_together_are_taken(words: list[str]) -> None:
+    load(words)
 
 
 def test_adapters_without_the_library_that_makes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

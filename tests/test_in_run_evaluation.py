@@ -291,6 +291,10 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
     assert not inside.begin(10, 10, 0.0) and not inside.begin(10, 10, 0.0, at_the_end=True)
 
 
+DO_NOTHING: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None)
+"""In place of publishing the last version, and of writing metrics."""
+
+
 class TwoProcesses:
     """One of two processes of a rank, in threads: a sum that the other never joins is an error."""
 
@@ -324,7 +328,7 @@ def test_all_ranks_leave_the_wait_for_the_last_evaluation_together(tmp_path: Pat
         def stop() -> bool:
             return rank == told and ranks[rank].num_sums >= 2
 
-        return rounds(inside if rank == 0 else None, ranks[rank]).finish(0, 0, 0.0, stop, lambda: None)
+        return rounds(inside if rank == 0 else None, ranks[rank]).finish(0, 0, 0.0, stop, *DO_NOTHING)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(finish, (0, 1))) == [True, True]
@@ -362,7 +366,7 @@ def test_an_evaluation_that_nobody_plays_is_awaited_once_and_no_other_is_begun(
     assert inside.begin(0, 0, 0.0)
     receiver.published, receiver.num_actors = 7, num_actors
     clock = Clock(monkeypatch)
-    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, lambda: None)
+    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, *DO_NOTHING)
     assert clock.now == pytest.approx(waited_s, abs=0.3) and len(receiver.begun) == 1
 
 
@@ -378,8 +382,28 @@ def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: py
 
     Clock(monkeypatch, then)
     receiver.published = 7
-    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, lambda: None)
+    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, *DO_NOTHING)
     assert len(receiver.begun) == 2 and not receiver.is_evaluating
+
+
+def test_a_last_version_that_was_not_due_is_published_and_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of 7 updates with learner.sync_interval=5; an evaluation that is under way ends before."""
+    inside, receiver = make(tmp_path)
+    assert inside.begin(0, 0, 0.0)
+    receiver.published = 5
+
+    def then(_now: float) -> None:
+        receiver.ended = evaluation([0.5] * 4, receiver.published if len(receiver.begun) == 2 else 0)
+
+    def publish() -> None:
+        assert not receiver.is_evaluating
+        receiver.published = 7
+
+    Clock(monkeypatch, then)
+    assert not rounds(inside, OneRank()).finish(7, 7, 0.0, lambda: False, publish, lambda: None)
+    assert len(receiver.begun) == 2 and not inside.schedule.is_new(7)
 
 
 @pytest.mark.parametrize(

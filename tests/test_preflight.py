@@ -284,7 +284,8 @@ def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[...
 def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: Callable[..., str], model: Path) -> None:
     said = refused(f"model.path={model}", "model.lora.rank=4", "model.lora.targets=[q_proj,v_porj]")
     assert "model.lora.targets=['q_proj', 'v_porj']" in said and "is named v_porj: choose from " in said
-    assert "q_proj" in said.split("choose from")[1] and "all-linear" in said
+    offered = said.split("choose from")[1]
+    assert "q_proj" in offered and "all-linear" in offered and "embed_tokens" not in offered
 
 
 def test_an_agent_that_cannot_be_imported_is_refused(refused: Callable[..., str]) -> None:

@@ -192,8 +192,6 @@ class Credit(CreditSettings, ABC):
 
     of_episodes: ClassVar[bool] = False
     """Whether all tokens of an episode have the same advantage."""
-    needs_reference: ClassVar[bool] = False
-    """Whether `Episodes.log_probs` is called."""
     needs_teacher: ClassVar[bool] = False
     """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
     metrics: ClassVar[Mapping[str, str]] = {}

@@ -45,7 +45,8 @@ class Adapter:
 def add_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters into a model, in place, where the settings have a rank; from then on they alone have a gradient.
 
-    They begin as a sum of nothing. Raises ModelRefused where `model.lora.targets` names no matrix of the model.
+    They begin as a sum of nothing. Raises ModelRefused where `model.lora.targets` names no matrix of the model, or
+    an embedding: adapters of the input's are not merged for engines, and the learner reads the output's without them.
     """
     if not config.rank:
         return
@@ -67,6 +68,13 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
             f"model.lora.targets={config.targets} would adapt {odd[0]}, which is no matrix, and could not be merged "
             "for engines: name matrices, such as model.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
         )
+    ends = lm.get_input_embeddings(), lm.get_output_embeddings()
+    for name, module in lm.named_modules():
+        if _NAME in getattr(module, "lora_embedding_A", ()) or (module in ends and hasattr(module, "lora_A")):
+            raise ModelRefused(
+                f"model.lora.targets={config.targets} would adapt {name}, an embedding, whose adapter would not learn "
+                "or would not reach engines: leave it out, such as model.lora.targets=[all-linear]"
+            )
     # Its own record of where the adapters are: targets by name, where they were described.
     adapted: Any = lm
     adapted.peft_config = {_NAME: settings}

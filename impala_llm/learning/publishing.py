@@ -13,8 +13,9 @@ one that is converted on its way to the board, is read from there.
 
 A `VersionPublisher` sends a version to one of two places, or to none:
 
-- to engines, over all of its transports, and then announces it: every `interval`-th version, and any version without
-  which this rank gets no batch. The board comes first: an engine that another transport misses reads it there.
+- to engines, over all of its transports, and then announces it: every `interval`-th version, any version without which
+  this rank gets no batch, and the last one where it is to be evaluated. The board comes first: an engine that another
+  transport misses reads it there.
 - to the board of kept versions, which only a restarted learner reads: a version that is not published while what was
   trained on since the last one on a board fills its share of the trajectory store.
 
@@ -257,6 +258,18 @@ class VersionPublisher:
         if is_over:
             raise Stopped
         return metrics
+
+    def publish_last(self, version: int, receiver: Receiver) -> None:
+        """Publish and announce the learner's version after training, where it is not on the board. All ranks call it.
+
+        Does nothing where readers hold all slots.
+        """
+        [num_there] = self._ranks.sum([float(self._ranks.is_main and self._reader.latest() == version)])
+        if not num_there:
+            sent = self._send_together(version, True, may_skip=True)
+            [num_there] = self._ranks.sum([float(sent is not None)])
+        if num_there:
+            receiver.announce_late(version)
 
     def wait_for_ranks(self, version: int, receiver: Receiver, is_told_to_stop: Callable[[], bool]) -> dict[str, float]:
         """Wait until all ranks have a batch, or need none any more, and take part in what `publish_early` publishes.

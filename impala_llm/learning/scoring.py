@@ -12,13 +12,15 @@ from transformers import AutoTokenizer
 
 from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.config import ConfigError
 from impala_llm.engines.base import ModelRefused
+from impala_llm.known_models import other_vocabulary
 from impala_llm.learning.attention import SEGMENTS
 from impala_llm.learning.attention_choice import compare
 from impala_llm.learning.lora import is_adapted, without_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.settings import Config, model_directory
+from impala_llm.settings import Config, model_directory, other_models
 from impala_llm.supervised import say
 
 
@@ -45,7 +47,7 @@ class Scorers:
         policy: the learner's model, which is its own teacher in context distillation.
 
     Raises:
-        ValueError: another model has another vocabulary than the policy.
+        ConfigError: another model has another vocabulary than the policy.
         ModelRefused: packed rows of another model would be computed wrongly.
     """
 
@@ -59,11 +61,11 @@ class Scorers:
         if algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or credit.needs_reference:
             # With LoRA the policy that training started from is the one without its adapters.
             is_own = algorithm.reference is None and is_adapted(policy.lm)
-            self._reference = policy if is_own else _frozen(config, algorithm.reference, policy, device)
+            self._reference = policy if is_own else _frozen(config, "algorithm.reference", policy, device)
         if credit.needs_teacher:
             self._teacher = policy
             if credit.teacher is not None:
-                self._teacher = _frozen(config, credit.teacher, policy, device)
+                self._teacher = _frozen(config, "algorithm.credit.teacher", policy, device)
             if credit.teacher_context:
                 tokenizer = AutoTokenizer.from_pretrained(resolve_policy(config))
                 ids = tokenizer.encode(credit.teacher_context, add_special_tokens=False)
@@ -103,7 +105,9 @@ class Scorers:
             return self._teacher.action_log_probs(hidden[actions - 1], rows.tokens[actions], self._temperature)[0]
 
 
-def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch.device) -> PolicyModel:
+def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device) -> PolicyModel:
+    """The model that a setting names, or the one that training started from where it names none."""
+    path = other_models(config).get(key)
     directory = resolve_policy(config) if path is None else model_directory(path)
     assert directory is not None  # checked by config.problems
     model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
@@ -116,8 +120,5 @@ def _frozen(config: Config, path: str | None, policy: PolicyModel, device: torch
         except ModelRefused as error:
             say(f"learner: packed rows of {directory} are computed by segments: {error}")
     if model.vocab_size != policy.vocab_size:
-        raise ValueError(
-            f"{directory} has a vocabulary of {model.vocab_size} tokens, the policy one of {policy.vocab_size}: "
-            "algorithm.reference and algorithm.credit.teacher must share the policy's tokenizer"
-        )
+        raise ConfigError(other_vocabulary(key, path or directory, model.vocab_size, policy.vocab_size))
     return model

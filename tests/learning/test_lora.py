@@ -103,3 +103,14 @@ def test_targets_that_cannot_be_adapted_are_refused(
     model = PolicyModel.from_pretrained(save_lm(tmp_path, architecture))
     with pytest.raises(ModelRefused, match=f"model.lora.targets=.*{targets[0]}.*{reason}"):
         add_adapters(model.lm, LoraConfig(rank=2, targets=targets))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_adapters_of_embeddings_are_refused(tmp_path: Path, name: str, tied: bool) -> None:
+    """Engines would never get those of the input, and those of the output would never learn."""
+    model = PolicyModel.from_pretrained(save_lm(tmp_path, tied=tied))
+    with pytest.raises(
+        ModelRefused, match=rf"model.lora.targets=\['q_proj', '{name}'\] would adapt .*{name}, .*: leave"
+    ):
+        add_adapters(model.lm, LoraConfig(rank=2, targets=["q_proj", name]))

@@ -214,6 +214,18 @@ def test_a_version_without_which_nothing_comes_goes_over_all_ways_before_it_is_d
     assert (learner.sent, learner.receiver.early) == ([1, 3, 4], [1, 4])
 
 
+def test_the_last_version_is_published_once_also_where_it_is_not_due(tmp_path: Path) -> None:
+    """For the evaluation at the end of the run; unless readers hold all slots."""
+    learner = Learner(tmp_path, interval=3)
+    learner.publish(1)
+    for _ in range(2):
+        learner.publisher.publish_last(1, learner.receiver)
+        assert (learner.board.latest(), learner.sent) == (1, [1]) and set(learner.receiver.early) == {1}
+    with learner.board.lease(0):
+        learner.publisher.publish_last(2, learner.receiver)
+    assert (learner.board.latest(), learner.sent) == (1, [1]) and set(learner.receiver.early) == {1}
+
+
 def test_a_version_that_another_rank_has_published_is_announced_and_not_sent_again(tmp_path: Path) -> None:
     first, second = Learner(tmp_path, interval=3), Learner(tmp_path, interval=3)
     for rank in (first, second):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.preference import Preference, pair_advantages
-from impala_llm.config import load
+from impala_llm.config import ConfigError, load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
@@ -58,11 +58,15 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    config = load(["model=scratch", f"run.dir={tmp_path}", "algorithm.kl_coef=0.1"])
-    make_scratch_policy(tmp_path / "scratch-0")
-    policy = PolicyModel.from_pretrained(save_lm(tmp_path / "lm"))
-    with pytest.raises(ValueError, match="vocabulary of .* the policy one of 50"):
-        Scorers(config, policy, CPU)
+    """At the door, and where the policy is made from scratch, once it is there."""
+    other, kl = make_scratch_policy(tmp_path / "other"), ["algorithm.kl_coef=0.1", "engine.max_length=128"]
+    lm = save_lm(tmp_path / "lm")
+    said = rf"algorithm.reference={other} has a vocabulary of 100 tokens, the policy one of 50: name a model"
+    with pytest.raises(ConfigError, match=said):
+        load([f"model.path={lm}", f"algorithm.reference={other}", *kl])
+    config = load(["model=scratch", f"run.dir={tmp_path}", f"algorithm.reference={other}", *kl])
+    with pytest.raises(ConfigError, match=said):
+        Scorers(config, PolicyModel.from_pretrained(lm), CPU)
 
 
 def test_pairs_are_the_gradient_of_dpo() -> None:

@@ -117,9 +117,10 @@ class Session(ParrotSession):
 
 @pytest.mark.system
 def test_results_that_never_come_are_given_up_and_the_last_version_is_evaluated(tmp_path: Path) -> None:
-    """One evaluation task in four never ends."""
+    """One evaluation task in four never ends; the last version is published for its evaluation alone."""
     (tmp_path / "hanging.py").write_text(HANGING)
     settings = ("experiment=toy", "env.name=hanging:Suite", "learner.total_updates=12", "evaluation.every_updates=5")
+    settings += ("learner.sync_interval=5", "algorithm.max_staleness=5")
     limits = ("evaluation.run_tasks=20", "evaluation.run_timeout_s=2", "evaluation.run_share=0.5")
     with Run(tmp_path / "run", *settings, *limits) as run:
         run.python_path.append(str(tmp_path))
