@@ -166,6 +166,11 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the last checkpoint that was begun could not be written."""
+        return self._thread is not None and not self.is_busy and not self._is_written
+
+    @property
     def is_wanted(self) -> bool:
         """Whether a checkpoint should be written soon: the best policy so far is in none."""
         return self._wants_best and not self.is_busy
@@ -176,6 +181,10 @@ class Checkpointer:
         put_policies_back(self._run_folder)
         for name in remove_unfinished(self._run_folder):
             say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
+
+    def remove_parts(self) -> None:
+        """Remove what ranks have left of checkpoints that failed. On rank 0, while no rank writes one."""
+        remove_unfinished(self._run_folder)
 
     def export_folder(self, update: int) -> Path:
         """Folder in which ranks that share the policy put its plain export before they call `save`."""
