@@ -88,6 +88,28 @@ def test_a_checkpoint_has_no_half_written_export(
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "update-000006" / "policy")
 
 
+def test_all_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
+    synced, rename, fsync = set(), Path.rename, os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.stat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(path: Path, target: Path) -> Path:
+        if path.name == "update-000005.new":
+            assert [each for each in (path, *path.rglob("*")) if each.stat().st_ino not in synced] == []
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    assert (tmp_path / "run" / "checkpoints" / "update-000005" / "policy" / "adapter").is_dir()
+
+
 def test_a_policy_that_cannot_be_saved_amid_a_run_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
