@@ -49,6 +49,9 @@ class PolicyModel(nn.Module):
         value_trunk_gradient: whether the value loss reaches the LM.
     """
 
+    other_hidden_size: int | None = None
+    """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
+
     def __init__(
         self, lm: PreTrainedModel, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
     ) -> None:
@@ -84,8 +87,9 @@ class PolicyModel(nn.Module):
             )
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
-        if saved.is_file():
-            model.load_value_head(saved.read_bytes())
+        if saved.is_file() and not model.load_value_head(content := saved.read_bytes()):
+            state, _ = without_prefix(content)
+            model.other_hidden_size = len(state["0.weight"]) if {"0.weight", "2.weight"} <= set(state) else 0
         return model
 
     def compute_in(self, precision: str, checkpoint_every: int = 0) -> None:
@@ -278,7 +282,7 @@ def _write(tensor: Tensor, target: np.ndarray) -> None:
 def policy_files(directory: Path) -> dict[str, bytes]:
     """Files of a policy's directory beside the weights: configuration and tokenizer, by name."""
     suffixes = {".json", ".jinja", ".txt", ".model"}
-    skipped = {"model.safetensors.index.json", "training.json"}
+    skipped = {"model.safetensors.index.json", "training.json", "evaluation.json"}  # of other weights
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())

@@ -13,6 +13,14 @@ from impala_llm.learning.shares import PolicyExport
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import save_lm
 
+
+def test_the_report_of_an_evaluation_is_no_file_of_a_policy(tmp_path: Path) -> None:
+    """`policy-best` has it beside its weights; a run that begins there trains other weights."""
+    best = save_lm(tmp_path / "policy-best")
+    (best / "evaluation.json").write_text('{"evaluation/score": 0.91}')
+    assert {"config.json"} <= set(policy_files(best)) <= {"config.json", "generation_config.json"}
+
+
 SAMPLING = {"temperature": 0.9, "top_p": 0.6}
 """Without do_sample: transformers loads it, and refuses to save it."""
 
