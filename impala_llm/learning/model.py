@@ -49,6 +49,8 @@ class PolicyModel(nn.Module):
         value_trunk_gradient: whether the value loss reaches the LM.
     """
 
+    base: int | None = None
+    """Of a policy with adapters: checksum of the weights that they are added to, see `base_checksum`."""
     other_hidden_size: int | None = None
     """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
 

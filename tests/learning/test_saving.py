@@ -10,16 +10,19 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from impala_llm.config import load
+from impala_llm.config import ConfigError, load
 from impala_llm.learner import Learner
 from impala_llm.learning import checkpoint
 from impala_llm.learning.checkpoint import Checkpointer
 from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
+from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start
@@ -45,11 +48,14 @@ class ThreadRanks(Ranks):
         return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
 
 
-def make_saving(folder: Path, lora_rank: int, ranks: Ranks | None = None) -> tuple[Saving, Checkpointer]:
+def make_saving(
+    folder: Path, lora_rank: int, ranks: Ranks | None = None, model: PolicyModel | None = None
+) -> tuple[Saving, Checkpointer]:
     """Saving of a run without tickets."""
     ranks = ranks or Ranks("cpu")
-    model = PolicyModel.from_pretrained(save_lm(folder / "model"))
-    add_adapters(model.lm, LoraConfig(rank=lora_rank))
+    if model is None:
+        model = PolicyModel.from_pretrained(save_lm(folder / "model"))
+        add_adapters(model.lm, LoraConfig(rank=lora_rank))
     receiver = Mock(**{"rows.return_value": [], "held.return_value": {}})
     endpoint = Mock(receiver=receiver, run_dir=Mock(run_id=7))
     batches = Mock(**{"moment.return_value.buffer.trajectories": [], "state_dict.return_value": {}})
@@ -173,3 +179,24 @@ def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
     assert (tmp_path / "checkpoints" / "update-000004" / "manifest.json").is_file()
     assert (raised is not None) == (len(broken) == 2) and learner.is_saved == (raised is not None)
     learner.endpoint.run_dir.remove()
+
+
+def test_adapters_are_not_put_on_other_weights_than_those_that_they_were_learned_on(tmp_path: Path) -> None:
+    """Where `model.path` was trained further meanwhile, under the same name and of the same shape."""
+    start = save_lm(tmp_path / "model")
+    config = load([f"model.path={start}", "model.lora.rank=2", "engine.max_length=64"])
+    model = make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
+    saving, checkpointer = make_saving(tmp_path, 2, model=model)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    origin = Origin(5, 5, None, CheckpointReader(manifest), is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    weights = load_file(start / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.25
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=f"model.path={start} has other weights .*: put .* model.path={manifest.path}/"
+    ):
+        make_model(config, origin, Ranks("cpu"))
