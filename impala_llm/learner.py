@@ -397,10 +397,12 @@ class Learner:
             return
         self.owner.look()
         tell(saving=True)
-        if self.ranks.is_main or self.ranks.is_sharded:
-            self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())
-        if ends_together:
-            self.saving.save_last(self.moment())
+        try:
+            if self.ranks.is_main or self.ranks.is_sharded:
+                self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())
+        finally:
+            if ends_together:
+                self.saving.save_last(self.moment())
 
 
 def main(argv: Sequence[str]) -> int:

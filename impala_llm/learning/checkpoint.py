@@ -46,7 +46,7 @@ from impala_llm.learning.checkpoint_files import (
     read_manifest,
     remove_old,
     remove_unfinished,
-    sync_folder,
+    sync,
     write_file,
 )
 from impala_llm.learning.checkpoint_files import checkpoints as folders_of
@@ -154,6 +154,8 @@ class Checkpointer:
         self._is_written = False
         self._best: tuple[int, float] | None = None
         self._wants_best = False
+        self._names = threading.Lock()
+        """Held while the best one is marked, or old ones are removed: what is marked is there."""
         self.versions = VersionMark(self._folder)
 
     @property
@@ -166,6 +168,11 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the last checkpoint that was begun could not be written."""
+        return self._thread is not None and not self.is_busy and not self._is_written
+
+    @property
     def is_wanted(self) -> bool:
         """Whether a checkpoint should be written soon: the best policy so far is in none."""
         return self._wants_best and not self.is_busy
@@ -176,6 +183,10 @@ class Checkpointer:
         put_policies_back(self._run_folder)
         for name in remove_unfinished(self._run_folder):
             say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
+
+    def remove_parts(self) -> None:
+        """Remove what ranks have left of checkpoints that failed. On rank 0, while no rank writes one."""
+        remove_unfinished(self._run_folder)
 
     def export_folder(self, update: int) -> Path:
         """Folder in which ranks that share the policy put its plain export before they call `save`."""
@@ -215,13 +226,14 @@ class Checkpointer:
         Args:
             score: in the evaluation that it was the best of.
         """
-        self._best, self._wants_best = (version, score), False
-        for path in folders_of(self._run_folder):
-            with suppress(CheckpointError):
-                if read_manifest(path).version == version:
-                    mark_best(self._run_folder, path.name)
-                    return
-        self._wants_best = self.is_on
+        with self._names:
+            self._best, self._wants_best = (version, score), False
+            for path in folders_of(self._run_folder):
+                with suppress(CheckpointError):
+                    if read_manifest(path).version == version:
+                        mark_best(self._run_folder, path.name)
+                        return
+            self._wants_best = self.is_on
 
     # --- the thread
 
@@ -233,6 +245,8 @@ class Checkpointer:
                 copied = _Copied(state)
             finally:
                 self._is_copied.set()
+            if self._rank == 0:
+                self._remove_parts(aside)
             aside.mkdir(parents=True, exist_ok=True)
             mine = self._write_part(state, copied, aside)
             del copied
@@ -249,6 +263,12 @@ class Checkpointer:
             if not isinstance(error, OSError | CheckpointError):
                 _log.exception("a checkpoint could not be written")
 
+    def _remove_parts(self, aside: Path) -> None:
+        """Remove what other ranks have left of checkpoints that rank 0 gave up, before one is written."""
+        for path in self._folder.glob(f"update-*{NEW}"):
+            if path != aside:
+                shutil.rmtree(path, ignore_errors=True)
+
     def _write_part(self, state: State, copied: "_Copied", aside: Path) -> "_Written":
         """Write the files of this rank."""
         written = _Written()
@@ -262,6 +282,7 @@ class Checkpointer:
             written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, places)
         elif self._rank == 0 and exported.is_dir():  # written by all ranks together
             for path in exported.rglob("*"):
+                sync(path)
                 if (found := checksum(path)) is not None:
                     written.files[str(path.relative_to(aside))] = found
         own = {name: (name, t) for name, t in copied.tensors.items() if name not in copied.exported}
@@ -296,19 +317,22 @@ class Checkpointer:
         write_file(aside / MANIFEST, [manifest_bytes(Manifest(aside, *facts, written.files, tensors, state.patience))])
         for folder in (aside / POLICY, aside):
             if folder.is_dir():
-                sync_folder(folder)
+                sync(folder)
         # Of the same update there is one where a learner has gone on from it and ended at once.
         replaced = target.with_name(target.name + REPLACED)
         if target.exists():
             target.rename(replaced)
         aside.rename(target)
-        sync_folder(self._folder)
+        sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        # One that was being written when a later version turned out to be the best is not it.
-        if self._wants_best and self._best is not None and state.version >= self._best[0]:
-            self._wants_best = False
-            mark_best(self._run_folder, target.name)
-        remove_old(self._run_folder, self._num_kept)
+        with self._names:
+            # One that was being written when a later version turned out to be the best is not it.
+            if self._wants_best and self._best is not None and state.version >= self._best[0]:
+                self._wants_best = False
+                mark_best(self._run_folder, target.name)
+            failed = remove_old(self._run_folder, self._num_kept)
+        for reason in failed:
+            say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")
 
 
 class _Written:

@@ -198,15 +198,20 @@ def remove_unfinished(run_folder: Path) -> list[str]:
     return [path.name.removesuffix(NEW) for path in found]
 
 
-def remove_old(run_folder: Path, num_kept: int) -> None:
-    """Remove all checkpoints but the newest ones and the best."""
-    best = best_of(run_folder)
+def remove_old(run_folder: Path, num_kept: int) -> list[str]:
+    """Remove all checkpoints but the newest ones and the best. Returns what cannot be removed, and why."""
+    best, failed = best_of(run_folder), []
     for path in checkpoints(run_folder)[num_kept:]:
         if path.name != best:
             # Renamed first: what is half removed is no checkpoint.
             gone = path.with_name(path.name + NEW)
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            try:
+                path.rename(gone)
+            except OSError as error:
+                failed.append(f"{path} cannot be removed ({error.strerror})")
+            else:
+                shutil.rmtree(gone, ignore_errors=True)
+    return failed
 
 
 def best_of(run_folder: Path) -> str | None:
@@ -321,9 +326,9 @@ def checksum(path: Path) -> tuple[int, int] | None:
     return size, crc
 
 
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -31,7 +31,7 @@ from impala_llm.learning.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.learning.lora import without_prefix
 from impala_llm.learning.products import give_back_memory
-from impala_llm.pipeline.weights.slots import TensorSource
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorSource
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _LAYERS_BETWEEN = 4
@@ -48,6 +48,11 @@ class PolicyModel(nn.Module):
         value_hidden_size: width of a hidden layer of the value head; None: that of the LM; 0: linear.
         value_trunk_gradient: whether the value loss reaches the LM.
     """
+
+    base: int | None = None
+    """Of a policy with adapters: checksum of the weights that they are added to, see `base_checksum`."""
+    other_hidden_size: int | None = None
+    """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
 
     def __init__(
         self, lm: PreTrainedModel, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
@@ -84,8 +89,9 @@ class PolicyModel(nn.Module):
             )
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
-        if saved.is_file():
-            model.load_value_head(saved.read_bytes())
+        if saved.is_file() and not model.load_value_head(content := saved.read_bytes()):
+            state, _ = without_prefix(content)
+            model.other_hidden_size = len(state["0.weight"]) if {"0.weight", "2.weight"} <= set(state) else 0
         return model
 
     def compute_in(self, precision: str, checkpoint_every: int = 0) -> None:
@@ -225,25 +231,31 @@ class PolicyModel(nn.Module):
     def config_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Files of a Hugging Face directory beside the weights, by name.
 
+        Settings of sampling stay as they were loaded: `save_pretrained` refuses some that `from_pretrained` takes.
+
         Args:
             files: those of the directory that the policy comes from, such as the tokenizer's.
         """
-        own = {"config.json": self.lm.config.to_json_string(use_diff=True).encode()}
-        if self.lm.generation_config is not None:
-            own["generation_config.json"] = self.lm.generation_config.to_json_string(use_diff=True).encode()
+        config, generation = self.lm.config, self.lm.generation_config
+        config.architectures = [type(self.lm).__name__.removeprefix("FSDP")]
+        vars(config).pop("transformers_weights", None)  # the name of the file that it was loaded from
+        own = {"config.json": config.to_json_string(use_diff=True).encode()}
+        if generation is not None:
+            text = generation.to_json_string(use_diff=True, keys_to_pop=["compile_config"])
+            own["generation_config.json"] = text.encode()
         return {**files, **own, VALUE_HEAD_FILE: self.value_head_bytes()}
 
-    def save(self, directory: Path, files: dict[str, bytes] | None = None) -> None:
+    def save(self, directory: Path, files: Mapping[str, bytes] | None = None) -> None:
         """Write a Hugging Face directory with the value head beside it.
 
         Args:
             files: further files by name, such as those of the tokenizer.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in (files or {}).items():
+        for name, content in self.config_files(files or {}).items():
             (directory / name).write_bytes(content)
-        self.lm.save_pretrained(directory)
-        (directory / VALUE_HEAD_FILE).write_bytes(self.value_head_bytes())
+        tensors = {name: tensor.contiguous() for name, tensor in self.policy_weights()}
+        save_file(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
 
 
 def _checkpointed(forward: Callable[..., Any], gives_back: bool, *arguments: Any, **options: Any) -> Any:
@@ -272,7 +284,7 @@ def _write(tensor: Tensor, target: np.ndarray) -> None:
 def policy_files(directory: Path) -> dict[str, bytes]:
     """Files of a policy's directory beside the weights: configuration and tokenizer, by name."""
     suffixes = {".json", ".jinja", ".txt", ".model"}
-    skipped = {"model.safetensors.index.json", "training.json"}
+    skipped = {"model.safetensors.index.json", "training.json", "evaluation.json"}  # of other weights
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())

@@ -3,6 +3,7 @@
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from impala_llm.config import ConfigError
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import cautions
+from impala_llm.learning.checkpoint import POLICY
 from impala_llm.learning.checkpoint_files import (
     FOLDER,
     CheckpointError,
@@ -23,7 +25,7 @@ from impala_llm.learning.checkpoint_files import (
 )
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model import VALUE_HEAD_FILE, PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
@@ -33,6 +35,9 @@ from impala_llm.supervised import say
 
 _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
+
+_PIECES, _PIECE = 1024, 4096
+"""Pieces of a file of weights by which it is known, and bytes of each: a file of up to 4 MB is read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,15 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
+    if config.model.lora.rank:
+        model.base = base_checksum(resolve_policy(config))
+        before = None if checkpoint is None else checkpoint.plain(0).get("base")
+        if checkpoint is not None and before not in (None, model.base):
+            raise ConfigError(
+                f"model.path={config.model.path} has other weights than those that the adapters of checkpoint "
+                f"{checkpoint.manifest.path.name} were learned on: put these back, or train its policy further with "
+                f"model.path={checkpoint.manifest.path / POLICY} and another run.name, and run.dir where it is given"
+            )
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
@@ -124,6 +138,20 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_main:
         describe(config, ranks, model, origin)
     return model
+
+
+def base_checksum(directory: Path) -> int:
+    """Checksum of the weights in a Hugging Face directory, by pieces of each file: quick for any size."""
+    found = 0
+    for path in sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin"))):
+        if path.name != VALUE_HEAD_FILE:
+            size = path.stat().st_size
+            found = zlib.crc32(f"{path.name} {size}".encode(), found)
+            with path.open("rb") as file:
+                for number in range(_PIECES):
+                    file.seek(number * size // _PIECES)
+                    found = zlib.crc32(file.read(_PIECE), found)
+    return found
 
 
 def start_model(
@@ -175,6 +203,13 @@ def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -
     """Say what is trained, and what about it may go wrong."""
     for caution in cautions(config, model):
         say(f"learner: {caution}")
+    width = config.model.value_hidden_size
+    if model.other_hidden_size is not None and origin.board is None and origin.checkpoint is None:
+        say(
+            f"learner: model.value_hidden_size={'null' if width is None else width}: the fitted value head in "
+            f"{config.model.path} has another shape, and a new one begins: set "
+            f"model.value_hidden_size={model.other_hidden_size} to keep it"
+        )
     size = sum(p.numel() for p in model.lm.parameters())
     learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)
     of_them = f", {learning:,} of them learn" if learning < size else ""

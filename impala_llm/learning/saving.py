@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from impala_llm.learning.batch_source import BatchSource
 from impala_llm.learning.checkpoint import (
+    POLICY,
     Checkpointer,
     State,
     Stateful,
@@ -26,6 +27,7 @@ from impala_llm.learning.checkpoint import (
     random_state,
     tensors_of,
 )
+from impala_llm.learning.checkpoint_files import name_of
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import PolicyModel
@@ -143,22 +145,30 @@ class Saving:
         parts = self._parts
         # Ranks meet in an export that each writes a part of, and adapters are merged into one: that is not put off.
         if parts.ranks.is_sharded or (is_adapted(parts.model.lm) and parts.ranks.is_main):
+            folder = self._checkpointer.export_folder(moment.update)
             try:
-                parts.publisher.export.save(self._checkpointer.export_folder(moment.update), parts.files)
-            except (OSError, SafetensorError) as error:
-                _log.warning("the checkpoint has no plain export: %s", error)
+                parts.publisher.export.save(folder, parts.files)
+            except Exception as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                name = name_of(moment.update)
+                _say_failure(f"checkpoint {name} has no {POLICY}/, but the run can go on from it", error)
         if self._checkpointer.save(self._state(tickets, moment)):
             self._saved_at, self._saved = time.monotonic(), (moment.update, moment.version)
 
     def save_last(self, moment: Moment) -> None:
-        """Write the last checkpoint, of the last update that is over, and return once it is on the disk."""
+        """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
+        it, since one that has failed on any of them is written again by all."""
         if not self._checkpointer.is_on or self._is_changed or moment.update == 0:
             return
-        is_there = self._checkpointer.wait()
-        if self._saved is None or self._saved[0] != moment.update:
+        ranks, is_there = self._parts.ranks, self._checkpointer.wait()
+        is_missing = self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed
+        if ranks.sum([float(is_missing)], of_processes=True)[0]:
+            if ranks.is_main:
+                self._checkpointer.remove_parts()
+            ranks.barrier()
             self.save(self.tickets(moment.version), moment)
             is_there = self._checkpointer.wait()
-        if is_there and self._parts.ranks.is_main and self._saved == (moment.update, moment.version):
+        if is_there and ranks.is_main and self._saved == (moment.update, moment.version):
             self._checkpointer.versions.end(moment.version)
 
     # --- the policy alone
@@ -172,7 +182,7 @@ class Saving:
             update: of the run, that made the policy.
 
         Returns:
-            Whether the disk has taken it; if not, that is said.
+            Whether it is saved; if not, that is said, and why.
         """
         ranks, is_saved = self._parts.ranks, True
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
@@ -180,10 +190,9 @@ class Saving:
             self._parts.publisher.export.save(aside, self._parts.files)
             if ranks.is_main:
                 replace_folder(aside, target)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            reason = " ".join(str(error).split())
-            say(f"learner: the policy of update {update} cannot be saved on the disk of {target}: {reason}")
+            _say_failure(f"the policy of update {update} cannot be saved on the disk of {target}", error)
             is_saved = False
         return ranks.sum([float(not is_saved)], of_processes=True)[0] == 0 if ranks.is_sharded else is_saved
 
@@ -209,8 +218,8 @@ class Saving:
         parts.endpoint.run_dir.keep()
         say(
             f"learner: the policy of update {moment.update} stays in {parts.endpoint.run_dir.path}, in memory until "
-            f"this host is restarted: make room on the disk of {run_folder}, then the same command with "
-            "run.resume=true goes on from there and saves it"
+            f"this host is restarted: mend what was said above (for a full disk: make room in {run_folder}), then the "
+            "same command with run.resume=true goes on from there and saves it"
         )
         return False
 
@@ -252,6 +261,7 @@ class Saving:
             "rows": np.array(rows, np.int64),
             "held": list(held),
             "random": random_state(),
+            "base": parts.model.base,
         }
         exports = parts.ranks.is_main and not parts.ranks.is_sharded and not is_adapted(parts.model.lm)
         return State(
@@ -266,3 +276,10 @@ class Saving:
             files=parts.model.config_files(parts.files) if exports else {},
             patience=moment.patience,
         )
+
+
+def _say_failure(what: str, error: Exception) -> None:
+    """Say what could not be written: to a full disk, as a rule. Of any other error the log has its place as well."""
+    say(f"learner: {what}: {' '.join(str(error).split()) or type(error).__name__}")
+    if not isinstance(error, OSError | SafetensorError):
+        _log.error("the error came from here", exc_info=error)

@@ -30,7 +30,7 @@ from impala_llm.learning.lora import (
     is_adapted,
     save_adapter,
 )
-from impala_llm.learning.model import SAFETENSORS_NAMES, VALUE_HEAD_FILE, PolicyModel
+from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
 from impala_llm.learning.parallel import Ranks, is_shared, local
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.board import SharedWriting
@@ -142,18 +142,18 @@ class PolicyExport:
         """
         is_shared = self._ranks.is_sharded
         if not is_shared and not is_adapted(self._model.lm):
-            self._model.save(directory, dict(files))
+            self._model.save(directory, files)
             return
         tensors = self.tensors()
         layout = safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
-        error = None
+        error: Exception | None = None
         if is_shared:
             names = self._ranks.gather({"directory": list(os.fsencode(directory))})
             directory = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"])))
         if self._ranks.is_main:
             try:
                 self._write_all_but_tensors(directory, files, layout)
-            except OSError as found:
+            except Exception as found:  # whatever it is, the other ranks wait to be told
                 error = found
         if self._together.tell(int(error is None)) if is_shared else error is None:
             target = np.memmap(directory / WEIGHTS_FILE, np.uint8, "r+", shape=(layout.num_bytes,))
@@ -166,15 +166,10 @@ class PolicyExport:
 
     def _write_all_but_tensors(self, directory: Path, files: Mapping[str, bytes], layout: Layout) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
+        for name, content in self._model.config_files(files).items():
             (directory / name).write_bytes(content)
-        lm = self._model.lm
-        lm.config.save_pretrained(directory)
-        if lm.generation_config is not None:
-            lm.generation_config.save_pretrained(directory)
-        (directory / VALUE_HEAD_FILE).write_bytes(self._model.value_head_bytes())
-        if is_adapted(lm):
-            save_adapter(lm, directory / ADAPTER_FOLDER)
+        if is_adapted(self._model.lm):
+            save_adapter(self._model.lm, directory / ADAPTER_FOLDER)
         with (directory / WEIGHTS_FILE).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, layout.num_bytes)  # a full disk is an error here, and a signal later
             file.write(layout.header)

@@ -306,11 +306,11 @@ def test_a_checkpoint_of_before_the_best_version_is_not_marked(
     model, optimizer = make(policy)
     checkpointer = Checkpointer(tmp_path, 2)
 
-    def sync_folder(path: Path) -> None:
+    def sync(path: Path) -> None:
         checkpointer.mark_best(version=10, score=0.5)  # while that of version 6 is being written
 
     with monkeypatch.context() as amid:
-        amid.setattr(checkpoint, "sync_folder", sync_folder)
+        amid.setattr(checkpoint, "sync", sync)
         assert checkpointer.save(make_state(1, model, optimizer, policy)) and checkpointer.wait()
     assert best_of(tmp_path) is None and checkpointer.is_wanted
     assert checkpointer.save(make_state(6, model, optimizer, policy)) and checkpointer.wait()

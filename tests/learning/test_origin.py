@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from impala_llm.config import load
 from impala_llm.learning.checkpoint_files import (
     CheckpointError,
     Manifest,
@@ -14,9 +15,11 @@ from impala_llm.learning.checkpoint_files import (
     name_of,
     remove_old,
 )
-from impala_llm.learning.origin import find_origin
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
+from tests.learning.builders import save_lm
 
 
 def make_checkpoint(run_folder: Path, update: int, version: int | None = None) -> Path:
@@ -58,6 +61,20 @@ def test_versions_that_are_ahead_of_updates_stay_so_where_their_note_is_lost(tmp
     board = Mock(spec=WeightReader, **{"latest.return_value": 300})
     origin = find_origin(tmp_path, board, versions, Ranks("cpu"))
     assert (origin.version, origin.update, origin.is_lost) == (300, 138, False)
+
+
+@pytest.mark.parametrize(("fitted", "asked", "fix"), [(0, "32", "0"), (8, "null", "8"), (8, "0", "8")])
+def test_a_fitted_value_head_of_another_width_is_not_dropped_in_silence(
+    tmp_path: Path, fitted: int, asked: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PolicyModel.from_pretrained(save_lm(tmp_path / "start"), fitted).save(tmp_path / "warm")
+    settings = [f"model.path={tmp_path / 'warm'}", "engine.max_length=64"]
+    origin = Origin(0, 0, None, None, is_lost=False)
+    make_model(load([*settings, f"model.value_hidden_size={asked}"]), origin, Ranks("cpu"))
+    said = capsys.readouterr().out
+    assert f"model.value_hidden_size={asked}: " in said and f"set model.value_hidden_size={fix} to keep it" in said
+    make_model(load([*settings, f"model.value_hidden_size={fix}"]), origin, Ranks("cpu"))
+    assert "value_hidden_size" not in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(

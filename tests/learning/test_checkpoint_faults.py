@@ -1,0 +1,79 @@
+"""Folders of checkpoints where a part of the work fails, or the best one is marked amid it."""
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from impala_llm.learning import checkpoint, checkpoint_files
+from impala_llm.learning.checkpoint import Checkpointer, State
+from tests.learning.builders import save_lm
+from tests.learning.test_checkpoint import make, make_state, names, write
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return save_lm(tmp_path / "model")
+
+
+def test_what_other_ranks_have_left_of_a_checkpoint_that_failed_makes_room_for_the_next(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(policy)
+    ranks = [Checkpointer(tmp_path, 1, rank, 2) for rank in range(2)]
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint, "write_file", no_room)
+        assert ranks[0].save(make_state(3, model, optimizer, policy)) and not ranks[0].wait()
+    assert ranks[1].save(State(3, 8, 77, 1.5, {}, {}, {})) and ranks[1].wait()
+    assert names(tmp_path) == ["update-000003.new"]
+    assert ranks[0].save(make_state(4, model, optimizer, policy)) and ranks[1].save(State(4, 9, 77, 1.5, {}, {}, {}))
+    assert all([rank.wait() for rank in ranks])
+    assert names(tmp_path) == ["update-000004"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_said_and_the_new_one_counts(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, policy, 1, 2)
+    checkpointer = Checkpointer(tmp_path, 1)
+    model, optimizer = make(policy)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "update-000002":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert checkpointer.save(make_state(3, model, optimizer, policy)) and checkpointer.wait()
+    said = capsys.readouterr().out
+    assert f"checkpoint {tmp_path}/checkpoints/update-000002 cannot be removed (Permission denied)" in said
+    assert "cannot be written" not in said
+    assert names(tmp_path) == ["update-000002", "update-000003"]
+
+
+def test_the_best_checkpoint_is_not_removed_as_it_is_marked(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its evaluation ends while the thread that has written the next one removes it."""
+    checkpointer = write(tmp_path, policy, 1, num_kept=1)
+    model, optimizer = make(policy)
+    marking = threading.Thread(target=checkpointer.mark_best, args=(6, 0.9))
+    best_of = checkpoint_files.best_of
+
+    def look(folder: Path) -> str | None:
+        found = best_of(folder)
+        marking.start()
+        marking.join(0.3)  # it cannot end before the thread has removed what is old
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "best_of", look)
+    assert checkpointer.save(make_state(2, model, optimizer, policy)) and checkpointer.wait()
+    marking.join()
+    best = best_of(tmp_path)
+    assert checkpointer.is_wanted if best is None else (tmp_path / "checkpoints" / best).is_dir()

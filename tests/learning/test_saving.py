@@ -1,0 +1,202 @@
+"""Saving at a rank: what is written where the disk, or whatever else, refuses a part of it."""
+
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from impala_llm.config import ConfigError, load
+from impala_llm.learner import Learner
+from impala_llm.learning import checkpoint
+from impala_llm.learning.checkpoint import Checkpointer
+from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
+from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.lora import add_adapters
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.origin import Origin, make_model
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.resume import Start
+from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.learning.shares import PolicyExport
+from impala_llm.settings import LearnerConfig, LoraConfig
+from tests.learning.builders import save_lm
+from tests.two_ranks import Meeting
+
+MOMENT = Moment(update=5, version=5, seconds=1.0)
+
+
+class ThreadRanks(Ranks):
+    """Two ranks in one process, a thread each."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__("cpu")
+        self.rank = self.process = rank
+        self.world_size = self.num_processes = 2
+        self._meeting = meeting
+
+    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
+        return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
+
+
+def make_saving(
+    folder: Path, lora_rank: int, ranks: Ranks | None = None, model: PolicyModel | None = None
+) -> tuple[Saving, Checkpointer]:
+    """Saving of a run without tickets."""
+    ranks = ranks or Ranks("cpu")
+    if model is None:
+        model = PolicyModel.from_pretrained(save_lm(folder / "model"))
+        add_adapters(model.lm, LoraConfig(rank=lora_rank))
+    receiver = Mock(**{"rows.return_value": [], "held.return_value": {}})
+    endpoint = Mock(receiver=receiver, run_dir=Mock(run_id=7))
+    batches = Mock(**{"moment.return_value.buffer.trajectories": [], "state_dict.return_value": {}})
+    publisher = Mock(export=PolicyExport(model, ranks))
+    optimizer = Optimizer(model, LearnerConfig())
+    checkpointer = Checkpointer(folder / "run", 2, ranks.rank, ranks.world_size)
+    parts = Parts(ranks, endpoint, model, optimizer, batches, publisher, {"tokenizer.json": b"{}"})
+    return Saving(LearnerConfig(), checkpointer, parts, None), checkpointer
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def odd(*_: object) -> None:
+    raise ValueError("this model cannot be written so")
+
+
+@pytest.mark.parametrize("fails", [no_room, odd])
+def test_a_checkpoint_has_no_half_written_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
+    with monkeypatch.context() as full:  # for the merged matrices, which are the most of it
+        full.setattr(os, "posix_fallocate", fails)
+        saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    manifest, passed_over = newest_whole(tmp_path / "run")
+    assert manifest is not None and passed_over == []
+    assert not (manifest.path / "policy").exists()
+    assert not [name for name in manifest.files if name.startswith("policy")]
+    said = capsys.readouterr().out
+    assert "checkpoint update-000005 has no policy/, but the run can go on from it: " in said
+    saving.save(saving.tickets(6), Moment(6, 6, 1.0))
+    assert checkpointer.wait()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "update-000006" / "policy")
+
+
+def test_all_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
+    synced, rename, fsync = set(), Path.rename, os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.stat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(path: Path, target: Path) -> Path:
+        if path.name == "update-000005.new":
+            assert [each for each in (path, *path.rglob("*")) if each.stat().st_ino not in synced] == []
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    assert (tmp_path / "run" / "checkpoints" / "update-000005" / "policy" / "adapter").is_dir()
+
+
+def test_a_policy_that_cannot_be_saved_amid_a_run_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving, _ = make_saving(tmp_path, lora_rank=0)
+    monkeypatch.setattr(PolicyModel, "save", odd)
+    assert not saving.save_policy(tmp_path / "run" / "policy-5", 5)
+    said = capsys.readouterr().out
+    assert "policy of update 5 cannot be saved" in said and "this model cannot be written so" in said
+
+
+def test_the_last_checkpoint_is_written_again_where_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, checkpointer = make_saving(tmp_path, lora_rank=0)
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint, "write_file", no_room)
+        saving.save(saving.tickets(5), MOMENT)
+        assert not checkpointer.wait()
+    saving.save_last(MOMENT)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
+
+
+def test_the_last_checkpoint_of_two_ranks_is_written_again_by_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 alone has failed, and what rank 1 has left would be read in place of what it writes now."""
+    meeting = Meeting()
+    both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
+    write_file = checkpoint.write_file
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint, "write_file", no_room)
+        both[0][0].save(both[0][0].tickets(5), MOMENT)
+        assert not both[0][1].wait()
+        full.setattr(checkpoint, "write_file", write_file)
+        both[1][0].save(both[1][0].tickets(5), MOMENT)
+        assert both[1][1].wait()
+    left = tmp_path / "run" / "checkpoints" / "update-000005.new" / "rank-1.json"
+    left.write_bytes(left.read_bytes().replace(b"rank-1.msgpack", b"rank-1.another"))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each[0].save_last(MOMENT), both))
+    manifest, passed_over = newest_whole(tmp_path / "run")
+    assert manifest is not None and (manifest.update, manifest.num_ranks, passed_over) == (5, 2, [])
+
+
+@pytest.mark.parametrize("broken", [[(PolicyExport, "save")], [(PolicyExport, "save"), (VersionPublisher, "keep")]])
+def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[tuple[type, str]]
+) -> None:
+    """And cannot even be kept in shared memory."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    for kind, name in broken:
+        monkeypatch.setattr(kind, name, odd)
+    raised = None
+    try:
+        with ExitStack() as stack:
+            learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+            learner.update = learner.version = 4
+    except ValueError as error:
+        raised = error
+    assert (tmp_path / "checkpoints" / "update-000004" / "manifest.json").is_file()
+    assert (raised is not None) == (len(broken) == 2) and learner.is_saved == (raised is not None)
+    learner.endpoint.run_dir.remove()
+
+
+def test_adapters_are_not_put_on_other_weights_than_those_that_they_were_learned_on(tmp_path: Path) -> None:
+    """Where `model.path` was trained further meanwhile, under the same name and of the same shape."""
+    start = save_lm(tmp_path / "model")
+    config = load([f"model.path={start}", "model.lora.rank=2", "engine.max_length=64"])
+    model = make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
+    saving, checkpointer = make_saving(tmp_path, 2, model=model)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    origin = Origin(5, 5, None, CheckpointReader(manifest), is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    weights = load_file(start / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.25
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=f"model.path={start} has other weights .*: put .* model.path={manifest.path}/"
+    ):
+        make_model(config, origin, Ranks("cpu"))
