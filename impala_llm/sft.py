@@ -149,6 +149,8 @@ class WarmStart:
         if sft.max_updates is not None:
             self.total = min(self.total, sft.max_updates)
         self.update, self.used_s = 0, 0.0
+        self.measured = self.told = 0
+        """Updates after which the losses were last measured, and written."""
         self.is_changing = False
         """Amid a change of the weights."""
         stops.holds_back = stops.waits_on = lambda: self.is_changing
@@ -185,6 +187,10 @@ class WarmStart:
             self.measure()
         while self.progress < 1.0:
             self.step()
+        if self.measured < self.update:
+            self.measure()
+        if self.told < self.update:
+            self.tell()
         self.save()
         say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
 
@@ -201,16 +207,14 @@ class WarmStart:
         self.is_changing = False
         self.tokens_since += sum(row.num_tokens for row in rows)
         self.stops.check()
-        is_last = self.progress >= 1.0
-        if self.update % self.config.sft.held_out_every == 0 or is_last:
+        if self.update % self.config.sft.held_out_every == 0:
             self.measure()
         minutes, every = self.config.learner.checkpoint_minutes, self.config.learner.checkpoint_every
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        if not is_last and (is_late or (every and self.update % every == 0)):
+        if self.progress < 1.0 and (is_late or (every and self.update % every == 0)):
             self.checkpoint()
-        now = time.monotonic()
-        if now - self.said_at >= _SAY_EVERY_S or is_last:
-            self.tell(now)
+        if time.monotonic() - self.said_at >= _SAY_EVERY_S:
+            self.tell()
 
     def batch(self, update: int) -> list[Trajectory]:
         """The demonstrations of an update."""
@@ -220,14 +224,15 @@ class WarmStart:
         return [self.data.learned[i] for i in order[place * size : (place + 1) * size]]
 
     def measure(self) -> None:
-        """Losses of what is held out, to the log."""
+        """Write and say the losses of what is held out."""
         if self.data.held_out:
             self.imitation.measure(self.data.held_out)
-            if self.update == 0:
-                self.tell(time.monotonic())
+            self.tell()
+        self.measured = self.update
 
-    def tell(self, now: float) -> None:
+    def tell(self) -> None:
         """Write and say what has been logged since the last time."""
+        now = time.monotonic()
         if self.update:
             self.log.add("sft/epoch", self.update / self.per_epoch)
             self.log.add("sft/tokens_per_s", self.tokens_since / max(1e-9, now - self.said_at))
@@ -239,7 +244,7 @@ class WarmStart:
         if self.update:
             parts.append(f"{found['sft/tokens_per_s']:,.0f} tokens/s")
         say(f"sft: update {self.update} of {self.total}, {self.progress:.0%}: {', '.join(parts)}")
-        self.said_at, self.tokens_since = now, 0
+        self.said_at, self.tokens_since, self.told = now, 0, self.update
 
     # --- checkpoints and result
 
@@ -277,6 +282,7 @@ class WarmStart:
         checkpoint.load_optimizer(self.imitation.optimizer)
         self.imitation.budget.load_state_dict(plain["budget"])
         self.update, self.used_s = manifest.update, 60 * manifest.minutes_used
+        self.measured = self.told = self.update
         say(f"sft: going on from update {self.update}, checkpoint {manifest.path}")
 
     def checkpoint(self) -> None:

@@ -1,6 +1,7 @@
 """The warm start: its loss, its schedule, what it saves, what it refuses, and how it goes on."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -18,8 +19,10 @@ from impala_llm.config import load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import add_part, read
 from impala_llm.imitation import Imitation, returns_to_go
+from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import PolicyModel
+from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
 
 
@@ -246,6 +249,42 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     assert main(["sft", *words(folder, tiny_model), *change]) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
+
+
+def test_each_measurement_is_written_as_it_is_made(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the one amid which the time is over."""
+    measure, measured = Imitation.measure, list[int]()
+
+    def counted(self: Imitation, held_out: list[Trajectory]) -> None:
+        measured.append(len(held_out))
+        measure(self, held_out)
+
+    monkeypatch.setattr(Imitation, "measure", counted)
+    monkeypatch.setattr(WarmStart, "seconds", property(lambda _: 60.0 * len(measured)))
+    folder = warm_start(tmp_path, tiny_model, "sft.epochs=9", "sft.held_out_every=2", "sft.max_minutes=3")
+    assert [(line["step"], "sft/held_out_loss" in line) for line in metrics(folder)] == [
+        (0, True),
+        (2, True),
+        (4, True),
+    ]
+    assert "sft: update 4 of 81, 100%: loss " in capsys.readouterr().out
+
+
+def test_the_last_losses_are_written_wherever_the_time_is_over(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demonstrations = record(load(words(tmp_path, tiny_model)))
+    for limit in range(20, 26):
+        clock = itertools.count()
+        monkeypatch.setattr(WarmStart, "seconds", property(lambda _, clock=clock: float(next(clock))))
+        settings = ["sft.epochs=9", f"sft.max_minutes={limit / 60}", f"sft.data=[{demonstrations}]"]
+        folder = warm_start(tmp_path / str(limit), tiny_model, *settings)
+        manifest, _ = newest_whole(folder / STATE)
+        last = metrics(folder)[-1]
+        assert manifest is not None and last["step"] == manifest.update > 0
+        assert "sft/loss" in last and "sft/held_out_loss" in last
 
 
 def test_another_model_s_tokens_are_refused(
