@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
+from impala_llm.engines.base import ModelRefused
 from impala_llm.imitation import Imitation
+from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
@@ -143,6 +145,7 @@ class WarmStart:
         add_adapters(model.lm, config.model.lora)
         self.ranks.place(model)
         model.check(config.engine.max_length)
+        choose_attention(model, config.learner, config.engine.max_length, self.ranks)
         self.imitation = Imitation(config, model, self.ranks, self.log)
         self.per_epoch = -(-len(data.learned) // sft.batch_size)
         self.total = sft.epochs * self.per_epoch
@@ -253,8 +256,9 @@ class WarmStart:
         sft, model = self.config.sft, self.config.model
         return {
             "model.path": model.path,
-            "model.lora.rank": model.lora.rank,
+            **{f"model.lora.{name}": value for name, value in vars(model.lora).items()},
             "model.value_hidden_size": model.value_hidden_size,
+            "model.value_trunk_gradient": model.value_trunk_gradient,
             "run.seed": self.config.run.seed,
             "sft.batch_size": sft.batch_size,
             "sft.held_out_tasks": sft.held_out_tasks,
@@ -272,7 +276,7 @@ class WarmStart:
         checkpoint = CheckpointReader(manifest)
         plain = checkpoint.plain(0)
         for key, value in self.facts().items():
-            before = plain["facts"].get(key)
+            before = plain["facts"].get(key, value)  # what an earlier release did not note
             if before != value:
                 differs = "other demonstrations" if key == "sft.data" else f"{key}={before}, and not {value}"
                 raise ConfigError(
@@ -328,16 +332,15 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
     wait_for_owner(folder, say, "end it first, or set another sft.dir")
-    try:
+    with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
     with ExitStack() as stack:
         owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
+        with _writing_to(folder):  # only now: what is refused leaves the settings of the one that is there
+            (folder / "config.yaml").write_text(to_yaml(config))
         for caution in slow_precision(config, warm.imitation.model.lm.device):
             say(f"sft: {caution}")
         try:
@@ -350,6 +353,15 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     return folder / "policy"
 
 
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where the disk refuses what the block writes."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
+
+
 def main(config: Config, folders: Sequence[Path]) -> int:
     """`impala-llm sft`. Returns the exit code: 2 for what will fail again, 4 where the disk refused the policy, 130
     after Ctrl-C."""
@@ -359,7 +371,7 @@ def main(config: Config, folders: Sequence[Path]) -> int:
         warm_start(config, folders)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (CheckpointError, OutOfMemory) as error:
+    except (CheckpointError, ModelRefused, OutOfMemory) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:

@@ -231,6 +231,10 @@ def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
         (["engine.max_length=8"], "demonstrations have more than engine.max_length=8 tokens, the longest "),
         (["sft.batch_size=5"], "holds a warm start with sft.batch_size=4, and not 5"),
         (["run.seed=5"], "holds a warm start with run.seed=0, and not 5"),
+        (
+            ["model.value_trunk_gradient=false"],
+            "holds a warm start with model.value_trunk_gradient=True, and not False",
+        ),
         (["demonstrations.num_episodes=50"], "holds a warm start with other demonstrations"),
         (["sft.dir=/proc/none"], "sft.dir=/proc/none cannot be written to"),
         (["sft.epochs=0"], "sft.epochs=0"),
@@ -246,9 +250,44 @@ def test_what_cannot_work_is_refused_in_a_sentence(
         warm_start(tmp_path, tiny_model, "sft.max_updates=1")
         change = [f"sft.data=[{tmp_path / 'demonstrations'}]", *change] if change[0].startswith("engine") else change
     capsys.readouterr()
+    settings = tmp_path / "sft" / "config.yaml"
+    before = settings.read_text() if settings.exists() else None
     assert main(["sft", *words(folder, tiny_model), *change]) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
+    assert before is None or settings.read_text() == before, "those of the finished one stay"
+
+
+def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["model.lora.rank=4", "model.lora.alpha=8"]
+    warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=1")
+    for change, named in {
+        "model.lora.rank=8": "model.lora.rank=4, and not 8",
+        "model.lora.alpha=256": "model.lora.alpha=8, and not 256",
+        "model.lora.targets=[q_proj]": "model.lora.targets=['all-linear'], and not ['q_proj']",
+    }.items():
+        assert main(["sft", *words(tmp_path, tiny_model, *lora, "sft.max_updates=2", change)]) == 2
+        assert f"holds a warm start with {named}: " in capsys.readouterr().err
+    warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=2")
+
+
+def test_what_an_earlier_release_did_not_note_is_not_compared(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = WarmStart.facts
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "facts", lambda warm: {"run.seed": facts(warm)["run.seed"]})
+        warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=2")
+    assert [line["step"] for line in metrics(folder)][-1] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has this attention")
+def test_an_attention_that_cannot_be_used_is_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", *words(tmp_path, tiny_model, "learner.attention=flex")]) == 2
+    assert "learner.attention=flex cannot be used on cpu: " in capsys.readouterr().err
 
 
 def test_each_measurement_is_written_as_it_is_made(
