@@ -41,6 +41,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.observability.metrics import MetricLog
@@ -159,6 +160,7 @@ class WarmStart:
         stops.holds_back = stops.waits_on = lambda: self.is_changing
         self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
         self.checkpointer.begin()
+        put_policies_back(self.folder)
         self.go_on()
         self.export = PolicyExport(model, self.ranks)
         self.writer = stack.enter_context(
@@ -308,18 +310,22 @@ class WarmStart:
             self.saved_at = time.monotonic()
 
     def save(self) -> None:
-        """Write the last checkpoint and the policy. Raises OSError or SafetensorError where the disk refuses."""
+        """Write the last checkpoint, and then the policy, so that whatever is wrong with that loses nothing.
+
+        Raises:
+            OSError: the disk refuses the policy.
+            SafetensorError: the same.
+        """
+        self.checkpointer.wait()
+        self.checkpoint()
+        self.checkpointer.wait()
         target = self.folder / "policy"
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
         try:
             self.export.save(aside, self.files)
-            shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+            replace_folder(aside, target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self.checkpointer.wait()
-        self.checkpoint()
-        self.checkpointer.wait()
 
 
 def warm_start(config: Config, folders: Sequence[Path]) -> Path:
@@ -375,6 +381,10 @@ def main(config: Config, folders: Sequence[Path]) -> int:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:
-        print(f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}", file=sys.stderr)
+        print(
+            f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}: when that is mended, the same "
+            "command saves it from the last checkpoint",
+            file=sys.stderr,
+        )
         return 4
     return 0

@@ -22,6 +22,7 @@ from impala_llm.imitation import Imitation, returns_to_go
 from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.shares import PolicyExport
 from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
 
@@ -324,6 +325,37 @@ def test_the_last_losses_are_written_wherever_the_time_is_over(
         last = metrics(folder)[-1]
         assert manifest is not None and last["step"] == manifest.update > 0
         assert "sft/loss" in last and "sft/held_out_loss" in last
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), ValueError("the configuration is invalid")])
+def test_a_policy_that_cannot_be_written_loses_nothing_that_was_learned(
+    tmp_path: Path, tiny_model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    given = ["sft", *words(tmp_path, tiny_model, "sft.max_updates=2")]
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyExport, "save", fail)
+        if isinstance(error, OSError):
+            assert main(given) == 4
+        else:
+            with pytest.raises(ValueError, match="invalid"):
+                main(given)
+    manifest, _ = newest_whole(tmp_path / "sft" / STATE)
+    assert manifest is not None and manifest.update == 2
+    assert main(given) == 0
+    assert (tmp_path / "sft" / "policy" / "model.safetensors").is_file()
+
+
+def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: Path, tiny_model: Path) -> None:
+    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    saved = (folder / "policy" / "model.safetensors").read_bytes()
+    (folder / "policy").rename(folder / "policy.replaced")
+    (folder / "policy.new-999999").mkdir()
+    assert main(["sft", *words(tmp_path, tiny_model, "sft.batch_size=5")]) == 2
+    assert (folder / "policy" / "model.safetensors").read_bytes() == saved
+    assert [path.name for path in folder.glob("policy*")] == ["policy"]
 
 
 def test_another_model_s_tokens_are_refused(
