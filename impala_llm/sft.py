@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
+from impala_llm.engines.base import ModelRefused
 from impala_llm.imitation import Imitation
+from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
@@ -39,6 +41,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.observability.metrics import MetricLog
@@ -143,17 +146,21 @@ class WarmStart:
         add_adapters(model.lm, config.model.lora)
         self.ranks.place(model)
         model.check(config.engine.max_length)
+        choose_attention(model, config.learner, config.engine.max_length, self.ranks)
         self.imitation = Imitation(config, model, self.ranks, self.log)
         self.per_epoch = -(-len(data.learned) // sft.batch_size)
         self.total = sft.epochs * self.per_epoch
         if sft.max_updates is not None:
             self.total = min(self.total, sft.max_updates)
         self.update, self.used_s = 0, 0.0
+        self.measured = self.told = 0
+        """Updates after which the losses were last measured, and written."""
         self.is_changing = False
         """Amid a change of the weights."""
         stops.holds_back = stops.waits_on = lambda: self.is_changing
         self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
         self.checkpointer.begin()
+        put_policies_back(self.folder)
         self.go_on()
         self.export = PolicyExport(model, self.ranks)
         self.writer = stack.enter_context(
@@ -185,6 +192,10 @@ class WarmStart:
             self.measure()
         while self.progress < 1.0:
             self.step()
+        if self.measured < self.update:
+            self.measure()
+        if self.told < self.update:
+            self.tell()
         self.save()
         say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
 
@@ -201,16 +212,14 @@ class WarmStart:
         self.is_changing = False
         self.tokens_since += sum(row.num_tokens for row in rows)
         self.stops.check()
-        is_last = self.progress >= 1.0
-        if self.update % self.config.sft.held_out_every == 0 or is_last:
+        if self.update % self.config.sft.held_out_every == 0:
             self.measure()
         minutes, every = self.config.learner.checkpoint_minutes, self.config.learner.checkpoint_every
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        if not is_last and (is_late or (every and self.update % every == 0)):
+        if self.progress < 1.0 and (is_late or (every and self.update % every == 0)):
             self.checkpoint()
-        now = time.monotonic()
-        if now - self.said_at >= _SAY_EVERY_S or is_last:
-            self.tell(now)
+        if time.monotonic() - self.said_at >= _SAY_EVERY_S:
+            self.tell()
 
     def batch(self, update: int) -> list[Trajectory]:
         """The demonstrations of an update."""
@@ -220,14 +229,15 @@ class WarmStart:
         return [self.data.learned[i] for i in order[place * size : (place + 1) * size]]
 
     def measure(self) -> None:
-        """Losses of what is held out, to the log."""
+        """Write and say the losses of what is held out."""
         if self.data.held_out:
             self.imitation.measure(self.data.held_out)
-            if self.update == 0:
-                self.tell(time.monotonic())
+            self.tell()
+        self.measured = self.update
 
-    def tell(self, now: float) -> None:
+    def tell(self) -> None:
         """Write and say what has been logged since the last time."""
+        now = time.monotonic()
         if self.update:
             self.log.add("sft/epoch", self.update / self.per_epoch)
             self.log.add("sft/tokens_per_s", self.tokens_since / max(1e-9, now - self.said_at))
@@ -239,7 +249,7 @@ class WarmStart:
         if self.update:
             parts.append(f"{found['sft/tokens_per_s']:,.0f} tokens/s")
         say(f"sft: update {self.update} of {self.total}, {self.progress:.0%}: {', '.join(parts)}")
-        self.said_at, self.tokens_since = now, 0
+        self.said_at, self.tokens_since, self.told = now, 0, self.update
 
     # --- checkpoints and result
 
@@ -248,8 +258,9 @@ class WarmStart:
         sft, model = self.config.sft, self.config.model
         return {
             "model.path": model.path,
-            "model.lora.rank": model.lora.rank,
+            **{f"model.lora.{name}": value for name, value in vars(model.lora).items()},
             "model.value_hidden_size": model.value_hidden_size,
+            "model.value_trunk_gradient": model.value_trunk_gradient,
             "run.seed": self.config.run.seed,
             "sft.batch_size": sft.batch_size,
             "sft.held_out_tasks": sft.held_out_tasks,
@@ -267,7 +278,7 @@ class WarmStart:
         checkpoint = CheckpointReader(manifest)
         plain = checkpoint.plain(0)
         for key, value in self.facts().items():
-            before = plain["facts"].get(key)
+            before = plain["facts"].get(key, value)  # what an earlier release did not note
             if before != value:
                 differs = "other demonstrations" if key == "sft.data" else f"{key}={before}, and not {value}"
                 raise ConfigError(
@@ -277,6 +288,7 @@ class WarmStart:
         checkpoint.load_optimizer(self.imitation.optimizer)
         self.imitation.budget.load_state_dict(plain["budget"])
         self.update, self.used_s = manifest.update, 60 * manifest.minutes_used
+        self.measured = self.told = self.update
         say(f"sft: going on from update {self.update}, checkpoint {manifest.path}")
 
     def checkpoint(self) -> None:
@@ -298,18 +310,22 @@ class WarmStart:
             self.saved_at = time.monotonic()
 
     def save(self) -> None:
-        """Write the last checkpoint and the policy. Raises OSError or SafetensorError where the disk refuses."""
+        """Write the last checkpoint, and then the policy, so that whatever is wrong with that loses nothing.
+
+        Raises:
+            OSError: the disk refuses the policy.
+            SafetensorError: the same.
+        """
+        self.checkpointer.wait()
+        self.checkpoint()
+        self.checkpointer.wait()
         target = self.folder / "policy"
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
         try:
             self.export.save(aside, self.files)
-            shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+            replace_folder(aside, target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self.checkpointer.wait()
-        self.checkpoint()
-        self.checkpointer.wait()
 
 
 def warm_start(config: Config, folders: Sequence[Path]) -> Path:
@@ -322,16 +338,15 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
     wait_for_owner(folder, say, "end it first, or set another sft.dir")
-    try:
+    with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
     with ExitStack() as stack:
         owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
+        with _writing_to(folder):  # only now: what is refused leaves the settings of the one that is there
+            (folder / "config.yaml").write_text(to_yaml(config))
         for caution in slow_precision(config, warm.imitation.model.lm.device):
             say(f"sft: {caution}")
         try:
@@ -344,6 +359,15 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     return folder / "policy"
 
 
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where the disk refuses what the block writes."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
+
+
 def main(config: Config, folders: Sequence[Path]) -> int:
     """`impala-llm sft`. Returns the exit code: 2 for what will fail again, 4 where the disk refused the policy, 130
     after Ctrl-C."""
@@ -353,10 +377,14 @@ def main(config: Config, folders: Sequence[Path]) -> int:
         warm_start(config, folders)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (CheckpointError, OutOfMemory) as error:
+    except (CheckpointError, ModelRefused, OutOfMemory) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:
-        print(f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}", file=sys.stderr)
+        print(
+            f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}: when that is mended, the same "
+            "command saves it from the last checkpoint",
+            file=sys.stderr,
+        )
         return 4
     return 0

@@ -1,6 +1,7 @@
 """The warm start: its loss, its schedule, what it saves, what it refuses, and how it goes on."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -18,8 +19,11 @@ from impala_llm.config import load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import add_part, read
 from impala_llm.imitation import Imitation, returns_to_go
+from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.shares import PolicyExport
+from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
 
 
@@ -228,6 +232,10 @@ def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
         (["engine.max_length=8"], "demonstrations have more than engine.max_length=8 tokens, the longest "),
         (["sft.batch_size=5"], "holds a warm start with sft.batch_size=4, and not 5"),
         (["run.seed=5"], "holds a warm start with run.seed=0, and not 5"),
+        (
+            ["model.value_trunk_gradient=false"],
+            "holds a warm start with model.value_trunk_gradient=True, and not False",
+        ),
         (["demonstrations.num_episodes=50"], "holds a warm start with other demonstrations"),
         (["sft.dir=/proc/none"], "sft.dir=/proc/none cannot be written to"),
         (["sft.epochs=0"], "sft.epochs=0"),
@@ -243,9 +251,111 @@ def test_what_cannot_work_is_refused_in_a_sentence(
         warm_start(tmp_path, tiny_model, "sft.max_updates=1")
         change = [f"sft.data=[{tmp_path / 'demonstrations'}]", *change] if change[0].startswith("engine") else change
     capsys.readouterr()
+    settings = tmp_path / "sft" / "config.yaml"
+    before = settings.read_text() if settings.exists() else None
     assert main(["sft", *words(folder, tiny_model), *change]) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
+    assert before is None or settings.read_text() == before, "those of the finished one stay"
+
+
+def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["model.lora.rank=4", "model.lora.alpha=8"]
+    warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=1")
+    for change, named in {
+        "model.lora.rank=8": "model.lora.rank=4, and not 8",
+        "model.lora.alpha=256": "model.lora.alpha=8, and not 256",
+        "model.lora.targets=[q_proj]": "model.lora.targets=['all-linear'], and not ['q_proj']",
+    }.items():
+        assert main(["sft", *words(tmp_path, tiny_model, *lora, "sft.max_updates=2", change)]) == 2
+        assert f"holds a warm start with {named}: " in capsys.readouterr().err
+    warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=2")
+
+
+def test_what_an_earlier_release_did_not_note_is_not_compared(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = WarmStart.facts
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "facts", lambda warm: {"run.seed": facts(warm)["run.seed"]})
+        warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=2")
+    assert [line["step"] for line in metrics(folder)][-1] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has this attention")
+def test_an_attention_that_cannot_be_used_is_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", *words(tmp_path, tiny_model, "learner.attention=flex")]) == 2
+    assert "learner.attention=flex cannot be used on cpu: " in capsys.readouterr().err
+
+
+def test_each_measurement_is_written_as_it_is_made(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the one amid which the time is over."""
+    measure, measured = Imitation.measure, list[int]()
+
+    def counted(self: Imitation, held_out: list[Trajectory]) -> None:
+        measured.append(len(held_out))
+        measure(self, held_out)
+
+    monkeypatch.setattr(Imitation, "measure", counted)
+    monkeypatch.setattr(WarmStart, "seconds", property(lambda _: 60.0 * len(measured)))
+    folder = warm_start(tmp_path, tiny_model, "sft.epochs=9", "sft.held_out_every=2", "sft.max_minutes=3")
+    assert [(line["step"], "sft/held_out_loss" in line) for line in metrics(folder)] == [
+        (0, True),
+        (2, True),
+        (4, True),
+    ]
+    assert "sft: update 4 of 81, 100%: loss " in capsys.readouterr().out
+
+
+def test_the_last_losses_are_written_wherever_the_time_is_over(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demonstrations = record(load(words(tmp_path, tiny_model)))
+    for limit in range(20, 26):
+        clock = itertools.count()
+        monkeypatch.setattr(WarmStart, "seconds", property(lambda _, clock=clock: float(next(clock))))
+        settings = ["sft.epochs=9", f"sft.max_minutes={limit / 60}", f"sft.data=[{demonstrations}]"]
+        folder = warm_start(tmp_path / str(limit), tiny_model, *settings)
+        manifest, _ = newest_whole(folder / STATE)
+        last = metrics(folder)[-1]
+        assert manifest is not None and last["step"] == manifest.update > 0
+        assert "sft/loss" in last and "sft/held_out_loss" in last
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), ValueError("the configuration is invalid")])
+def test_a_policy_that_cannot_be_written_loses_nothing_that_was_learned(
+    tmp_path: Path, tiny_model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    given = ["sft", *words(tmp_path, tiny_model, "sft.max_updates=2")]
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyExport, "save", fail)
+        if isinstance(error, OSError):
+            assert main(given) == 4
+        else:
+            with pytest.raises(ValueError, match="invalid"):
+                main(given)
+    manifest, _ = newest_whole(tmp_path / "sft" / STATE)
+    assert manifest is not None and manifest.update == 2
+    assert main(given) == 0
+    assert (tmp_path / "sft" / "policy" / "model.safetensors").is_file()
+
+
+def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: Path, tiny_model: Path) -> None:
+    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    saved = (folder / "policy" / "model.safetensors").read_bytes()
+    (folder / "policy").rename(folder / "policy.replaced")
+    (folder / "policy.new-999999").mkdir()
+    assert main(["sft", *words(tmp_path, tiny_model, "sft.batch_size=5")]) == 2
+    assert (folder / "policy" / "model.safetensors").read_bytes() == saved
+    assert [path.name for path in folder.glob("policy*")] == ["policy"]
 
 
 def test_another_model_s_tokens_are_refused(

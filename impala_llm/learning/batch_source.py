@@ -174,8 +174,12 @@ class BatchSource:
     def _missing(self) -> str:
         counters = self._receiver.counters()
         noun = "trajectories" if self._group_size == 1 else "groups"
+        num_missing, limit = self._rate.num_missing(self._num_items * self._group_size), ""
+        if num_missing and len(self.buffer) >= self._num_items:
+            ratio = f"replay.samples_per_insert={self._replay.samples_per_insert:g}"
+            limit = f" ({ratio} asks for {num_missing} more trajectories first)"
         return (
-            f"{len(self.buffer)} of {self._num_items} {noun}, {counters['open']:.0f} episodes under way, "
+            f"{len(self.buffer)} of {self._num_items} {noun}{limit}, {counters['open']:.0f} episodes under way, "
             f"{counters['actors']:.0f} actors"
         )
 
@@ -298,7 +302,8 @@ class BatchSource:
         self._groups.load_state_dict(state["groups"])
         if self.replay_fraction is not None and state["replay_fraction"] is not None:
             self.replay_fraction.load_state_dict(state["replay_fraction"])
-        self._max_replayed = state["max_replayed"]
+        chosen = None if self.replay_fraction is None else state["max_replayed"]
+        self._max_replayed = None if chosen is None else min(chosen, self._num_items)
         self._refills_left = min(state["refills_left"], self._most_refills)
         held = {t.unroll_id for t in self.buffer.moment().trajectories}
         self._take_in([t for number, t in trajectories.items() if number not in held], version)

@@ -28,6 +28,8 @@ BEAT_S = 3.0
 SILENCE_S = 15.0
 """Seconds without a change after which a learner of another host counts as lost."""
 _BYTES = 512
+_STARTED_AT = 19
+"""Index of the start time in /proc/PID/stat, proc_pid_stat(5), after the name."""
 
 
 RUN_FIX = "end it first, or set another run.name, and run.dir where it is given"
@@ -127,9 +129,10 @@ def wait_for_owner(
         ConfigError: one is alive.
     """
     first = _read(folder / FILE)
-    if first is None or _is_dead(first):
+    lives = False if first is None else _lives(first)
+    if first is None or lives is False:
         return
-    if not _is_here(first):
+    if lives is None:
         say(f"{_described(first)} had {folder} last: waiting {silence_s:.0f} s for a sign of life of it")
         deadline = time.monotonic() + silence_s
         while (found := _read(folder / FILE)) == first and time.monotonic() < deadline:
@@ -157,21 +160,29 @@ def _process_space() -> str:
         return platform.node()
 
 
-def _started(pid: int) -> float | None:
-    """When a process began; None where there is none, or only what its parent has not collected yet."""
-    with suppress(psutil.Error):
+def _started(pid: int) -> int | float | None:
+    """When a process began: on Linux in ticks since the boot, which stay the same when the clock is set, elsewhere in
+    seconds. None where there is none, or only what its parent has not collected yet."""
+    with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if psutil.LINUX:
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[_STARTED_AT])
+        seconds: float = process.create_time()
+        return seconds
     return None
 
 
-def _is_here(owner: dict[str, Any]) -> bool:
-    return owner["space"] == _process_space()
-
-
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether it is known to be: a process of this host that is gone."""
-    return _is_here(owner) and _started(owner["pid"]) != owner["started"]
+def _lives(owner: dict[str, Any]) -> bool | None:
+    """Whether it lives. None where only the number tells: it is of another host, or an earlier release has noted when
+    it began, by a clock that may have been set since."""
+    if owner["space"] != _process_space():
+        return None
+    now, noted = _started(owner["pid"]), owner["started"]
+    if now is None or now == noted:
+        return now is not None
+    return False if type(now) is type(noted) else None
 
 
 def _described(owner: dict[str, Any]) -> str:

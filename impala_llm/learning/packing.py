@@ -303,7 +303,8 @@ def no_rows() -> PackedBatch:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: CUDA's, Python's, or that of torch's allocator on a CPU."""
-    of_allocator = isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    words = ("can't allocate memory", "not enough memory")  # on Linux and macOS; elsewhere
+    of_allocator = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     return of_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from impala_llm.config import ConfigError
+from impala_llm.config import ConfigError, plain
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.pipeline.shm.run_directory import find_learner, find_run, shared_memory
@@ -167,6 +167,7 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
             if not is_there:
                 break
             value = value[part]
+        now = plain(now)  # as the file has it
         # What an earlier release did not know had no other value.
         if is_there and value != now:
             found.append((key, value, now))

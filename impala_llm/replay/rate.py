@@ -5,6 +5,7 @@ allowed iff inserts >= m and inserts·S - samples - k >= m·S - e. Inserts never
 """
 
 import math
+from collections.abc import Mapping
 
 _ROUNDING = 1e-6
 
@@ -31,14 +32,19 @@ class SamplesPerInsert:
             raise ValueError(f"error is {error}: it must be positive, or sampling could wait for ever")
         self._ratio = ratio
         self._min_size = min_size
-        self._error = error
+        self._least = min_size * ratio - error
+        """Smallest surplus, inserts·S - samples, that samples may leave."""
         self._inserts = 0
         self._samples = 0
 
     def can_sample(self, num: int = 1) -> bool:
         """Return whether `num` trajectories may be drawn now."""
-        surplus = self._inserts * self._ratio - self._samples - num
-        return self._inserts >= self._min_size and surplus >= self._min_size * self._ratio - self._error - _ROUNDING
+        return self.num_missing(num) == 0
+
+    def num_missing(self, num: int = 1) -> int:
+        """Return how many trajectories have yet to go into the buffer before `num` may be drawn."""
+        inserts = (self._samples + num + self._least - _ROUNDING) / self._ratio
+        return max(0, math.ceil(max(self._min_size, inserts)) - self._inserts)
 
     def record_inserts(self, num: int) -> None:
         """Count `num` trajectories that went into the buffer."""
@@ -48,9 +54,15 @@ class SamplesPerInsert:
         """Count `num` trajectories that were drawn from the buffer."""
         self._samples += num
 
-    def state_dict(self) -> dict[str, int]:
-        return {"inserts": self._inserts, "samples": self._samples}
+    def state_dict(self) -> dict[str, float]:
+        """Counts, and the surplus, which holds for another ratio as well. States of ranks may be added up."""
+        surplus = self._inserts * self._ratio - self._samples
+        return {"inserts": self._inserts, "samples": self._samples, "surplus": surplus}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take over a state; where the ratio was another, the surplus stays and gives the count of samples."""
         self._inserts = int(state["inserts"])
-        self._samples = int(state["samples"])
+        all_due = self._inserts * self._ratio
+        # Of an earlier release there is no surplus, and by another ratio it may be one that is never reached.
+        surplus = max(state.get("surplus", all_due - state["samples"]), self._least)
+        self._samples = round(all_due - surplus)

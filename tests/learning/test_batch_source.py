@@ -64,11 +64,13 @@ class PlayedReceiver:
         return {"actors": 2.0, "open": 3.0, "failed": 1.0}
 
 
-def make_source(*overrides: str, seed: int = 0, stall_timeout_s: float = 600.0) -> tuple[BatchSource, PlayedReceiver]:
-    settings = ["experiment=toy", f"learner.batch_size={BATCH}", f"algorithm.group_size={GROUP}", *overrides]
+def make_source(
+    *overrides: str, seed: int = 0, stall_timeout_s: float = 600.0, batch_size: int = BATCH
+) -> tuple[BatchSource, PlayedReceiver]:
+    settings = ["experiment=toy", f"learner.batch_size={batch_size}", f"algorithm.group_size={GROUP}", *overrides]
     receiver, config = PlayedReceiver(), load(settings)
     config.learner.stall_timeout_s = stall_timeout_s
-    return BatchSource(config, receiver, BATCH, seed), receiver  # type: ignore[arg-type]
+    return BatchSource(config, receiver, batch_size, seed), receiver  # type: ignore[arg-type]
 
 
 def members(group_id: int, version: int = 0, missing: int = 0) -> list[Trajectory]:
@@ -355,3 +357,63 @@ def test_a_buffer_that_is_too_small_for_a_checkpoint_is_refused_by_its_setting()
     smaller, _ = make_source("replay.capacity=12")
     with pytest.raises(ConfigError, match=r"^replay.capacity=12 is too small .*: set it to 16 or more$"):
         smaller.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)
+
+
+REPLAY = ("replay=prioritised", "replay.max_replays=4", "algorithm.max_staleness=8")
+
+
+def go_on(source: BatchSource, *overrides: str, batch_size: int = BATCH) -> tuple[BatchSource, PlayedReceiver]:
+    """A source with the state of another, and other settings."""
+    state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.moment().trajectories}
+    next_source, receiver = make_source(*REPLAY, *overrides, batch_size=batch_size)
+    next_source.load_state_dict(state, held, version=0)
+    return next_source, receiver
+
+
+def test_a_run_goes_on_with_less_reuse() -> None:
+    source, receiver = make_source(*REPLAY, "replay.samples_per_insert=4")
+    for group_id in range(0, 8, 2):
+        receiver.arriving = members(group_id) + members(group_id + 1)
+        while source.batch_at_hand(version=0) is not None:
+            source.end_step()
+    receiver.arriving = members(8)
+    source.collect(version=0, timeout_s=0.0)
+    source, receiver = go_on(source, "replay.samples_per_insert=1")
+    receiver.arriving = members(9) + members(10)
+    assert source.batch_at_hand(version=0) is not None
+
+
+def test_a_wait_for_the_reuse_to_fall_names_its_setting() -> None:
+    source, receiver = make_source(*REPLAY, "replay.samples_per_insert=0.5", stall_timeout_s=0.0)
+    receiver.arriving = members(0) + members(1) + members(2)
+    assert source.next_batch(version=0) is not None
+    wanted = r": 3 of 2 groups \(replay.samples_per_insert=0.5 asks for 12 more trajectories first\), 3 episodes"
+    with pytest.raises(Stalled, match=wanted):
+        source.next_batch(version=0)
+
+
+BOUNDED, MUCH = "replay.max_replayed_share=0.5", "replay.samples_per_insert=4"
+
+
+@pytest.mark.parametrize(
+    "later", [[MUCH, BOUNDED], [MUCH], []], ids=["bounded", "without the bound", "with less reuse"]
+)
+def test_a_run_that_waited_with_a_bounded_share_goes_on(later: list[str]) -> None:
+    source, receiver = make_source(*REPLAY, MUCH, BOUNDED)
+    receiver.arriving = members(0) + members(1)
+    assert source.batch_at_hand(version=0) is not None
+    source.end_step()
+    assert source.batch_at_hand(version=0) is None, "one new group is wanted"
+    source, receiver = go_on(source, *later)
+    receiver.arriving = members(2) + members(3)
+    assert source.batch_at_hand(version=0) is not None
+
+
+def test_a_smaller_batch_has_no_more_used_ones_than_it_holds() -> None:
+    source, receiver = make_source(*REPLAY, MUCH, BOUNDED, batch_size=4 * GROUP)
+    receiver.arriving = [t for group_id in range(4) for t in members(group_id)]
+    assert source.batch_at_hand(version=0) is not None
+    source.end_step()
+    assert source.batch_at_hand(version=0) is None, "two new groups are wanted"
+    source, _ = go_on(source, MUCH, BOUNDED, batch_size=GROUP)
+    assert len(tickets(source.batch_at_hand(version=0))) == GROUP

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from impala_llm.config import ConfigError
@@ -26,24 +27,33 @@ def wait(folder: Path) -> list[str]:
     return said
 
 
+on_linux = pytest.mark.skipif(not psutil.LINUX, reason="elsewhere a process began by the clock, as far as is known")
+ELSEWHERE = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1}
+
+
+def note(folder: Path, owner: dict[str, object]) -> None:
+    new = folder / f"{FILE}.new"
+    new.write_text(json.dumps(owner))
+    new.rename(folder / FILE)
+
+
 def of_another_host(folder: Path, beats: int) -> None:
     """Let the folder be a learner's of another host."""
-    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": beats}
-    (folder / FILE).write_text(json.dumps(other))
+    note(folder, ELSEWHERE | {"beats": beats})
 
 
 @contextmanager
-def beating(folder: Path) -> Iterator[None]:
-    """A learner of another host that lives."""
+def beating(folder: Path, owner: dict[str, object] = ELSEWHERE) -> Iterator[None]:
+    """A learner that lives, as far as its number tells."""
     is_over = threading.Event()
 
     def beat() -> None:
         beats = 0
         while not is_over.wait(BEAT_S):
             beats += 1
-            of_another_host(folder, beats)
+            note(folder, owner | {"beats": beats})
 
-    of_another_host(folder, 0)
+    note(folder, owner | {"beats": 0})
     thread = threading.Thread(target=beat)
     thread.start()
     try:
@@ -65,6 +75,37 @@ def test_a_living_learner_of_this_host_is_named_at_once(tmp_path: Path) -> None:
             wait(tmp_path)
         owner.check()
     assert wait(tmp_path) == [] and not (tmp_path / FILE).exists()
+
+
+@on_linux
+def test_a_living_learner_is_known_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = psutil.Process.create_time
+    with FolderOwner(tmp_path):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1.0)
+        with pytest.raises(ConfigError, match="is in use"):
+            wait(tmp_path)
+
+
+@on_linux
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_learner_of_an_earlier_release_is_watched_as_the_clock_may_have_been_set(tmp_path: Path, lives: bool) -> None:
+    with FolderOwner(tmp_path, beat_s=1000.0):
+        owner = json.loads((tmp_path / FILE).read_text())
+    owner |= {"id": "other", "started": psutil.Process().create_time() - 1.0}
+    if lives:
+        with beating(tmp_path, owner), pytest.raises(ConfigError, match="is training there"):
+            wait(tmp_path)
+    else:
+        note(tmp_path, owner)
+        (said,) = wait(tmp_path)
+        assert "sign of life" in said
+
+
+def test_a_process_of_the_same_number_is_another(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, beat_s=1000.0):
+        owner = json.loads((tmp_path / FILE).read_text())
+    note(tmp_path, owner | {"started": owner["started"] - 1})
+    assert wait(tmp_path) == []
 
 
 def test_other_ranks_leave_the_folder_to_rank_0(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The token budget: what a trial chooses, and what happens to an update that memory does not suffice for."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -22,7 +24,10 @@ from tests.learning.builders import NoPriorities, make_batch, make_config, save_
 
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: not enough memory"),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    "cpu without posix_memalign": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:89] DefaultCPUAllocator: not enough memory"
+    ),
     "python": MemoryError(),
 }
 
@@ -243,3 +248,24 @@ def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
     found = budget.run(make_batch(), work)
     assert sorted(i for members in found for i in members) == list(range(6))
     assert [len(micro.tokens) for micro in pack(make_batch(), budget.tokens)] == sizes[1:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep a process below a limit of its memory")
+def test_memory_that_the_system_does_not_give_lowers_the_budget() -> None:
+    code = """if True:
+        import resource
+        import torch
+        from impala_llm.learning.packing import TokenBudget
+        from tests.learning.builders import make_batch
+
+        def work(micro):
+            torch.empty(1 << 41 if len(micro.tokens) > 60 else 1, dtype=torch.uint8)
+
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+        budget = TokenBudget(119)
+        budget.run(make_batch(), work)
+        print("tokens", budget.tokens)
+    """
+    root = Path(__file__).parents[2]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert "tokens 59" in found.stdout, found.stderr

@@ -183,6 +183,36 @@ def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: 
     )
 
 
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [("env=typed_options:Suite", "env.args"), ("algorithm.loss=typed_options:Loss", "algorithm.loss")],
+)
+def test_options_of_own_parts_that_yaml_has_as_text_are_the_same(
+    part: str, options: str, settings: list[str], user_folder: Path
+) -> None:
+    (user_folder / "typed_options.py").write_text(
+        "import enum\n"
+        "from dataclasses import dataclass\n"
+        "from pathlib import Path\n"
+        "from impala_llm.algorithms.losses import Reinforce\n"
+        "class Mode(enum.Enum):\n"
+        "    EASY = 1\n"
+        "    HARD = 2\n"
+        "class Suite:\n"
+        "    def __init__(self, mode: Mode = Mode.EASY, data: Path = Path('tasks.json')):\n"
+        "        pass\n"
+        "@dataclass\n"
+        "class Loss(Reinforce):\n"
+        "    mode: Mode = Mode.EASY\n"
+        "    data: Path = Path('tasks.json')\n"
+    )
+    make_run([*settings, part], 20)
+    assert how_to_start(load([*settings, part])).run_id == 77
+    for change in ("mode=HARD", "data=other.json"):
+        assert f"with {options}" in (said := refusal([*settings, part], f"{options}.{change}"))
+        assert change.partition("=")[2] in said
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]"])
 def test_a_run_whose_settings_cannot_be_read_is_gone_on_with_only_where_that_is_said(
     content: str | None, settings: list[str]

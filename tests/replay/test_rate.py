@@ -8,6 +8,22 @@ import pytest
 from impala_llm.replay.rate import SamplesPerInsert
 
 
+def of_ratio(ratio: float) -> SamplesPerInsert:
+    """A limiter for batches of 4, as the learner makes it."""
+    return SamplesPerInsert(ratio, 4, 4 * max(1.0, ratio))
+
+
+def use(limiter: SamplesPerInsert, num_inserts: int) -> int:
+    """Insert one by one, and sample batches of 4 as soon as they are allowed. Returns how many samples were drawn."""
+    samples = 0
+    for _ in range(num_inserts):
+        limiter.record_inserts(1)
+        while limiter.can_sample(4):
+            limiter.record_samples(4)
+            samples += 4
+    return samples
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.5])
 def test_the_rule(ratio: float) -> None:
     min_size, error = 5, 6.0
@@ -46,11 +62,42 @@ def test_state_survives() -> None:
     limiter.record_inserts(5)
     limiter.record_samples(3)
     state = limiter.state_dict()
-    assert state == {"inserts": 5, "samples": 3}
+    assert state == {"inserts": 5, "samples": 3, "surplus": 4.5}
     restored = SamplesPerInsert(1.5, 2, 4.0)
     restored.load_state_dict(state)
     assert restored.state_dict() == state
     assert [restored.can_sample(k) for k in range(10)] == [limiter.can_sample(k) for k in range(10)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(4.0, 1.0), (1.0, 4.0), (0.5, 2.0), (2.5, 0.3)])
+def test_another_ratio_counts_from_where_the_state_was_saved(before: float, now: float) -> None:
+    """Neither waits it for ever, nor makes it up for inserts of before."""
+    saved, limiter = of_ratio(before), of_ratio(now)
+    use(saved, num_inserts=400)
+    limiter.load_state_dict(saved.state_dict())
+    assert use(limiter, num_inserts=40) == pytest.approx(40 * now, abs=4 * max(1.0, before, now))
+
+
+def test_a_state_of_an_earlier_release_with_another_ratio_does_not_wait_for_ever() -> None:
+    saved, limiter = of_ratio(4.0), of_ratio(1.0)
+    use(saved, num_inserts=400)
+    state = saved.state_dict()
+    del state["surplus"]
+    limiter.load_state_dict(state)
+    limiter.record_inserts(4)
+    assert limiter.can_sample(4)
+
+
+def test_how_many_inserts_are_missing_is_known() -> None:
+    for ratio, num_inserts in itertools.product((0.3, 1.0, 2.5), (0, 2, 7)):
+        limiter = of_ratio(ratio)
+        use(limiter, num_inserts)
+        missing = limiter.num_missing(4)
+        assert missing > 0
+        limiter.record_inserts(missing - 1)
+        assert not limiter.can_sample(4)
+        limiter.record_inserts(1)
+        assert limiter.can_sample(4) and limiter.num_missing(4) == 0
 
 
 @pytest.mark.parametrize(
