@@ -46,7 +46,6 @@ from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import policy_files
-from impala_llm.learning.optim import NothingLearned
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
@@ -74,9 +73,7 @@ from impala_llm.trainer import Trainer
 
 NOT_SAVED = 4
 """Exit code: training is over, and its policy could not be saved."""
-SAYS_WHAT_TO_DO = (
-    ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, NothingLearned, OutOfMemory, RunDirectoryError
-)  # fmt: skip
+SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
 """Errors that will come again, and whose message is all that the user needs."""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from impala_llm.config import ConfigError
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import reshard
 from impala_llm.settings import LearnerConfig
@@ -24,8 +25,8 @@ MOST_LEFT_OUT = 50
 """Steps left out in a row after which a run ends."""
 
 
-class NothingLearned(RuntimeError):
-    """So many steps in a row were left out that the next ones will not be better."""
+class NothingLearned(ConfigError):
+    """So many steps in a row were left out that the next ones will not be better: the settings do not go together."""
 
 
 @dataclass(frozen=True)
