@@ -449,8 +449,9 @@ class ReplayConfig:
     """β of n^-β, n: how often a task's signature was seen lately; 0: off."""
     uniform_floor: float = bounded(0.0, least=0, most=1)
     """Share of draws that ignore priority."""
-    correction_exponent: float = bounded(1.0, least=0, most=1)
-    """b of the weights (N·P)^-b that undo the bias of the draw."""
+    correction_exponent: float = bounded(0.0, least=0, most=1)
+    """b of the weights (N·P)^-b that undo the bias of the draw; 0: none, 1: all of it. Part (c) of the first study in
+    docs/results/off_policy.md decided the default."""
     max_replays: int = bounded(1, least=1)
     """Updates that may use a trajectory; 1: each is used once."""
     samples_per_insert: float = bounded(1.0, least=0.001)

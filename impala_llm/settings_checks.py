@@ -429,6 +429,8 @@ def _no_model(key: str, path: str) -> str:
     """Why a value of a model's path means no model."""
     if os.path.isdir(Path(path).expanduser()):
         return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
+    if path == "DIRECTORY":  # what the preset model=pretrained has
+        return f"{key} is not set: model=pretrained needs a Hugging Face model beside it, {key}=FOLDER"
     if path in _SCRIPTS:
         return f"{key}={path} is not there yet: {_SCRIPTS[path]} brings it"
     shipped = ", ".join(sorted(p.name for p in ASSETS.glob("*") if p.is_dir()))

@@ -52,7 +52,7 @@ def test_each_model_preset_carries_its_own_learning_rate():
         load(["model=pretrained", "model.path=tiny_shopper", "learner.learning_rate=2e-6"]).learner.learning_rate
         == 2e-6
     )
-    with pytest.raises(ConfigError, match="model.path=DIRECTORY"):
+    with pytest.raises(ConfigError, match="model.path is not set: model=pretrained needs .* model.path=FOLDER"):
         load(["model=pretrained"])
 
 
