@@ -128,9 +128,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
         sums = sums + importance.segment_sum(value_errors.detach(), worth.value_rows, len(batch.lengths))
     # A part of the update's sum, scaled so that the token-weighted mean over micro-batches and ranks is that sum.
     share, tokens = denominators.tokens / len(keep), float(len(keep))
-    parts = {"loss/policy": of_policy, "loss/total": total}
-    if worth.values is not None:
-        parts["loss/value"] = of_values
+    parts = {"loss/policy": of_policy, "loss/value": of_values, "loss/total": total}
     metrics: list[MetricValue] = [(name, part.item() * share, tokens) for name, part in parts.items()]
     metrics += [
         *kl_metrics,

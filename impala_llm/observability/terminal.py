@@ -186,7 +186,8 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
 
     def show(name: str, form: str) -> str:
         value = metrics.get(name)
-        return "-" if value is None else format(value, form)
+        # A value loss of exactly 0 is that of a run without a value head.
+        return "-" if value is None or (name == "loss/value" and value == 0) else format(value, form)
 
     evaluated = [
         f"evaluated update {show('evaluation/update', '.0f')}  score {show('evaluation/score', '.3f')}"
