@@ -406,9 +406,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         missing = reason.split("'")[1::2]  # what it names in quotes, if anything
         key, value = max(referring, key=lambda word: any(name in str(word[1]) for name in missing))
         where = "" if key in given else f"settings file {file}: "
-        return (
-            f"{where}{key}={value} cannot be resolved ({reason}): write the value itself, or correct what it refers to"
-        )
+        why = reason if "ecursive" in reason else f"what it refers to does not exist: {reason}"
+        return f"{where}{key}={value} cannot be resolved ({why}): write the value itself, or correct what it refers to"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
         # What is wrong with a word of the command line names the word; the rest stands in a file.
