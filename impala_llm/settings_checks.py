@@ -244,10 +244,12 @@ def _schedule_problems(config: Config) -> list[str]:
 
 
 def _idle_problems(config: Config) -> list[str]:
-    """Settings that have another value than the default, and that another one keeps from having an effect."""
+    """Settings that have another value than the default, and that another one keeps from having an effect.
+
+    Not reject_low and reject_high: a preset has them, and algorithm.reject=none beside it shall do.
+    """
     algorithm, learner, found = config.algorithm, config.learner, []
     uses_reference = algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or algorithm.credit.needs_reference
-    rejects = algorithm.reject != "none", "algorithm.reject=none", "algorithm.reject=token"
     needed = {
         "algorithm.reference": (
             uses_reference,
@@ -259,8 +261,6 @@ def _idle_problems(config: Config) -> list[str]:
             "algorithm.overlong_tokens=null",
             f"algorithm.overlong_tokens={max(1, config.engine.max_length // 4)}",
         ),
-        "algorithm.reject_low": rejects,
-        "algorithm.reject_high": rejects,
         "algorithm.entropy_rate": (
             algorithm.entropy_target is not None,
             "algorithm.entropy_target=null",

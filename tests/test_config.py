@@ -220,8 +220,6 @@ def test_none_is_null_on_the_command_line() -> None:
             ["algorithm.overlong_penalty=5"],
             ["algorithm.overlong_penalty=5.0", "algorithm.overlong_tokens=null", "algorithm.overlong_penalty=1.0"],
         ),
-        (["algorithm.reject_low=0.1"], ["algorithm.reject_low=0.1", "algorithm.reject=none", "=token"]),
-        (["algorithm.reject_high=5"], ["algorithm.reject_high=5.0", "algorithm.reject=none", "=token"]),
         (["algorithm.entropy_rate=1"], ["algorithm.entropy_rate=1.0", "algorithm.entropy_target=null", "=0.01"]),
         (
             ["learner.checkpoint_every=5", "learner.checkpoints_kept=0"],
