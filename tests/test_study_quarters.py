@@ -124,5 +124,6 @@ def test_the_report_has_a_row_for_each_quarter_and_names_known_cells(tmp_path: P
     finished = as_scored({"0ρρ0": 0.6})
     tables = study.report_of_second("quarters", finished(plan.quarters(range(2))), tmp_path)
     assert "| A > 0, ρ < 1 |" in tables and "PPO's clip" in tables and "chance" in tables
+    assert "no table yet" in study.report_of_second("quarters", finished(plan.quarters([0, 1])[:9]), tmp_path / "some")
     with pytest.raises(ValueError, match="80 of 81 cells have no run"):
         quarter.scores_of({"0000": {0: 0.5}})
