@@ -31,7 +31,7 @@ from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerp
 from impala_llm.engines.base import ModelRefused
 from impala_llm.imitation import Imitation
 from impala_llm.learning.attention_choice import choose_attention
-from impala_llm.learning.cautions import slow_precision
+from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
 from impala_llm.learning.checkpoint_reader import CheckpointReader
@@ -347,7 +347,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
         warm = WarmStart(config, data, policy, owner, stack, stops)
         with _writing_to(folder):  # only now: what is refused leaves the settings of the one that is there
             (folder / "config.yaml").write_text(to_yaml(config))
-        for caution in slow_precision(config, warm.imitation.model.lm.device):
+        model = warm.imitation.model
+        for caution in [*slow_precision(config, model.lm.device), *other_value_head(config, model)]:
             say(f"sft: {caution}")
         try:
             warm.run()

@@ -21,7 +21,7 @@ from impala_llm.demonstrations import add_part, read
 from impala_llm.imitation import Imitation, returns_to_go
 from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import FolderOwner
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
@@ -257,6 +257,14 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
     assert before is None or settings.read_text() == before, "those of the finished one stay"
+
+
+def test_a_fitted_value_head_of_another_width_is_not_dropped_in_silence(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PolicyModel.from_pretrained(tiny_model, 24).save(tmp_path / "fitted", policy_files(tiny_model))
+    warm_start(tmp_path, tmp_path / "fitted", "sft.max_updates=1", "model.value_hidden_size=8")
+    assert "set model.value_hidden_size=24 to keep it" in capsys.readouterr().out
 
 
 def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,17 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
     return found + slow_precision(config, model.lm.device)
 
 
+def other_value_head(config: Config, model: PolicyModel) -> list[str]:
+    """A sentence where the starting policy has a fitted value head that this one cannot take over."""
+    if model.other_hidden_size is None:
+        return []
+    width = config.model.value_hidden_size
+    return [
+        f"model.value_hidden_size={'null' if width is None else width}: the fitted value head in {config.model.path} "
+        f"has another shape, and a new one begins: set model.value_hidden_size={model.other_hidden_size} to keep it"
+    ]
+
+
 def slow_precision(config: Config, device: torch.device) -> list[str]:
     """A sentence where bfloat16 is asked for on a CPU that has no instructions for it."""
     if config.learner.precision != "bfloat16" or device.type != "cpu":

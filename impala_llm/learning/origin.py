@@ -11,7 +11,7 @@ import torch
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.attention_choice import choose_attention
-from impala_llm.learning.cautions import cautions
+from impala_llm.learning.cautions import cautions, other_value_head
 from impala_llm.learning.checkpoint import POLICY
 from impala_llm.learning.checkpoint_files import (
     FOLDER,
@@ -201,15 +201,9 @@ def board_dtype(config: Config) -> torch.dtype | None:
 
 def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -> None:
     """Say what is trained, and what about it may go wrong."""
-    for caution in cautions(config, model):
+    begins = origin.board is None and origin.checkpoint is None
+    for caution in [*cautions(config, model), *(other_value_head(config, model) if begins else [])]:
         say(f"learner: {caution}")
-    width = config.model.value_hidden_size
-    if model.other_hidden_size is not None and origin.board is None and origin.checkpoint is None:
-        say(
-            f"learner: model.value_hidden_size={'null' if width is None else width}: the fitted value head in "
-            f"{config.model.path} has another shape, and a new one begins: set "
-            f"model.value_hidden_size={model.other_hidden_size} to keep it"
-        )
     size = sum(p.numel() for p in model.lm.parameters())
     learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)
     of_them = f", {learning:,} of them learn" if learning < size else ""
