@@ -1,7 +1,10 @@
 """Two threads in place of two processes."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
+
+from impala_llm.learning.parallel import Ranks
 
 
 class Meeting:
@@ -18,3 +21,16 @@ class Meeting:
         both = list(self._brought)
         self._barrier.wait(30)
         return both
+
+
+class ThreadRanks(Ranks):
+    """Two ranks in one process, a thread each."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__("cpu")
+        self.rank = self.process = rank
+        self.world_size = self.num_processes = 2
+        self._meeting = meeting
+
+    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
+        return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]

@@ -50,7 +50,7 @@ class PolicyModel(nn.Module):
     """
 
     base: int | None = None
-    """Of a policy with adapters: checksum of the weights that they are added to, see `base_checksum`."""
+    """Checksum of the weights that adapters are added to, see `base_checksum`; None: there are no adapters."""
     other_hidden_size: int | None = None
     """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
 

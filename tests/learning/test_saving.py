@@ -3,7 +3,6 @@
 import errno
 import os
 import uuid
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,22 +29,9 @@ from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.learning.shares import PolicyExport
 from impala_llm.settings import LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
-from tests.two_ranks import Meeting
+from tests.two_ranks import Meeting, ThreadRanks
 
 MOMENT = Moment(update=5, version=5, seconds=1.0)
-
-
-class ThreadRanks(Ranks):
-    """Two ranks in one process, a thread each."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__("cpu")
-        self.rank = self.process = rank
-        self.world_size = self.num_processes = 2
-        self._meeting = meeting
-
-    def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
-        return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
 
 
 def make_saving(

@@ -32,20 +32,11 @@ from tests.learning.builders import (
     trainer_with,
     varied,
 )
-from tests.two_ranks import Meeting
+from tests.two_ranks import Meeting, ThreadRanks
 
 
-class ThreadRanks(Ranks):
-    """Two ranks in one process, a thread each."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__("cpu")
-        self.rank = self.process = rank
-        self.world_size = self.num_processes = 2
-        self._meeting = meeting
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
+class TrainingRanks(ThreadRanks):
+    """Two ranks that sum their gradients up."""
 
     def sum_gradients(self, model: torch.nn.Module) -> None:
         parameters = list(model.parameters())
@@ -74,7 +65,7 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
     meeting = Meeting()
 
     def work(rank: int) -> list[torch.Tensor]:
-        return trained(ThreadRanks(rank, meeting), whole[rank::2])
+        return trained(TrainingRanks(rank, meeting), whole[rank::2])
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(work, (0, 1)))
@@ -84,7 +75,7 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
         torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
 
 
-class RecordedRanks(ThreadRanks):
+class RecordedRanks(TrainingRanks):
     """Remembers the sums that it was asked for, by their lengths."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
@@ -126,7 +117,7 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
 
     def work(rank: int) -> None:
         model = models[rank]
-        trainer = Trainer(config, ThreadRanks(rank, meeting), model, Finite(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, TrainingRanks(rank, meeting), model, Finite(), MetricLog())  # type: ignore[arg-type]
         for version, episodes in enumerate([bad if rank else good, good], start=3):
             before = [p.detach().clone() for p in model.parameters()]
             varied = [dataclasses.replace(t, ticket_id=i) for i, t in enumerate(episodes)]
