@@ -1,6 +1,7 @@
 """The comparison of schedules: what is compared differs in nothing else, and curves and times are what they say."""
 
 import math
+import re
 
 import pytest
 
@@ -9,14 +10,21 @@ from tools import schedule_study as study
 
 
 @pytest.mark.parametrize("task", study.TASKS)
-def test_arms_differ_in_staleness_alone(task: str) -> None:
+def test_arms_differ_in_staleness_and_unrolls_alone(task: str) -> None:
+    plan = study.TASKS[task]
     of_seed = [run for run in study.planned([task]) if run.seed == 1]
-    assert {run.staleness for run in of_seed} == set(study.TASKS[task].staleness) and 0 in study.TASKS[task].staleness
-    for speed in study.TASKS[task].speeds:
-        without = {
-            tuple(word for word in run.words() if "max_staleness" not in word) for run in of_seed if run.speed == speed
-        }
-        assert len(without) == 1
+    assert {run.staleness for run in of_seed} == set(plan.staleness)
+    assert 0 in plan.staleness or None in plan.unroll_turns, "there is something to compare with"
+    own = re.compile("max_staleness|unroll_turns|batch_size")
+    for speed in plan.speeds:
+        assert len({tuple(w for w in run.words() if not own.search(w)) for run in of_seed if run.speed == speed}) == 1
+
+
+def test_an_update_learns_from_as_many_turns_of_unrolls() -> None:
+    runs = {run.unroll_turns: load(run.words()) for run in study.planned(["unrolls"], 1) if run.staleness == 1}
+    assert {turns: config.actor.unroll_turns for turns, config in runs.items()} == {None: None, 2: 2}
+    assert runs[2].learner.batch_size * 2 == runs[None].learner.batch_size * 6
+    assert runs[2].env.args.args == {"num_turns": 6}  # type: ignore[union-attr]
 
 
 def test_a_slow_shop_has_the_settings_of_the_quickstart() -> None:
@@ -48,13 +56,22 @@ def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> Non
     assert study.idle_share(steps) == 0.25
 
 
-def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
-    def result(staleness: int, seed: int, score: float) -> dict[str, object]:
-        settings = {"task": "corridor", "speed": "slow", "staleness": staleness, "seed": seed}
-        points = [(10.0, 1, 0.0, 0.0), (30.0 - 5 * staleness, 2, 1.0, 0.0)]
-        rest = {"updates": 10, "learner_idle": 0.5, "success": 0.0, "curve": points}
-        return {"settings": settings, "score": score, **rest}
+def result(staleness: int, seed: int, score: float, unroll_turns: int | None = None) -> dict[str, object]:
+    of_run = {"task": "corridor", "speed": "slow", "staleness": staleness, "unroll_turns": unroll_turns, "seed": seed}
+    points = [(10.0, 1, 0.0, 0.0), (30.0 - 5 * staleness - (unroll_turns or 0), 2, 1.0, 0.0)]
+    return {
+        "settings": of_run, "score": score, "updates": 10, "learner_idle": 0.5, "success": 0.0, "curve": points
+    }  # fmt: skip
 
+
+def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
     results = [result(0, 0, 0.25), result(0, 1, 0.5), result(1, 0, 0.75), result(1, 1, 1.0), result(1, 2, 0.0)]
     assert "+0.500 [+0.500, +0.500]" in study.table(results)
-    assert "| 30 s | 25 s | 1.2 (1.2 to 1.2) |" in study.speed_table(results)
+    assert "| η = 1 | 30 s | 25 s | 1.2 (1.2 to 1.2) |" in study.speed_table(results)
+
+
+def test_unrolls_are_compared_with_whole_episodes_of_the_same_staleness() -> None:
+    results = [result(0, 0, 0.0), result(1, 0, 0.25), result(1, 0, 0.75, unroll_turns=5)]
+    of_unrolls = [line for line in study.table(results).splitlines() if "unrolls of 5 turns" in line]
+    assert len(of_unrolls) == 1 and "+0.500" in of_unrolls[0]
+    assert "| η = 1, unrolls of 5 turns | 25 s | 20 s | 1.2 (1.2 to 1.2) |" in study.speed_table(results)

@@ -6,13 +6,14 @@
     python tools/schedule_study.py --report                         # tables and plots of what has finished
 
 Whole runs: a learner and an actor process on the same two cores, for the same minutes, with the same settings but
-`algorithm.max_staleness`, which is 0 in the synchronous arm. They take turns seed by seed, so that whatever else the
-machine does meets all arms alike. A finished run is one file under --runs; runs whose data stand under
-docs/results/schedule are finished too. Needs the extra `plots`. What was decided before the runs, and what was found:
-docs/results/schedule.md.
+`algorithm.max_staleness`, which is 0 in the synchronous arm, or, in the task `unrolls`, whether episodes are learned
+from before they have ended. They take turns seed by seed, so that whatever else the machine does meets all arms alike.
+A finished run is one file under --runs; runs whose data stand under docs/results/schedule are finished too. Needs the
+extra `plots`. What was decided before the runs, and what was found: docs/results/schedule.md.
 """
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class Task:
     num_tasks: int
     """Test tasks of the final evaluation, which is greedy and has no latencies."""
     num_seeds: int = 5
+    args: dict[str, int] = field(default_factory=dict)
+    """Settings of the environment: env.args.*"""
+    unroll_turns: tuple[int | None, ...] = (None,)
+    """`actor.unroll_turns` of the arms. Their batches hold as many more unrolls as an episode has, so that an update
+    learns from as many turns."""
 
 
 SPEEDS = {"fast": (0.0, 0.0), "long-tailed": (0.2, 1.5), "slow": (1.0, 0.25)}
@@ -70,6 +76,12 @@ TASKS = {
         "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper"),
         minutes=8, speeds=("slow",), staleness=(0, 4), num_tasks=500,
     ),
+    "unrolls": Task(
+        "corridor",
+        ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", "engine.max_length=128"),
+        minutes=3, speeds=("long-tailed",), staleness=(1, 4), num_tasks=200, args={"num_turns": 6},
+        unroll_turns=(None, 2),
+    ),
 }  # fmt: skip
 
 
@@ -80,19 +92,27 @@ class Run:
     task: str
     speed: str
     staleness: int
+    unroll_turns: int | None
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.speed}-staleness-{self.staleness}-seed-{self.seed}"
+        unroll = "" if self.unroll_turns is None else f"-unroll-{self.unroll_turns}"
+        return f"{self.task}-{self.speed}-eta-{self.staleness}{unroll}-seed{self.seed}"
 
     def words(self) -> list[str]:
         """Its settings, but for those that only say where it is."""
         task = TASKS[self.task]
         median_s, sigma = SPEEDS[self.speed]
-        shop = asdict(load(task.words).env.webshop) if task.environment == "webshop" else {}
+        config = load(task.words)
+        of_environment = asdict(config.env.webshop) if task.environment == "webshop" else task.args
+        unrolls = []
+        if self.unroll_turns is not None:
+            batch_size = config.learner.batch_size * task.args["num_turns"] // self.unroll_turns
+            unrolls = [f"actor.unroll_turns={self.unroll_turns}", f"learner.batch_size={batch_size}"]
         return [
-            *task.words, f"env={SLOW}", f"env.args.name={task.environment}", f"env.args.args={json.dumps(shop)}",
+            *task.words, f"env={SLOW}", f"env.args.name={task.environment}",
+            f"env.args.args={json.dumps(of_environment)}", *unrolls,
             f"env.args.median_s={median_s}", f"env.args.sigma={sigma}",
             f"algorithm.max_staleness={self.staleness}", f"run.seed={self.seed}", "run.terminal=false",
             # As many episodes at once as tickets allow, in both arms: who waits for an environment waits for many.
@@ -107,8 +127,9 @@ def planned(tasks: Sequence[str], num_seeds: int | None = None) -> list[Run]:
     for name in tasks:
         task = TASKS[name]
         for seed in range(num_seeds or task.num_seeds):
-            arms = task.staleness if seed % 2 == 0 else task.staleness[::-1]
-            runs += [Run(name, speed, staleness, seed) for speed in task.speeds for staleness in arms]
+            arms = list(itertools.product(task.staleness, task.unroll_turns))
+            in_order = arms if seed % 2 == 0 else arms[::-1]
+            runs += [Run(name, speed, *arm, seed) for speed in task.speeds for arm in in_order]
     return runs
 
 
@@ -121,6 +142,7 @@ def play(run: Run, folder: Path) -> dict[str, Any]:
     evaluation = json.loads(
         _call(
             *("evaluate", "--json", *task.words, f"model.path={target / 'policy'}"),
+            *(f"env.args.{key}={value}" for key, value in task.args.items()),
             *("evaluation.unseen_seed=null", f"evaluation.num_tasks={task.num_tasks}", "evaluation.num_examples=0"),
         )
     )
@@ -176,21 +198,50 @@ def idle_share(steps: Sequence[dict[str, float]]) -> float:
     return sum(idle) / sum(seconds) if seconds else math.nan
 
 
+def arms_of(results: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Runs by (task, speed, staleness, unroll turns or 0)."""
+    groups = reporting.group_by(results, "task", "speed", "staleness", "unroll_turns")
+    return {(*key[:3], key[3] or 0): groups[key] for key in sorted(groups, key=lambda key: (*key[:3], key[3] or 0))}
+
+
+def label(staleness: int, unroll_turns: int) -> str:
+    """An arm in words."""
+    if not unroll_turns:
+        return "synchronous" if staleness == 0 else f"η = {staleness}"
+    return f"η = {staleness}, unrolls of {unroll_turns} turns"
+
+
+Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def with_baseline(results: Sequence[dict[str, Any]]) -> list[tuple[tuple[Any, ...], list[dict[str, Any]], Pairs]]:
+    """(arm, its runs, its runs with those of the same seed that they are compared with), arm by arm.
+
+    Unrolls are compared with whole episodes at the same staleness, and these with the synchronous arm.
+    """
+    arms = arms_of(results)
+    found = []
+    for (task, speed, staleness, unroll_turns), runs in arms.items():
+        is_baseline = staleness == 0 and not unroll_turns
+        baseline = [] if is_baseline else arms.get((task, speed, staleness if unroll_turns else 0, 0), [])
+        of_seed = {run["settings"]["seed"]: run for run in baseline}
+        pairs = [(run, of_seed[run["settings"]["seed"]]) for run in runs if run["settings"]["seed"] in of_seed]
+        found.append(((task, speed, staleness, unroll_turns), runs, pairs))
+    return found
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each arm: means over seeds, and what it has over the synchronous arm, paired by seed."""
-    header = ["task", "environment", "η", "seeds", "updates", "learner idle", "test score", "success", "score − sync."]
+    """A row for each arm: means over seeds, and what it has over the arm that it is compared with, paired by seed."""
+    header = ["task", "environment", "arm", "seeds", "updates", "learner idle", "test score", "success", "gain"]
     rows = []
-    groups = reporting.group_by(results, "task", "speed", "staleness")
-    for (task, speed, staleness), runs in sorted(groups.items()):
-        synchronous = {r["settings"]["seed"]: r for r in groups.get((task, speed, 0), [])}
-        pairs = [(r, synchronous[r["settings"]["seed"]]) for r in runs if r["settings"]["seed"] in synchronous]
+    for (task, speed, *arm), runs, pairs in with_baseline(results):
         gain = ""
-        if staleness and pairs:
+        if pairs:
             values = np.array([ours["score"] - other["score"] for ours, other in pairs])
             low, high = stats.bootstrap_interval(values, stats.mean)
             gain = f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
         rows.append([
-            task, speed, str(staleness), str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
+            task, speed, label(*arm), str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
             f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
             reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}", gain,
         ])  # fmt: skip
@@ -210,24 +261,21 @@ def seconds_to(level: float, points: Sequence[Sequence[float]]) -> float:
 
 
 def speed_table(results: Sequence[dict[str, Any]]) -> str:
-    """How long an arm takes to the best score that the synchronous arm of its seed reached, and how long that took."""
+    """How long an arm takes to the best score that the arm it is compared with reached, and how long that took."""
     rows = []
-    groups = reporting.group_by(results, "task", "speed", "staleness")
-    for (task, speed, staleness), runs in sorted(groups.items()):
-        others = {r["settings"]["seed"]: r for r in groups.get((task, speed, 0), [])}
-        pairs = [(r, others[r["settings"]["seed"]]) for r in runs if staleness and r["settings"]["seed"] in others]
+    for (task, speed, *arm), _, pairs in with_baseline(results):
         if not pairs:
             continue
         times = []
         for ours, other in pairs:
             level = max(point[2] for point in other["curve"])
             times.append((seconds_to(level, other["curve"]), seconds_to(level, ours["curve"])))
-        ratios = [sync / own for sync, own in times]
+        ratios = [theirs / own for theirs, own in times]
         rows.append([
-            task, speed, str(staleness), *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
+            task, speed, label(*arm), *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
             f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
         ])  # fmt: skip
-    header = ["task", "environment", "η", "synchronous takes", "this takes", "ratio: median (all seeds)"]
+    header = ["task", "environment", "arm", "what it is compared with takes", "this takes", "ratio: median (all seeds)"]
     return reporting.table(header, rows)
 
 
@@ -236,17 +284,16 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     panels = reporting.group_by(results, "task", "speed")
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
     for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
-        for staleness, arm in sorted(reporting.group_by(runs, "staleness").items()):
-            label = "synchronous" if staleness[0] == 0 else f"asynchronous, η = {staleness[0]}"
+        for colour, (key, arm) in enumerate(arms_of(runs).items()):
             for number, run in enumerate(arm):
                 minutes, scores = ([point[k] / unit for point in run["curve"]] for k, unit in ((0, 60), (2, 1)))
-                colour = {0: "C1", 1: "C0", 4: "C2"}[staleness[0]]
-                axis.plot(minutes, scores, color=colour, alpha=0.7, linewidth=1.2, label="" if number else label)
+                name = "" if number else label(*key[2:])
+                axis.plot(minutes, scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
         axis.set_title(f"{task}, {speed} environment", fontsize=10)
         axis.set_xlabel("minutes of training")
         axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     axes[0][0].set_ylabel("score of the training episodes")
-    axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -263,7 +310,7 @@ def _call(*words: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, action="append", help="both, where none is named")
+    parser.add_argument("--task", choices=TASKS, action="append", help="all, where none is named")
     parser.add_argument("--seeds", type=int, help="the first so many; default: 5")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "schedule", help="folder of finished runs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
@@ -275,7 +322,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     data = arguments.out / "runs.jsonl"
     kept = [json.loads(line) for line in data.read_text().splitlines()] if data.exists() else []
-    results = {Run(*(r["settings"][key] for key in ("task", "speed", "staleness", "seed"))): r for r in kept}
+    results = {Run(**{f.name: r["settings"][f.name] for f in fields(Run)}): r for r in kept}
     for run in planned(list(TASKS)):
         if (path := arguments.runs / f"{run.name}.json").exists():
             results[run] = json.loads(path.read_text())
