@@ -28,8 +28,12 @@ def test_settings_of_a_run_load(path: Path) -> None:
 def test_settings_of_a_study_load(path: Path) -> None:
     rows = [json.loads(line)["settings"] for line in path.read_text().splitlines()]
     assert rows
-    for overrides in {tuple(row.get("overrides", ())) for row in rows}:
-        load(overrides)
+    # Each override once: 81 losses that differ in which four of twelve words they have need not all be loaded.
+    seen: set[str] = set()
+    for number, overrides in enumerate(row.get("overrides", ()) for row in rows):
+        if number == 0 or not seen.issuperset(overrides):
+            load(overrides)
+            seen.update(overrides)
 
 
 def test_there_are_results() -> None:

@@ -98,6 +98,13 @@ def test_pairs_of_quarters_are_fitted_and_what_three_do_is_not() -> None:
     assert quarter.fitted(scores) == pytest.approx(scores.mean(axis=1))
     assert quarter.best_cell(scores)[:2] == ("ratio", "ratio")
     assert quarter.variance_shares(scores)[(0, 1)] == pytest.approx(0.5, abs=0.01)
+    means = quarter.pair_means(scores, 0, 1)
+    assert means[..., 0].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]] and means.shape == (3, 3, 2)
+    means = quarter.pair_means(additive(np.arange(12.0).reshape(4, 3)), 1, 3)
+    of_others = np.arange(12.0).reshape(4, 3)[[0, 2]].mean(axis=1).sum()
+    assert means[2, 0, 0] == pytest.approx(5 + 9 + of_others), "rows are the first quarter's levels"
+    spread = np.std(np.add.outer(np.arange(3), np.arange(3)), ddof=1)
+    assert means[..., 1] == pytest.approx(np.full((3, 3), spread))
     lonely = np.zeros((81, 1))
     lonely[quarter.CELLS.index(("0", "1", "0", "1"))] = 1.0
     assert quarter.fitted(lonely).max() < 0.5, "one cell's own score does not make it the best"
@@ -124,6 +131,7 @@ def test_the_report_has_a_row_for_each_quarter_and_names_known_cells(tmp_path: P
     finished = as_scored({"0ρρ0": 0.6})
     tables = study.report_of_second("quarters", finished(plan.quarters(range(2))), tmp_path)
     assert "| A > 0, ρ < 1 |" in tables and "PPO's clip" in tables and "chance" in tables
+    assert "| weight ρ | " in tables
     assert "no table yet" in study.report_of_second("quarters", finished(plan.quarters([0, 1])[:9]), tmp_path / "some")
     with pytest.raises(ValueError, match="80 of 81 cells have no run"):
         quarter.scores_of({"0000": {0: 0.5}})

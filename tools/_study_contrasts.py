@@ -83,8 +83,8 @@ def rate_table(results: Sequence[Result]) -> str:
 
 
 def quarter_tables(results: Sequence[Result]) -> str:
-    """Three tables: the weights of each quarter, what explains the variance between cells, and the best cells beside
-    those that have a name. Intervals are over the 27 settings of the other quarters."""
+    """Four tables: the weights of each quarter, what explains the variance between cells, the two quarters that belong
+    together, and the best cells beside those that have a name. Intervals are over the other quarters' settings."""
     by_label = {method: scores_by_seed(runs) for (method,), runs in reporting.group_by(results, "method").items()}
     try:
         scores = quarter.scores_of(by_label)
@@ -107,6 +107,12 @@ def quarter_tables(results: Sequence[Result]) -> str:
     ranked = sorted(shares, key=lambda quarters: -shares[quarters])
     rest = ["what three and four quarters do together, and chance", f"{100 * (1 - sum(shares.values())):.0f} %"]
     explained = [[" × ".join(symbols[q] for q in quarters), f"{100 * shares[quarters]:.0f} %"] for quarters in ranked]
+    first, second = next(quarters for quarters in ranked if len(quarters) == 2)
+    words = [f"weight {word}".replace("ratio", "ρ") for word in quarter.LEVELS]
+    together = [
+        [words[one], *(f"{mean:.3f} ± {deviation:.3f}" for mean, deviation in of_level)]
+        for one, of_level in enumerate(quarter.pair_means(scores, first, second).tolist())
+    ]
     fitted, measured = quarter.fitted(scores), scores.mean(axis=-1)
     order = np.argsort(-fitted).tolist()
     shown = [n for rank, n in enumerate(order) if rank < 8 or quarter.CELLS[n] in quarter.KNOWN]
@@ -121,6 +127,7 @@ def quarter_tables(results: Sequence[Result]) -> str:
         [
             reporting.table(["quarter", "tokens", "0", "1", "ρ", "1 less 0", "ρ less 0", "ρ less 1"], levels),
             reporting.table(["quarters", "share of the variance between cells"], [*explained, rest]),
+            reporting.table([f"{symbols[first]} ↓ and {symbols[second]} →", *words], together),
             reporting.table(["rank", *symbols, "known as", "fitted", "measured"], cells),
         ]
     )

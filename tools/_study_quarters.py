@@ -119,6 +119,16 @@ def contrast_of_levels(scores: np.ndarray, quarter: int, level: int, other: int)
     return (by_level[level] - by_level[other]).reshape(-1)
 
 
+def pair_means(scores: np.ndarray, quarter: int, other: int) -> np.ndarray:
+    """Mean and standard deviation over the 9 settings of the two other quarters, for each pair of levels.
+
+    Returns:
+        float[3, 3, 2].
+    """
+    by_level = np.moveaxis(scores.mean(axis=-1).reshape(3, 3, 3, 3), (quarter, other), (0, 1)).reshape(3, 3, 9)
+    return np.stack([by_level.mean(axis=-1), by_level.std(axis=-1, ddof=1)], axis=-1)
+
+
 def fitted(scores: np.ndarray) -> np.ndarray:
     """Scores by least squares with the effect of each level and of each pair of levels of two quarters: float[81].
 
