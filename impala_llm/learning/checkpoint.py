@@ -246,7 +246,7 @@ class Checkpointer:
             finally:
                 self._is_copied.set()
             if self._rank == 0:
-                self._remove_parts(aside)
+                remove_unfinished(self._run_folder, but=aside)  # other ranks left it of one that rank 0 gave up
             aside.mkdir(parents=True, exist_ok=True)
             mine = self._write_part(state, copied, aside)
             del copied
@@ -262,12 +262,6 @@ class Checkpointer:
             say(f"learner: checkpoint {target.name} cannot be written to {self._folder} ({reason}): {stays}")
             if not isinstance(error, OSError | CheckpointError):
                 _log.exception("a checkpoint could not be written")
-
-    def _remove_parts(self, aside: Path) -> None:
-        """Remove what other ranks have left of checkpoints that rank 0 gave up, before one is written."""
-        for path in self._folder.glob(f"update-*{NEW}"):
-            if path != aside:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _write_part(self, state: State, copied: "_Copied", aside: Path) -> "_Written":
         """Write the files of this rank."""

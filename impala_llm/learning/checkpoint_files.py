@@ -181,10 +181,13 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def remove_unfinished(run_folder: Path) -> list[str]:
+def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
     """Remove what a process that died amid a checkpoint left. Returns the names of these checkpoints.
 
     One that was about to be replaced has its name again.
+
+    Args:
+        but: folder of the one that is being written.
     """
     folder = run_folder / FOLDER
     for path in list(folder.glob(f"update-*{REPLACED}")):
@@ -192,7 +195,7 @@ def remove_unfinished(run_folder: Path) -> list[str]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(path.with_suffix(""))
-    found = sorted(folder.glob(f"update-*{NEW}")) if folder.is_dir() else []
+    found = [path for path in sorted(folder.glob(f"update-*{NEW}")) if path != but]
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name.removesuffix(NEW) for path in found]
