@@ -1,6 +1,7 @@
 """The study: lags are exact, runs repeat to the bit and resume, and what is reported is what was measured."""
 
 import importlib.util
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from impala_llm.config import load
+from impala_llm.envs import make_suite
 from impala_llm.trajectory import Trajectory
 from tools import _study_grid as grid
 from tools import _study_lab as lab
@@ -71,6 +73,25 @@ def test_two_lags_and_methods_play_the_same_tasks_and_runs_repeat_to_the_bit(bat
     assert tasks[:5] == tasks[5:10] == tasks[10:]
 
 
+def test_every_second_kind_of_task_is_rare_and_scored_by_itself() -> None:
+    suite = make_suite(load(["experiment=quickstart", "env.webshop.num_products=60"]).env)
+    kinds = sorted({suite.signature(task) for task in suite.tasks("train")})
+    tasks = suite.tasks("test")
+    rare = lab.rarity(suite, tasks)
+    assert {kinds.index(suite.signature(task)) % 2 for task, is_rare in zip(tasks, rare, strict=True) if is_rare} == {1}
+    assert 0 < rare.mean() < 1
+    stream = lab.TaskStream(suite, 1, 1e-9, seed=0)
+    assert not lab.rarity(suite, [stream.next()[0] for _ in range(50)]).any()
+
+
+def test_what_is_rare_is_scored_by_itself_and_the_clock_has_every_evaluation() -> None:
+    result = lab.run(replace(small(0), rare_share=0.5))
+    assert all({"sampled", "sampled_rare", "greedy_rare"} <= set(point) for point in result["curve"])
+    assert [update for update, *_ in result["clock"]] == [point["update"] for point in result["curve"]]
+    for before, after in itertools.pairwise(result["clock"]):
+        assert after[1] > before[1] and after[2] > before[2], "playing and learning take time"
+
+
 @pytest.mark.parametrize("interval, ages", [("3", [0, 1, 2, 0, 1, 2, 0]), ("null", [0, 1, 2, 3, 4, 5, 6])])
 def test_weights_that_are_published_seldom_make_data_older_and_the_newest_are_scored(
     interval: str, ages: list[int], batches: list, monkeypatch: pytest.MonkeyPatch
@@ -78,9 +99,9 @@ def test_weights_that_are_published_seldom_make_data_older_and_the_newest_are_sc
     scored: list[int] = []
 
     class WatchedPlayer(lab.Player):
-        async def score(self, greedy: bool) -> float:
+        async def score(self, name: str) -> dict[str, float]:
             scored.append(self.scored_engine.version)
-            return await super().score(greedy)
+            return await super().score(name)
 
     monkeypatch.setattr(lab, "Player", WatchedPlayer)
     lab.run(replace(small(0, 7, f"learner.sync_interval={interval}"), evaluate_every=1))

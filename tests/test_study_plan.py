@@ -114,6 +114,7 @@ def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
     reported = [
         *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
+        *plan.shop_replay(range(3), finished),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -125,7 +126,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
         plan.quarters([0])[::16], plan.built([0], finished), plan.confirm([0], finished),
         plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
-        plan.shop_rates([0], finished), plan.shop([0], finished),
+        plan.shop_rates([0], finished), plan.shop([0], finished), plan.shop_replay([0], finished),
     ]  # fmt: skip
     # Rates and lags are numbers, and make nothing valid or not: one of each method and task.
     kinds = {(run.method, run.num_turns, "env=corridor" in run.overrides): run for runs in plans for run in runs}
@@ -133,7 +134,9 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         load(run.overrides)
     for runs in plans:
         assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
-        assert len({replace(run, method="", lag=0, task="", overrides=()) for run in runs}) == 1
+        # More samples per insert are more updates of as many episodes.
+        same = {"method": "", "lag": 0, "task": "", "overrides": (), "num_updates": 0, "evaluate_every": 0}
+        assert len({replace(run, **same) for run in runs}) == 1
     starts = {start for runs in plans[:10] for run in runs if (start := grid.start_of(run))}
     assert all(grid.start_of(run) is None for runs in plans[10:] for run in runs)
     for start in starts:
@@ -258,3 +261,30 @@ def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
     assert study.main() == 1
     errors = capsys.readouterr().err
     assert "failed: rates: killed" in errors and "part screen cannot be planned: 252 of 252" in errors
+
+
+def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:
+    runs = plan.shop_replay(range(2), as_scored({"TOPR": 0.9}))
+    assert len(runs) == 2 * (1 + 3 * 5) and all({"algorithm.loss=topr"} <= set(run.overrides) for run in runs)
+    episodes = set()
+    for run in runs:
+        replay = load(run.overrides).replay
+        assert run.method.endswith(f", {replay.samples_per_insert:g}")
+        episodes.add(lab.num_due(run.num_updates, 32, replay.samples_per_insert) - 32)
+    assert episodes == {60 * 32}, "but for the batch that the first update waits for"
+
+
+def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
+    def result(method: str, speed: float) -> dict:
+        [run] = [r for r in plan.shop_replay([0], as_scored({})) if r.method == method]
+        points = [{"update": n, "episodes": 32 * n, "sampled": n / 10, "sampled_rare": n / 20} for n in range(7)]
+        settings = json.loads(json.dumps(run.as_dict()))
+        clock = [(n, n * speed, n * speed / 2) for n in range(7)]
+        return {"settings": settings, "curve": points, "clock": clock, "episodes": 192}
+
+    slow, once = result("PER, 4", 2.5), result("each once, 1", 1.0)
+    assert contrasts.seconds_of(slow) == 15.0, "the longer of playing and learning"
+    assert contrasts.score_by(slow, 6.0) == pytest.approx(0.1), "evaluations 0, 1 and 2 were over by then"
+    rows = contrasts.replay_table([once, slow]).splitlines()[2:]
+    assert rows[0].startswith("| each once, 1 | 1 | 192 | 60 | 0.400 ") and "| 6 | 0.500 " in rows[0]
+    assert rows[1].startswith("| PER, 4 | 1 | 192 | 240 | 0.400 ") and "| 15 | 0.100 " in rows[1]

@@ -156,6 +156,47 @@ def contrast_table(
     return reporting.table(["contrast", "lag", "pairs", "mean", "interquartile mean", "p", "p, Holm"], rows)
 
 
+def replay_table(results: Sequence[Result]) -> str:
+    """A row for each sampler and number of samples per insert, at equally many episodes and in equal time.
+
+    The time is that of playing and learning side by side, the longer of both; the equal one is that of the arm that
+    uses each episode once, seed by seed, and the score of it the mean of the last three evaluations until then.
+    """
+    once = {run["settings"]["seed"]: run for run in results if run["settings"]["method"].startswith("each once")}
+    rows = []
+    for (method,), runs in reporting.group_by(results, "method").items():
+        in_time = [score_by(run, seconds_of(once[seed])) for run in runs if (seed := run["settings"]["seed"]) in once]
+        rows.append(
+            [
+                method, str(len(runs)), str(runs[0]["episodes"]), str(runs[0]["settings"]["num_updates"]),
+                with_interval(np.array([reporting.final_score(run) for run in runs])),
+                with_interval(np.array([reporting.final_score(run, "sampled_rare") for run in runs])),
+                with_interval(np.array([reporting.area(run) for run in runs])),
+                f"{np.mean([seconds_of(run) for run in runs]):.0f}",
+                with_interval(np.array(in_time)) if in_time else "",
+                f"{reporting.figure_of(runs, 'staleness/mean'):.1f}",
+                f"{reporting.figure_of(runs, 'buffer/reuse'):.2f}",
+            ]
+        )  # fmt: skip
+    header = [
+        "replay, samples per insert", "seeds", "episodes", "updates", "score, sampled", "on rare kinds",
+        "mean over the run", "seconds", "score in equal time", "staleness", "times drawn",
+    ]  # fmt: skip
+    return reporting.table(header, rows)
+
+
+def seconds_of(run: Result, place: int = -1) -> float:
+    """Seconds until an evaluation, of playing and learning side by side."""
+    _, playing, learning = run["clock"][place]
+    return max(playing, learning)
+
+
+def score_by(run: Result, seconds: float) -> float:
+    """Mean of the last three evaluations, sampled, that were made within so many seconds; the first one always was."""
+    number = max(1, sum(seconds_of(run, place) <= seconds for place in range(len(run["clock"]))))
+    return float(np.mean([point["sampled"] for point in run["curve"][max(0, number - 3) : number]]))
+
+
 def plot_by_lag(results: Sequence[Result], path: Path) -> None:
     """Final score over the lag, a line for each method with its interval as a band; of several rates at a lag the one
     that all lags have."""

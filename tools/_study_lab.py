@@ -72,7 +72,7 @@ class RunSettings:
     warm_updates: int = 0
     """On-policy updates that made the policy at the start, the same for all methods; see `_study_grid.start_of`."""
     rare_share: float = 1.0
-    """Weight of a training task for each `-` among its doors: below 1, tasks with many of them are rare."""
+    """Weight of a training task for each step of its `rarity`: below 1, tasks with many of them are rare."""
     evaluate_every: int = 20
     """Updates between two evaluations; one more comes at the end."""
     evaluation_tasks: int = 128
@@ -107,6 +107,18 @@ class DelayLine:
         return {"actors": 1.0, "open": 0.0, "failed": 0.0}
 
 
+def rarity(suite: Suite, tasks: Sequence[int]) -> np.ndarray:
+    """Steps by which each task is rarer than others where `RunSettings.rare_share` is below 1: int[len(tasks)].
+
+    On the corridor the number of its doors `-`; elsewhere 1 for every second kind (signature) of training task.
+    """
+    signatures = [suite.signature(task) for task in tasks]
+    if isinstance(suite, CorridorSuite):
+        return np.array([signature.count("-") for signature in signatures])
+    rare = set(sorted({suite.signature(task) for task in suite.tasks("train")})[1::2])
+    return np.array([int(signature in rare) for signature in signatures])
+
+
 class TaskStream:
     """Training tasks, one group after the other: the same for all runs of a seed.
 
@@ -116,9 +128,7 @@ class TaskStream:
 
     def __init__(self, suite: Suite, group_size: int, rare_share: float, seed: int) -> None:
         self._tasks = np.array(suite.tasks("train"))
-        weights = np.ones(len(self._tasks))
-        if rare_share != 1.0:
-            weights = np.array([rare_share ** suite.signature(task).count("-") for task in self._tasks.tolist()])
+        weights = rare_share ** rarity(suite, self._tasks.tolist()).astype(float)
         self._probabilities = weights / weights.sum()
         self._rng = np.random.default_rng(seed)
         self._group_size = group_size
@@ -151,17 +161,23 @@ class Player:
         self._config = config
         self._seed = settings.seed << 32
         self._held_out = list(suite.tasks(settings.evaluate_on))[: settings.evaluation_tasks]
+        self._is_rare = rarity(suite, self._held_out) > 0 if settings.rare_share < 1 else None
 
     async def play(self, num_episodes: int) -> list[Trajectory]:
         """The next episodes of the training tasks, sampled at the training temperature."""
         jobs = [self.tasks.next() for _ in range(num_episodes)]
         return await self._play(self.engine, jobs, greedy=False, seed=self._seed, training=True)
 
-    async def score(self, greedy: bool) -> float:
-        """Mean score on the held-out tasks; sampled ones always with the same random numbers."""
+    async def score(self, name: str) -> dict[str, float]:
+        """Mean score on the held-out tasks, `greedy` or `sampled`, where some are rare also on those; sampled ones
+        always with the same random numbers."""
         jobs = [(task, number, number) for number, task in enumerate(self._held_out)]
-        episodes = await self._play(self.scored_engine, jobs, greedy, seed=self._seed + (1 << 31), training=False)
-        return float(np.mean([episode.score for episode in episodes]))
+        episodes = await self._play(
+            self.scored_engine, jobs, greedy=name == "greedy", seed=self._seed + (1 << 31), training=False
+        )
+        scores = np.array([episode.score for episode in episodes])
+        of_rare = {} if self._is_rare is None else {f"{name}_rare": float(scores[self._is_rare].mean())}
+        return {name: float(scores.mean())} | of_rare
 
     async def close(self) -> None:
         for engine in {self.engine, self.scored_engine}:
@@ -189,7 +205,8 @@ def num_due(update: int, batch_size: int, samples_per_insert: float) -> int:
 
 
 def run(settings: RunSettings, start: Path | None = None, save: Path | None = None) -> dict[str, Any]:
-    """Train; the result as plain data: the settings, `curve` (one entry an evaluation), totals.
+    """Train; the result as plain data: the settings, `curve` (one entry an evaluation), `clock` (update, seconds of
+    playing, seconds of learning, at each evaluation), totals.
 
     Args:
         start: Hugging Face directory to start from, value head included; None: what the settings say.
@@ -221,20 +238,25 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
     under_way: list[Trajectory] = []
     num_arrived = num_tokens = 0
     curve: list[dict[str, float]] = []
+    clock: list[tuple[int, float, float]] = []
+    seconds = {"playing": 0.0, "learning": 0.0}
 
     async def evaluate(version: int) -> None:
         summary = log.flush()
         if player.scored_engine is not player.engine:
             player.scored_engine.load_state(model.lm.state_dict(), version)
         point = {"update": version, "episodes": num_arrived}
-        point |= {"greedy": await player.score(greedy=True), "sampled": await player.score(greedy=False)}
+        point |= await player.score("greedy") | await player.score("sampled")
+        clock.append((version, round(seconds["playing"], 2), round(seconds["learning"], 2)))
         curve.append(point | {name: summary[name] for name in CURVES if name in summary})
 
     await evaluate(0)
     for version in range(settings.num_updates):
         # Version v plays what update v + lag is the first to see; at the start, all that comes before that as well.
         last = min(version + settings.lag, settings.num_updates - 1)
+        began = time.perf_counter()
         under_way += await player.play(num_due(last, batch_size, reuse) - player.tasks.dealt)
+        played = time.perf_counter()
         num_new = num_due(version, batch_size, reuse) - num_arrived
         arriving, under_way = under_way[:num_new], under_way[num_new:]
         num_arrived += num_new
@@ -248,6 +270,8 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         interval = config.learner.sync_interval
         if interval is not None and (version + 1) % interval == 0:
             player.engine.load_state(model.lm.state_dict(), version + 1)
+        seconds["playing"] += played - began
+        seconds["learning"] += time.perf_counter() - played
         if (version + 1) % settings.evaluate_every == 0 or version + 1 == settings.num_updates:
             await evaluate(version + 1)
     await player.close()
@@ -256,6 +280,7 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
     return {
         "settings": settings.as_dict(),
         "curve": curve,
+        "clock": clock,
         "episodes": num_arrived,
         "action_tokens": num_tokens,
         "evicted": line.num_evicted,

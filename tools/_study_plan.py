@@ -10,6 +10,7 @@
     dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
     precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
     shop-rates, shop    the same two steps on WebShop, by the policy that --policy names
+    shop-replay         what is drawn how often, on a shop half of whose kinds of goals are rare    test tasks
 
 A later phase rests on what an earlier one has found: `chosen_rates` and `rivals` are the rules.
 
@@ -63,7 +64,7 @@ QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 SEEDS = {
     "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "confirm": 10,
-    "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3,
+    "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3, "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
 SHOP = (
@@ -71,6 +72,11 @@ SHOP = (
     "learner.batch_size=32", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
     "learner.stall_timeout_s=5", "algorithm.aggregate=sequence_mean_token_mean",
 )  # fmt: skip
+
+REUSES = (2, 4, 8)
+"""Samples per insert of `shop-replay`, beside 1."""
+UPDATES_ONCE = 60
+"""Updates of `shop-replay` where each episode is used once."""
 
 SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
 DPO = ("algorithm.credit=preference", "algorithm.loss=reinforce", "algorithm.group_size=8",
@@ -155,10 +161,8 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     Of the two that were built the one with the higher interquartile mean at lag 64.
     """
     chosen, methods = _found(finished)
-    results = finished(built(range(SEEDS["built"]), finished))
-    own = {method: of_lag[16] for method, of_lag in chosen_rates(results).items()}
-    at_own_rate = [r for r in results if rate_of(r["settings"]) == own[r["settings"]["method"]]]
-    best = ranked(at_own_rate)[0]
+    results, own = _at_own_rates(finished(built(range(SEEDS["built"]), finished)))
+    best = ranked(results)[0]
     compared = {method: (METHODS[method], chosen[method][16]) for method in (methods[0], methods[len(FIXED)])}
     compared[best] = (_built_methods(finished)[best], own[best])
     runs = [
@@ -230,6 +234,32 @@ def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) ->
     return [replace(run, evaluate_on="test") for run in runs]
 
 
+def shop_replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    """Every sampler at 2, 4 and 8 samples per insert, beside each episode once: equally many episodes.
+
+    By the method, at its rate, that was the best one in `shop-rates` at a lag of 16.
+    """
+    results, own = _at_own_rates(finished(shop_rates(range(SEEDS["shop-rates"]), finished, policy)))
+    method = ranked(results, lag=16)[0]
+    arms = [(1, "each once", ()), *((reuse, *replay) for reuse in REUSES for replay in grid.REPLAYS.items())]
+    runs = []
+    for reuse, label, words in arms:
+        of_buffer = (
+            f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
+            "replay.uniform_floor=0.1", *words,
+        )  # fmt: skip
+        for seed in seeds:
+            run = _shop("shop-replay", 4, method, own[method], CONFIRM_SEEDS_FROM + seed, policy)
+            runs.append(
+                replace(
+                    run, method=f"{label}, {reuse}", overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
+                    num_updates=UPDATES_ONCE * reuse, evaluate_every=5 * reuse, evaluation_tasks=64, rare_share=0.1,
+                    evaluate_on="test",
+                )
+            )  # fmt: skip
+    return runs
+
+
 def final_score(result: Result) -> float:
     """Mean of the last five evaluations, sampled."""
     return float(np.mean([point["sampled"] for point in result["curve"][-5:]]))
@@ -270,6 +300,12 @@ def ranked(results: Sequence[Result], lag: int = 64) -> list[str]:
         if result["settings"]["lag"] == lag:
             scores.setdefault(result["settings"]["method"], []).append(final_score(result))
     return sorted(scores, key=lambda method: -float(interquartile_mean(np.array(scores[method]))))
+
+
+def _at_own_rates(results: Sequence[Result]) -> tuple[list[Result], dict[str, float]]:
+    """Runs of each method at the rate that was chosen for it at lag 16, and these rates."""
+    own = {method: of_lag[16] for method, of_lag in chosen_rates(results).items()}
+    return [r for r in results if rate_of(r["settings"]) == own[r["settings"]["method"]]], own
 
 
 def _by_interval() -> dict[str, tuple[str, ...]]:

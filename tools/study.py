@@ -9,10 +9,10 @@
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones that it rests on: rates, screen, main, long, quarters, built, confirm, dpo-rates, dpo, precision, shop-rates,
-shop (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a second call runs only
-what is missing, and changed settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so
-that a clone of this repository goes on where the study stopped; to run a part anew, move its file away and name an
-empty --runs.
+shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a second call
+runs only what is missing, and changed settings run anew. Runs whose data stand under docs/results/off_policy are
+finished too, so that a clone of this repository goes on where the study stopped; to run a part anew, move its file away
+and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -204,8 +204,9 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     if part in on_nothing:
         return on_nothing[part](seeds)
     done = partial(all_finished, folder=folder)
-    if part in ("shop-rates", "shop"):
-        return (plan.shop if part == "shop" else plan.shop_rates)(seeds, done, policy)
+    on_shop = {"shop-rates": plan.shop_rates, "shop": plan.shop, "shop-replay": plan.shop_replay}
+    if part in on_shop:
+        return on_shop[part](seeds, done, policy)
     on_corridor = {
         "screen": plan.screen, "main": plan.main, "long": plan.long,
         "built": plan.built, "confirm": plan.confirm, "dpo": plan.dpo,
@@ -243,12 +244,16 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
 def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str:
     """Write the data and plots of a phase of the second study; returns its tables."""
     from tools import _study_contrasts as contrasts
+    from tools import _study_report as reporting
 
     write_data(part, results, out)
     if part == "quarters":
         return contrasts.quarter_tables(results)
     if part in ("rates", "shop-rates", "built", "dpo-rates"):
         return contrasts.rate_table(results)
+    if part == "shop-replay":
+        reporting.plot_curves(results, ("task",), "episodes", out / f"{part}.svg")
+        return contrasts.replay_table(results)
     contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
