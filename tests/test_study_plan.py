@@ -109,7 +109,8 @@ def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
     finished = as_scored({})
     choosing = [
         *plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished),
-        *plan.quarters(range(2)), *plan.built(range(3), finished), *plan.dpo_rates(range(3)),
+        *plan.quarters(range(2)), *plan.built(range(3), finished), *plan.built_again(range(3), finished),
+        *plan.dpo_rates(range(3)),
     ]  # fmt: skip
     reported = [
         *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
@@ -124,7 +125,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     finished = as_scored({})
     plans = [
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
-        plan.quarters([0])[::16], plan.built([0], finished), plan.confirm([0], finished),
+        plan.quarters([0])[::16], plan.built([0], finished), plan.built_again([0], finished),
+        plan.confirm([0], finished),
         plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
         plan.shop_rates([0], finished), plan.shop([0], finished), plan.shop_replay([0], finished),
     ]  # fmt: skip
@@ -137,8 +139,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         # More samples per insert are more updates of as many episodes.
         same = {"method": "", "lag": 0, "task": "", "overrides": (), "num_updates": 0, "evaluate_every": 0}
         assert len({replace(run, **same) for run in runs}) == 1
-    starts = {start for runs in plans[:10] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[10:] for run in runs)
+    starts = {start for runs in plans[:11] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[11:] for run in runs)
     for start in starts:
         load(start.overrides)
 

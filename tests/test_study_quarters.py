@@ -110,6 +110,15 @@ def test_pairs_of_quarters_are_fitted_and_what_three_do_is_not() -> None:
     assert quarter.fitted(lonely).max() < 0.5, "one cell's own score does not make it the best"
 
 
+def test_the_best_of_each_pair_is_the_one_with_the_highest_mean() -> None:
+    scores = np.zeros((81, 2))
+    best = [("1", "1", "0", "ratio"), ("0", "1", "1", "0"), ("ratio", "ratio", "ratio", "0")]
+    for cell in best:
+        scores[quarter.CELLS.index(cell)] = [0.4, 0.6]
+    scores[quarter.CELLS.index(("0", "0", "0", "0"))] = 1.0  # is in none of the pairs
+    assert quarter.best_of_pairs(scores) == best
+
+
 def test_what_is_built_comes_from_all_cells_and_is_confirmed_where_nobody_has_looked() -> None:
     good = {quarter.label(cell): 0.8 for cell in quarter.CELLS if cell[1] == "1" and cell[3] == "ratio"}
     built_names = {
@@ -119,9 +128,14 @@ def test_what_is_built_comes_from_all_cells_and_is_confirmed_where_nobody_has_lo
     built = plan.built(range(2), finished)
     assert {run.evaluate_on for run in built} == {"validation"}
     assert all({"algorithm.loss.good_below=1", "algorithm.loss.bad_below=ratio"} <= set(run.overrides) for run in built)
+    again = plan.built_again(range(2), finished)
+    pairs = {
+        tuple(sorted(w for w in run.overrides if "loss.good_below" in w or "loss.bad_below" in w)) for run in again
+    }
+    assert len(pairs) == 3 and len({run.method for run in again}) == 6
     confirmed = plan.confirm(range(10), finished)
     seeds = {run.seed for run in confirmed}
-    earlier = [*plan.main(range(30), finished), *plan.quarters(range(2)), *built, *plan.rates(range(3))]
+    earlier = [*plan.main(range(30), finished), *plan.quarters(range(2)), *built, *again, *plan.rates(range(3))]
     assert not seeds & {run.seed for run in earlier} and {run.evaluate_on for run in confirmed} == {"test"}
     methods = list(dict.fromkeys(run.method for run in confirmed))
     assert methods[:2] == ["PPO clip", "TOPR"] and methods[2] in built_names

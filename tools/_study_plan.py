@@ -6,6 +6,7 @@
     long     the same on a corridor of twice as many turns
     quarters    81 losses, by what each quarter of the tokens weighs      validation tasks, seeds of their own
     built       the best of them at three rates                           validation tasks and seeds
+    built-again three more of them, one for each way in which good outweighs bad      the same tasks and seeds
     confirm     it beside what ships and the best rival, all lags         test tasks, seeds of their own
     dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
     precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
@@ -63,7 +64,7 @@ VALIDATION_SEEDS_FROM = 1000
 QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 SEEDS = {
-    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "confirm": 10,
+    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
     "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3, "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
@@ -155,16 +156,28 @@ def built(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     ]
 
 
+def built_again(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
+    """At one rate, that of `quarters`."""
+    return [
+        _corridor_with("built-again", lag, method, words, 1e-3, VALIDATION_SEEDS_FROM + seed)
+        for lag in (16, 64)
+        for method, words in _built_methods(finished, again=True).items()
+        for seed in seeds
+    ]
+
+
 def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     """What was built, what ships, and the best rival, each at the rate that was chosen at lag 16.
 
-    Of the two that were built the one with the higher interquartile mean at lag 64.
+    Of all that were built the one with the highest interquartile mean at lag 64.
     """
     chosen, methods = _found(finished)
-    results, own = _at_own_rates(finished(built(range(SEEDS["built"]), finished)))
+    own_runs = [*built(range(SEEDS["built"]), finished), *built_again(range(SEEDS["built-again"]), finished)]
+    results, own = _at_own_rates(finished(own_runs))
     best = ranked(results)[0]
     compared = {method: (METHODS[method], chosen[method][16]) for method in (methods[0], methods[len(FIXED)])}
-    compared[best] = (_built_methods(finished)[best], own[best])
+    words_of = _built_methods(finished) | _built_methods(finished, again=True)
+    compared[best] = (words_of[best], own[best])
     runs = [
         _corridor_with("confirm", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
         for lag in LAGS
@@ -314,15 +327,16 @@ def _by_interval() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _built_methods(finished: Finished) -> dict[str, tuple[str, ...]]:
-    """The best cell of `quarters`, by ratios of tokens and of episodes."""
+def _built_methods(finished: Finished, again: bool = False) -> dict[str, tuple[str, ...]]:
+    """The best cell of `quarters`, or `again` those of `quarter.best_of_pairs`, by ratios of tokens and of episodes."""
     scores: dict[str, dict[int, float]] = {}
     for result in finished(quarters(range(SEEDS["quarters"]))):
         of_cell = scores.setdefault(result["settings"]["method"], {})
         of_cell[result["settings"]["seed"]] = final_score(result)
-    cell = quarter.best_cell(quarter.scores_of(scores))
+    of_cells = quarter.scores_of(scores)
     return {
         f"{quarter.label(cell)}, {level}": (*quarter.overrides(cell), f"algorithm.loss.level={level}")
+        for cell in (quarter.best_of_pairs(of_cells) if again else [quarter.best_cell(of_cells)])
         for level in ("token", "sequence")
     }
 

@@ -47,6 +47,9 @@ KNOWN: dict[Cell, str] = {
     ("0", "0", "0", "0"): "two-sided mask",
 }
 
+OUTWEIGHING = (("1", "ratio"), ("1", "0"), ("ratio", "0"))
+"""Weights of (A > 0, ρ < 1) and of (A < 0, ρ < 1) with which good tokens that the policy has left outweigh bad ones."""
+
 
 @dataclass
 class Quarters(Loss):
@@ -165,6 +168,12 @@ def scores_of(by_label: dict[str, dict[int, float]]) -> np.ndarray:
 def best_cell(scores: np.ndarray) -> Cell:
     """The cell with the highest fitted score."""
     return CELLS[int(np.argmax(fitted(scores)))]
+
+
+def best_of_pairs(scores: np.ndarray) -> list[Cell]:
+    """For each of `OUTWEIGHING` the cell with the highest mean score of its runs."""
+    means = dict(zip(CELLS, scores.mean(axis=-1).tolist(), strict=True))
+    return [max((c for c in CELLS if (c[1], c[3]) == pair), key=lambda cell: means[cell]) for pair in OUTWEIGHING]
 
 
 def variance_shares(scores: np.ndarray) -> dict[tuple[int, ...], float]:

@@ -8,11 +8,11 @@
 
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
-the ones that it rests on: rates, screen, main, long, quarters, built, confirm, dpo-rates, dpo, precision, shop-rates,
-shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a second call
-runs only what is missing, and changed settings run anew. Runs whose data stand under docs/results/off_policy are
-finished too, so that a clone of this repository goes on where the study stopped; to run a part anew, move its file away
-and name an empty --runs.
+the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, dpo-rates, dpo, precision,
+shop-rates, shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a
+second call runs only what is missing, and changed settings run anew. Runs whose data stand under docs/results/off_policy
+are finished too, so that a clone of this repository goes on where the study stopped; to run a part anew, move its file
+away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -209,7 +209,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
         return on_shop[part](seeds, done, policy)
     on_corridor = {
         "screen": plan.screen, "main": plan.main, "long": plan.long,
-        "built": plan.built, "confirm": plan.confirm, "dpo": plan.dpo,
+        "built": plan.built, "built-again": plan.built_again, "confirm": plan.confirm, "dpo": plan.dpo,
     }  # fmt: skip
     return on_corridor[part](seeds, done) if part in on_corridor else []
 
@@ -249,7 +249,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     write_data(part, results, out)
     if part == "quarters":
         return contrasts.quarter_tables(results)
-    if part in ("rates", "shop-rates", "built", "dpo-rates"):
+    if part in ("rates", "shop-rates", "built", "built-again", "dpo-rates"):
         return contrasts.rate_table(results)
     if part == "shop-replay":
         reporting.plot_curves(results, ("task",), "episodes", out / f"{part}.svg")
