@@ -8,6 +8,7 @@ Nobody else reads raw Hydra dicts.
 import enum
 import gc
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -424,4 +425,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             if isinstance(known.get(full_key), list) or "ListConfig" in reason:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
-    return f"{f'settings file {file}: ' if file else ''}{str(causes[-1]).splitlines()[0]}: correct this setting"
+    said = str(causes[-1]).splitlines()[0]
+    if match := re.search(r"Ambiguous value for argument '(.+?)'", said):
+        return f"{match[1]} has several values, and a run has one: give one, or quote a text, as in \"key='a,b'\""
+    where = f"settings file {file}: " if file else ""
+    if file and (match := re.search(r"Could not load 'experiment/(.+?)'", said)):
+        of_group = "a preset stands there with its group, as in `override /algorithm: vtrace`"
+        return f"{where}defaults has {match[1]!r}, which is no settings file beside it: {of_group}"
+    return f"{where}{said}: correct this setting"

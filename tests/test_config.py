@@ -151,6 +151,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         ("run: {name: '${oc.env:NOT_SET}'}", ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found"]),
         ("learner: {epochs: '${learner.epochs}'}", ["learner.epochs=${learner.epochs} ", "write the value itself"]),
         ("learner: {epochs: '${nope}'}", ["learner.epochs=${nope} ", "'nope' not found"]),
+        ("defaults: [nope]", ["defaults has 'nope'", "override /algorithm: vtrace"]),
     ],
 )
 def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: Path, text: str, words: list[str]):
@@ -309,6 +310,7 @@ def test_none_is_null_on_the_command_line() -> None:
             ["run.name=${oc.env:NOT_SET}"],
             ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found", "write the value itself"],
         ),
+        (["learner.batch_size=1,2"], ["learner.batch_size=1,2 has several values", "give one"]),
         (["run.name=${nosuch:x}"], ["run.name=${nosuch:x} ", "nosuch", "write the value itself"]),
         (
             ["learner.batch_size=${learner.batch_size}"],
