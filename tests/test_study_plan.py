@@ -70,7 +70,10 @@ def result_of(settings: lab.RunSettings, score: float) -> dict:
         {"update": n, "episodes": 32 * n, "sampled": score, "greedy": score, "loss/entropy": 1.0} for n in range(6)
     ]
     data = json.loads(json.dumps(settings.as_dict()))
-    return {"settings": data, "curve": points, "episodes": 160, "action_tokens": 960, "seconds": 2.0}
+    clock = [(n, 0.2 * n, 0.1 * n) for n in range(6)]
+    return {
+        "settings": data, "curve": points, "clock": clock, "episodes": 160, "action_tokens": 960, "seconds": 2.0
+    }  # fmt: skip
 
 
 def as_scored(score: dict[str, float]):  # type: ignore[no-untyped-def]
@@ -162,6 +165,8 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     assert "| TOPR, float32 less TOPR, bfloat16 | 0 | 2 | 0.000" in of_dtypes
     of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
     assert of_intervals.count("| DPO, weights every update less ") == 3
+    of_shop = study.report_of_second("shop", finished(plan.shop(range(2), finished)), tmp_path)
+    assert "| PPO clip less no correction | 64 | 2 |" in of_shop and (tmp_path / "shop-time.svg").exists()
     assert "50 % [50, 50]" in tables
     assert len((tmp_path / "main.jsonl").read_text().splitlines()) == len(runs)
     assert (tmp_path / "main.svg").read_text().startswith("<?xml")
@@ -271,22 +276,30 @@ def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag
     episodes = set()
     for run in runs:
         replay = load(run.overrides).replay
-        assert run.method.endswith(f", {replay.samples_per_insert:g}")
+        assert run.task == f"WebShop, {replay.samples_per_insert:g} samples per insert"
         episodes.add(lab.num_due(run.num_updates, 32, replay.samples_per_insert) - 32)
     assert episodes == {60 * 32}, "but for the batch that the first update waits for"
 
 
 def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
-    def result(method: str, speed: float) -> dict:
-        [run] = [r for r in plan.shop_replay([0], as_scored({})) if r.method == method]
+    def result(method: str, reuse: int, speed: float) -> dict:
+        runs = plan.shop_replay([0], as_scored({}))
+        [run] = [r for r in runs if r.method == method and r.num_updates == 60 * reuse]
         points = [{"update": n, "episodes": 32 * n, "sampled": n / 10, "sampled_rare": n / 20} for n in range(7)]
         settings = json.loads(json.dumps(run.as_dict()))
         clock = [(n, n * speed, n * speed / 2) for n in range(7)]
         return {"settings": settings, "curve": points, "clock": clock, "episodes": 192}
 
-    slow, once = result("PER, 4", 2.5), result("each once, 1", 1.0)
+    slow, once = result("PER", 4, 2.5), result("each once", 1, 1.0)
     assert contrasts.seconds_of(slow) == 15.0, "the longer of playing and learning"
+    assert [point["seconds"] for point in contrasts.with_seconds([slow])[0]["curve"]] == [n * 2.5 for n in range(7)]
     assert contrasts.score_by(slow, 6.0) == pytest.approx(0.1), "evaluations 0, 1 and 2 were over by then"
     rows = contrasts.replay_table([once, slow]).splitlines()[2:]
-    assert rows[0].startswith("| each once, 1 | 1 | 192 | 60 | 0.400 ") and "| 6 | 0.500 " in rows[0]
-    assert rows[1].startswith("| PER, 4 | 1 | 192 | 240 | 0.400 ") and "| 15 | 0.100 " in rows[1]
+    assert (
+        rows[0].startswith("| WebShop, 1 samples per insert | each once | 1 | 192 | 60 | 0.400 ")
+        and "| 6 | 0.500 " in rows[0]
+    )
+    assert (
+        rows[1].startswith("| WebShop, 4 samples per insert | PER | 1 | 192 | 240 | 0.400 ")
+        and "| 15 | 0.100 " in rows[1]
+    )

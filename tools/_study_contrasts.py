@@ -162,13 +162,13 @@ def replay_table(results: Sequence[Result]) -> str:
     The time is that of playing and learning side by side, the longer of both; the equal one is that of the arm that
     uses each episode once, seed by seed, and the score of it the mean of the last three evaluations until then.
     """
-    once = {run["settings"]["seed"]: run for run in results if run["settings"]["method"].startswith("each once")}
+    once = {run["settings"]["seed"]: run for run in results if run["settings"]["method"] == "each once"}
     rows = []
-    for (method,), runs in reporting.group_by(results, "method").items():
+    for (task, method), runs in reporting.group_by(results, "task", "method").items():
         in_time = [score_by(run, seconds_of(once[seed])) for run in runs if (seed := run["settings"]["seed"]) in once]
         rows.append(
             [
-                method, str(len(runs)), str(runs[0]["episodes"]), str(runs[0]["settings"]["num_updates"]),
+                task, method, str(len(runs)), str(runs[0]["episodes"]), str(runs[0]["settings"]["num_updates"]),
                 with_interval(np.array([reporting.final_score(run) for run in runs])),
                 with_interval(np.array([reporting.final_score(run, "sampled_rare") for run in runs])),
                 with_interval(np.array([reporting.area(run) for run in runs])),
@@ -179,7 +179,7 @@ def replay_table(results: Sequence[Result]) -> str:
             ]
         )  # fmt: skip
     header = [
-        "replay, samples per insert", "seeds", "episodes", "updates", "score, sampled", "on rare kinds",
+        "task", "replay", "seeds", "episodes", "updates", "score, sampled", "on rare kinds",
         "mean over the run", "seconds", "score in equal time", "staleness", "times drawn",
     ]  # fmt: skip
     return reporting.table(header, rows)
@@ -189,6 +189,14 @@ def seconds_of(run: Result, place: int = -1) -> float:
     """Seconds until an evaluation, of playing and learning side by side."""
     _, playing, learning = run["clock"][place]
     return max(playing, learning)
+
+
+def with_seconds(results: Sequence[Result]) -> list[Result]:
+    """The results with `seconds` at each point of their curves: see `seconds_of`."""
+    return [
+        run | {"curve": [point | {"seconds": seconds_of(run, place)} for place, point in enumerate(run["curve"])]}
+        for run in results
+    ]
 
 
 def score_by(run: Result, seconds: float) -> float:

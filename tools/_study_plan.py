@@ -265,7 +265,8 @@ def shop_replay(seeds: Sequence[int], finished: Finished, policy: str | None = N
             run = _shop("shop-replay", 4, method, own[method], CONFIRM_SEEDS_FROM + seed, policy)
             runs.append(
                 replace(
-                    run, method=f"{label}, {reuse}", overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
+                    run, task=f"WebShop, {reuse} samples per insert", method=label,
+                    overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
                     num_updates=UPDATES_ONCE * reuse, evaluate_every=5 * reuse, evaluation_tasks=64, rare_share=0.1,
                     evaluate_on="test",
                 )

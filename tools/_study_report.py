@@ -151,7 +151,7 @@ def area(result: Result) -> float:
 
 
 def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, path: Path) -> None:
-    """Sampled score over `x` of each method: the mean of its seeds, the range of them as a band."""
+    """Sampled score over `x` of each method: the mean of its seeds (and of their `x`), the range of them as a band."""
     panels = group_by(results, *panel_keys)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -162,7 +162,7 @@ def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, pa
     colours = {method: f"C{number}" for number, (method,) in enumerate(methods)}
     for axis, (key, chosen) in zip(axes.flat, panels.items(), strict=False):
         for (method,), runs in group_by(chosen, "method").items():
-            xs = [point[x] for point in runs[0]["curve"]]
+            xs = np.mean([[point[x] for point in run["curve"]] for run in runs], axis=0)
             ys = np.array([[point["sampled"] for point in run["curve"]] for run in runs])
             axis.plot(xs, ys.mean(axis=0), label=method, color=colours[method], linewidth=1.4)
             axis.fill_between(xs, ys.min(axis=0), ys.max(axis=0), color=colours[method], alpha=0.15, linewidth=0)

@@ -252,8 +252,10 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     if part in ("rates", "shop-rates", "built", "built-again", "dpo-rates"):
         return contrasts.rate_table(results)
     if part == "shop-replay":
-        reporting.plot_curves(results, ("task",), "episodes", out / f"{part}.svg")
+        reporting.plot_curves(contrasts.with_seconds(results), ("task",), "seconds", out / f"{part}.svg")
         return contrasts.replay_table(results)
+    if part == "shop":
+        reporting.plot_curves(contrasts.with_seconds(results), ("lag",), "seconds", out / f"{part}-time.svg")
     contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
