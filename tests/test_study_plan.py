@@ -293,13 +293,14 @@ def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -
     slow, once = result("PER", 4, 2.5), result("each once", 1, 1.0)
     assert contrasts.seconds_of(slow) == 15.0, "the longer of playing and learning"
     assert [point["seconds"] for point in contrasts.with_seconds([slow])[0]["curve"]] == [n * 2.5 for n in range(7)]
-    assert contrasts.score_by(slow, 6.0) == pytest.approx(0.1), "evaluations 0, 1 and 2 were over by then"
+    assert contrasts.score_by(slow, 6.0) == pytest.approx(0.1 * 5.25 / 2.5), "the middle of 4.5 and 6 s on its line"
+    assert contrasts.score_by(once, 6.0) == pytest.approx(0.1 * 5.25)
     rows = contrasts.replay_table([once, slow]).splitlines()[2:]
     assert (
         rows[0].startswith("| WebShop, 1 samples per insert | each once | 1 | 192 | 60 | 0.400 ")
-        and "| 6 | 0.500 " in rows[0]
+        and "| 6 | 0.525 " in rows[0]
     )
     assert (
         rows[1].startswith("| WebShop, 4 samples per insert | PER | 1 | 192 | 240 | 0.400 ")
-        and "| 15 | 0.100 " in rows[1]
+        and "| 15 | 0.210 " in rows[1]
     )

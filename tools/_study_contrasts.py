@@ -160,7 +160,7 @@ def replay_table(results: Sequence[Result]) -> str:
     """A row for each sampler and number of samples per insert, at equally many episodes and in equal time.
 
     The time is that of playing and learning side by side, the longer of both; the equal one is that of the arm that
-    uses each episode once, seed by seed, and the score of it the mean of the last three evaluations until then.
+    uses each episode once, seed by seed.
     """
     once = {run["settings"]["seed"]: run for run in results if run["settings"]["method"] == "each once"}
     rows = []
@@ -200,9 +200,14 @@ def with_seconds(results: Sequence[Result]) -> list[Result]:
 
 
 def score_by(run: Result, seconds: float) -> float:
-    """Mean of the last three evaluations, sampled, that were made within so many seconds; the first one always was."""
-    number = max(1, sum(seconds_of(run, place) <= seconds for place in range(len(run["clock"]))))
-    return float(np.mean([point["sampled"] for point in run["curve"][max(0, number - 3) : number]]))
+    """Mean sampled score over the last quarter of so many seconds, on straight lines between evaluations.
+
+    Over a stretch of time and not of evaluations, since these are the farther apart in time the more often an episode
+    is used.
+    """
+    times = [seconds_of(run, place) for place in range(len(run["clock"]))]
+    moments = np.linspace(0.75 * seconds, seconds, 101)
+    return float(np.interp(moments, times, [point["sampled"] for point in run["curve"]]).mean())
 
 
 def plot_by_lag(results: Sequence[Result], path: Path) -> None:

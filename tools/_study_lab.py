@@ -206,7 +206,7 @@ def num_due(update: int, batch_size: int, samples_per_insert: float) -> int:
 
 def run(settings: RunSettings, start: Path | None = None, save: Path | None = None) -> dict[str, Any]:
     """Train; the result as plain data: the settings, `curve` (one entry an evaluation), `clock` (update, seconds of
-    playing, seconds of learning, at each evaluation), totals.
+    the processor for playing and for learning, at each evaluation), totals.
 
     Args:
         start: Hugging Face directory to start from, value head included; None: what the settings say.
@@ -254,9 +254,9 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
     for version in range(settings.num_updates):
         # Version v plays what update v + lag is the first to see; at the start, all that comes before that as well.
         last = min(version + settings.lag, settings.num_updates - 1)
-        began = time.perf_counter()
+        began = time.process_time()  # one thread, and other runs beside it
         under_way += await player.play(num_due(last, batch_size, reuse) - player.tasks.dealt)
-        played = time.perf_counter()
+        played = time.process_time()
         num_new = num_due(version, batch_size, reuse) - num_arrived
         arriving, under_way = under_way[:num_new], under_way[num_new:]
         num_arrived += num_new
@@ -271,7 +271,7 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         if interval is not None and (version + 1) % interval == 0:
             player.engine.load_state(model.lm.state_dict(), version + 1)
         seconds["playing"] += played - began
-        seconds["learning"] += time.perf_counter() - played
+        seconds["learning"] += time.process_time() - played
         if (version + 1) % settings.evaluate_every == 0 or version + 1 == settings.num_updates:
             await evaluate(version + 1)
     await player.close()
