@@ -2,7 +2,9 @@
 
 import math
 import re
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from impala_llm.config import load
@@ -47,8 +49,35 @@ def test_a_curve_has_means_of_equal_stretches_of_time() -> None:
 
 @pytest.mark.parametrize(("level", "seconds"), [(0.1, 10.0), (0.5, 15.0), (0.75, 20.0), (0.9, math.inf)])
 def test_the_time_to_a_score_lies_between_two_points(level: float, seconds: float) -> None:
-    points = [(10.0, 1, 0.25, 0.0), (20.0, 2, 0.75, 0.0), (30.0, 3, 0.5, 0.0)]
-    assert study.seconds_to(level, points) == seconds
+    assert study.seconds_to(level, [(10.0, 0.25), (20.0, 0.75), (30.0, 0.5)]) == seconds
+
+
+def test_curves_are_smoothed_by_running_means() -> None:
+    points = [(10.0, 1, 0.0, 0.0), (20.0, 2, 0.3, 0.0), (30.0, 3, 0.6, 0.0), (40.0, 4, 0.9, 0.0)]
+    assert study.smooth(points) == [pytest.approx((20.0, 0.3)), pytest.approx((30.0, 0.6))]
+    assert study.smooth(points[:2]) == [pytest.approx((15.0, 0.15))], "fewer points than a mean has"
+
+
+def test_arms_that_are_as_fast_take_as_long_whatever_the_noise_of_their_points() -> None:
+    """The score that counts is no highest point: of two equal arms neither is slower, nor never there."""
+    generator = np.random.default_rng(5)
+    seconds = np.linspace(5, 119, 20)
+    results = []
+    for seed in range(40):
+        for staleness in (0, 1):
+            scores = 0.9 * (1 - np.exp(-seconds / 20)) + generator.normal(0, 0.02, 20)
+            points = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
+            results.append(result(staleness, seed, 0.9) | {"curve": points})
+    [row] = [line for line in study.speed_table(results).splitlines() if "η = 1" in line]
+    assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row) and "| 0 of 40 |" in row
+
+
+def test_a_finished_run_whose_settings_have_changed_is_not_taken_for_todays() -> None:
+    [run, *_] = study.planned(["corridor"])
+    kept = {"settings": asdict(run) | {"overrides": run.words()}, "minutes": study.TASKS["corridor"].minutes}
+    assert study.run_of(kept) == run
+    assert study.run_of(kept | {"minutes": 1}) is None
+    assert study.run_of({**kept, "settings": kept["settings"] | {"overrides": ["experiment=toy"]}}) is None
 
 
 def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> None:
@@ -58,7 +87,8 @@ def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> Non
 
 def result(staleness: int, seed: int, score: float, unroll_turns: int | None = None) -> dict[str, object]:
     of_run = {"task": "corridor", "speed": "slow", "staleness": staleness, "unroll_turns": unroll_turns, "seed": seed}
-    points = [(10.0, 1, 0.0, 0.0), (30.0 - 5 * staleness - (unroll_turns or 0), 2, 1.0, 0.0)]
+    # In a straight line to 1, which is reached the sooner the staler.
+    points = [(place * (30.0 - 5 * staleness - (unroll_turns or 0)), 1, place, 0.0) for place in (0.0, 0.5, 1.0, 1.5)]
     return {
         "settings": of_run, "score": score, "updates": 10, "learner_idle": 0.5, "success": 0.0, "curve": points
     }  # fmt: skip
@@ -67,11 +97,13 @@ def result(staleness: int, seed: int, score: float, unroll_turns: int | None = N
 def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
     results = [result(0, 0, 0.25), result(0, 1, 0.5), result(1, 0, 0.75), result(1, 1, 1.0), result(1, 2, 0.0)]
     assert "+0.500 [+0.500, +0.500]" in study.table(results)
-    assert "| η = 1 | 30 s | 25 s | 1.2 (1.2 to 1.2) |" in study.speed_table(results)
+    row = next(line for line in study.speed_table(results).splitlines() if "| η = 1 |" in line)
+    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 2 |")
 
 
 def test_unrolls_are_compared_with_whole_episodes_of_the_same_staleness() -> None:
     results = [result(0, 0, 0.0), result(1, 0, 0.25), result(1, 0, 0.75, unroll_turns=5)]
     of_unrolls = [line for line in study.table(results).splitlines() if "unrolls of 5 turns" in line]
     assert len(of_unrolls) == 1 and "+0.500" in of_unrolls[0]
-    assert "| η = 1, unrolls of 5 turns | 25 s | 20 s | 1.2 (1.2 to 1.2) |" in study.speed_table(results)
+    row = next(line for line in study.speed_table(results).splitlines() if "unrolls of 5 turns" in line)
+    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 1 |"), "25 s of whole episodes, 20 of unrolls"

@@ -51,7 +51,8 @@ class Task:
     environment: str
     words: tuple[str, ...]
     minutes: float
-    speeds: tuple[str, ...]
+    speeds: dict[str, tuple[float, float]]
+    """Median in seconds, and deviation of the logarithm, of the wait before each answer of the environment."""
     staleness: tuple[int, ...]
     """`algorithm.max_staleness` of the arms; 0 is the synchronous one."""
     num_tasks: int
@@ -64,22 +65,20 @@ class Task:
     learns from as many turns."""
 
 
-SPEEDS = {"fast": (0.0, 0.0), "long-tailed": (0.2, 1.5), "slow": (1.0, 0.25)}
-"""Median in seconds, and deviation of the logarithm, of the wait before each answer of the environment."""
 TASKS = {
     "corridor": Task(
         "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02"),
-        minutes=2, speeds=("fast", "long-tailed", "slow"), staleness=(0, 1, 4), num_tasks=200,
+        minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)}, staleness=(0, 1, 4), num_tasks=200,
     ),
     "shop": Task(
         # By its folder: of its short name it is known to be for a shop, which a slow one is not by its name.
         "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper"),
-        minutes=8, speeds=("slow",), staleness=(0, 4), num_tasks=500,
+        minutes=8, speeds={"slow": (1.0, 0.25)}, staleness=(0, 4), num_tasks=500,
     ),
     "unrolls": Task(
         "corridor",
         ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", "engine.max_length=128"),
-        minutes=3, speeds=("long-tailed",), staleness=(1, 4), num_tasks=200, args={"num_turns": 6},
+        minutes=3, speeds={"long-tailed": (0.05, 1.5)}, staleness=(1, 4), num_tasks=200, args={"num_turns": 6},
         unroll_turns=(None, 2),
     ),
 }  # fmt: skip
@@ -103,7 +102,7 @@ class Run:
     def words(self) -> list[str]:
         """Its settings, but for those that only say where it is."""
         task = TASKS[self.task]
-        median_s, sigma = SPEEDS[self.speed]
+        median_s, sigma = task.speeds[self.speed]
         config = load(task.words)
         of_environment = asdict(config.env.webshop) if task.environment == "webshop" else task.args
         unrolls = []
@@ -131,6 +130,14 @@ def planned(tasks: Sequence[str], num_seeds: int | None = None) -> list[Run]:
             in_order = arms if seed % 2 == 0 else arms[::-1]
             runs += [Run(name, speed, *arm, seed) for speed in task.speeds for arm in in_order]
     return runs
+
+
+def run_of(result: dict[str, Any]) -> Run | None:
+    """The run that a result is of; None where today's has other settings."""
+    run = Run(**{field.name: result["settings"][field.name] for field in fields(Run)})
+    plan = TASKS.get(run.task)
+    is_same = plan and result["minutes"] == plan.minutes and result["settings"]["overrides"] == run.words()
+    return run if is_same else None
 
 
 def play(run: Run, folder: Path) -> dict[str, Any]:
@@ -248,10 +255,15 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return reporting.table(header, rows)
 
 
-def seconds_to(level: float, points: Sequence[Sequence[float]]) -> float:
-    """Time at which a curve reaches a score, in a straight line between two points; infinite where it never does."""
+def mean_score(points: Sequence[Sequence[float]]) -> float:
+    return float(np.mean([point[2] for point in points]))
+
+
+def seconds_to(level: float, points: Sequence[tuple[float, float]]) -> float:
+    """Time at which a curve of (seconds, score) reaches a score, in a straight line between two points; infinite where
+    it never does."""
     before = None
-    for seconds, _, score, *_ in points:
+    for seconds, score in points:
         if score >= level:
             if before is None or score == before[1]:
                 return seconds
@@ -260,22 +272,36 @@ def seconds_to(level: float, points: Sequence[Sequence[float]]) -> float:
     return math.inf
 
 
+def smooth(points: Sequence[Sequence[float]], width: int = 3) -> list[tuple[float, float]]:
+    """(seconds, score): running means of a curve, so that no single point decides when a score is reached."""
+    columns = np.array([[point[0], point[2]] for point in points])
+    width = min(width, len(columns))
+    means = np.apply_along_axis(lambda column: np.convolve(column, np.full(width, 1 / width), "valid"), 0, columns)
+    return [(float(seconds), float(score)) for seconds, score in means]
+
+
 def speed_table(results: Sequence[dict[str, Any]]) -> str:
-    """How long an arm takes to the best score that the arm it is compared with reached, and how long that took."""
+    """How long an arm takes to 95 % of the score at which the arm it is compared with ends, and how long that took.
+
+    Of running means, and of the mean of the last five points: the highest of twenty noisy points would be reached late,
+    or never, by an arm that is as fast.
+    """
     rows = []
     for (task, speed, *arm), _, pairs in with_baseline(results):
         if not pairs:
             continue
         times = []
         for ours, other in pairs:
-            level = max(point[2] for point in other["curve"])
-            times.append((seconds_to(level, other["curve"]), seconds_to(level, ours["curve"])))
-        ratios = [theirs / own for theirs, own in times]
+            level = 0.95 * mean_score(other["curve"][-5:])
+            times.append((seconds_to(level, smooth(other["curve"])), seconds_to(level, smooth(ours["curve"]))))
+        ratios = [theirs / own if theirs < math.inf else math.nan for theirs, own in times]
         rows.append([
             task, speed, label(*arm), *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
             f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
+            f"{sum(own == math.inf for _, own in times)} of {len(times)}",
         ])  # fmt: skip
-    header = ["task", "environment", "arm", "what it is compared with takes", "this takes", "ratio: median (all seeds)"]
+    header = ["task", "environment", "arm", "what it is compared with takes", "this takes", "ratio: median (all seeds)",
+              "never"]  # fmt: skip
     return reporting.table(header, rows)
 
 
@@ -322,10 +348,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     data = arguments.out / "runs.jsonl"
     kept = [json.loads(line) for line in data.read_text().splitlines()] if data.exists() else []
-    results = {Run(**{f.name: r["settings"][f.name] for f in fields(Run)}): r for r in kept}
-    for run in planned(list(TASKS)):
-        if (path := arguments.runs / f"{run.name}.json").exists():
-            results[run] = json.loads(path.read_text())
+    kept += [json.loads(path.read_text()) for path in sorted(arguments.runs.glob("*.json"))]
+    results = {run: result for result in kept if (run := run_of(result)) is not None}
     if not arguments.report:
         missing = [run for run in planned(arguments.task or list(TASKS), arguments.seeds) if run not in results]
         for number, run in enumerate(missing):
