@@ -68,7 +68,8 @@ class Task:
 TASKS = {
     "corridor": Task(
         "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02"),
-        minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)}, staleness=(0, 1, 4), num_tasks=200,
+        minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)},
+        staleness=(0, 1, 4), num_tasks=200,
     ),
     "shop": Task(
         # By its folder: of its short name it is known to be for a shop, which a slow one is not by its name.
