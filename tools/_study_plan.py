@@ -70,13 +70,13 @@ SEEDS = {
 """Number of seeds of each phase."""
 SHOP = (
     "model=tiny_shopper", "run.terminal=false", "actor.max_episodes=64", "algorithm.max_staleness=null",
-    "learner.batch_size=32", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
+    "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
     "learner.stall_timeout_s=5", "algorithm.aggregate=sequence_mean_token_mean",
 )  # fmt: skip
 
 REUSES = (2, 4, 8)
 """Samples per insert of `shop-replay`, beside 1."""
-UPDATES_ONCE = 60
+UPDATES_ONCE = 120
 """Updates of `shop-replay` where each episode is used once."""
 
 SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
@@ -267,7 +267,7 @@ def shop_replay(seeds: Sequence[int], finished: Finished, policy: str | None = N
                 replace(
                     run, task=f"WebShop, {reuse} samples per insert", method=label,
                     overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
-                    num_updates=UPDATES_ONCE * reuse, evaluate_every=5 * reuse, evaluation_tasks=64, rare_share=0.1,
+                    num_updates=UPDATES_ONCE * reuse, evaluate_every=10 * reuse, evaluation_tasks=64, rare_share=0.1,
                     evaluate_on="test",
                 )
             )  # fmt: skip
@@ -368,5 +368,5 @@ def _shop(part: str, lag: int, method: str, rate: float, seed: int, policy: str 
     return RunSettings(
         part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
         overrides=(*SHOP, *path, *METHODS[method], f"learner.learning_rate={rate:g}"),
-        num_updates=120, evaluate_every=10, evaluation_tasks=48, evaluate_on="validation",
+        num_updates=240, evaluate_every=20, evaluation_tasks=48, evaluate_on="validation",
     )  # fmt: skip
