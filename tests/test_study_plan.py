@@ -119,7 +119,7 @@ def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
     reported = [
         *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
-        *plan.shop_replay(range(3), finished),
+        *plan.shop_replay(range(3), finished), *plan.after_main(range(10)),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -131,7 +131,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
         plan.quarters([0])[::16], plan.built([0], finished), plan.built_again([0], finished),
         plan.confirm([0], finished),
-        plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
+        plan.after_main([0]), plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
         plan.shop_rates([0], finished), plan.shop([0], finished), plan.shop_replay([0], finished),
     ]  # fmt: skip
     # Rates and lags are numbers, and make nothing valid or not: one of each method and task.
@@ -143,8 +143,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         # More samples per insert are more updates of as many episodes.
         same = {"method": "", "lag": 0, "task": "", "overrides": (), "num_updates": 0, "evaluate_every": 0}
         assert len({replace(run, **same) for run in runs}) == 1
-    starts = {start for runs in plans[:11] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[11:] for run in runs)
+    starts = {start for runs in plans[:12] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[12:] for run in runs)
     for start in starts:
         load(start.overrides)
 
@@ -165,6 +165,10 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     assert f"| PPO clip less M2PO | 64 | 4 | {thrice} | 0.1250 | 1.0000 |" in tables, "2 of 16 signs"
     of_dtypes = study.report_of_second("precision", finished(plan.precision(range(2))), tmp_path)
     assert "| TOPR, float32 less TOPR, bfloat16 | 0 | 2 | 0.000" in of_dtypes
+    with_topr = as_scored({"TOPR": 0.9})
+    study.report_of_second("confirm", with_topr(plan.confirm(range(2), with_topr)), tmp_path)
+    second_look = study.report_of_second("after-main", finished(plan.after_main(range(2))), tmp_path)
+    assert all(f"| {ours} less {other} | 256 | 2 |" in second_look for ours, other in plan.AFTER_MAIN)
     of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
     assert of_intervals.count("| DPO, weights every update less ") == 3
     of_shop = study.report_of_second("shop", finished(plan.shop(range(2), finished)), tmp_path)

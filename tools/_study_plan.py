@@ -8,6 +8,7 @@
     built       the best of them at three rates                           validation tasks and seeds
     built-again three more of them, one for each way in which good outweighs bad      the same tasks and seeds
     confirm     it beside what ships and the best rival, all lags         test tasks, seeds of their own
+    after-main  what a reader of main missed, all lags                    the same tasks and seeds
     dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
     precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
     shop-rates, shop    the same two steps on WebShop, by the policy that --policy names
@@ -65,7 +66,7 @@ QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 SEEDS = {
     "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
-    "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3, "shop-replay": 3,
+    "after-main": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3, "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
 SHOP = (
@@ -182,6 +183,31 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
         _corridor_with("confirm", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
         for lag in LAGS
         for method, (words, rate) in compared.items()
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
+AFTER_MAIN = (
+    ("decoupled PPO", "TOPR"), ("IcePop", "TOPR"), ("PPO clip, 1e-3", "PPO clip"),
+    ("TOPR, critic that ships", "PPO clip, critic that ships"), ("TOPR, critic that ships", "TOPR"),
+)  # fmt: skip
+"""Pairs of methods, of this phase and of `confirm`, whose differences are shown."""
+
+
+def after_main(seeds: Sequence[int]) -> list[RunSettings]:
+    shipped = ("model.value_trunk_gradient=true",)
+    methods = {
+        "decoupled PPO": (METHODS["decoupled PPO"], 1e-3),
+        "IcePop": (METHODS["IcePop"], 5e-4),
+        "PPO clip, 1e-3": (METHODS["PPO clip"], 1e-3),
+        "PPO clip, critic that ships": ((*METHODS["PPO clip"], *shipped), 1e-3),
+        "TOPR, critic that ships": ((*METHODS["TOPR"], *shipped), 1e-3),
+    }
+    runs = [
+        _corridor_with("after-main", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
+        for lag in LAGS
+        for method, (words, rate) in methods.items()
         for seed in seeds
     ]
     return [replace(run, evaluate_on="test") for run in runs]

@@ -8,9 +8,9 @@
 
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
-the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, dpo-rates, dpo, precision,
-shop-rates, shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its settings: a
-second call runs only what is missing, and changed settings run anew. Runs whose data stand under
+the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, dpo-rates, dpo,
+precision, shop-rates, shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its
+settings: a second call runs only what is missing, and changed settings run anew. Runs whose data stand under
 docs/results/off_policy are finished too, so that a clone of this repository goes on where the study stopped; to run a
 part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
@@ -200,6 +200,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     on_nothing = {
         "a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e,
         "rates": plan.rates, "quarters": plan.quarters, "dpo-rates": plan.dpo_rates, "precision": plan.precision,
+        "after-main": plan.after_main,
     }  # fmt: skip
     if part in on_nothing:
         return on_nothing[part](seeds)
@@ -261,6 +262,9 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
     if part == "precision":
         tables.append(contrasts.contrast_table(results, list(zip(methods[::2], methods[1::2], strict=True)), [0]))
+    elif part == "after-main":
+        both = [*results, *read_data("confirm", out)]
+        tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
     elif part != "screen":  # nothing is concluded from what chooses
         first = methods[-1] if part == "confirm" else methods[0]
         pairs = [(first, method) for method in methods if method != first]
