@@ -277,7 +277,9 @@ def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
 
 
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:
-    runs = plan.shop_replay(range(2), as_scored({"TOPR": 0.9}))
+    finished = as_scored({"TOPR": 0.9})
+    assert {run.method for run in plan.shop([0], finished)} == {*plan.FIXED, "TOPR", "floored IS"}
+    runs = plan.shop_replay(range(2), finished)
     assert len(runs) == 2 * (1 + 3 * 5) and all({"algorithm.loss=topr"} <= set(run.overrides) for run in runs)
     episodes = set()
     for run in runs:

@@ -52,6 +52,12 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Corrections that are compared. GSPO's ratio is one for an episode, and so must its advantage be: those on
 group-relative advantages have a control of their own, PPO's clip on the same."""
 
+FLOORED_IS = (
+    *GAE, "algorithm.loss=topr", "algorithm.loss.level=token",
+    "algorithm.loss.positive_high=3", "algorithm.loss.negative_high=3",
+)  # fmt: skip
+"""What part (b) has built and `confirm` has found best, ρ1ρρ, without its band: ρ at most 3, at least 1 where A > 0."""
+
 FIXED = ("PPO clip", "V-trace turn, PPO clip", "no correction")
 """Methods that go into the later phases whatever is found: what ships, V-trace, and none."""
 NUM_RIVALS = 2
@@ -189,7 +195,8 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 
 AFTER_MAIN = (
-    ("decoupled PPO", "TOPR"), ("IcePop", "TOPR"), ("PPO clip, 1e-3", "PPO clip"),
+    ("floored IS", "TOPR"), ("floored IS", "decoupled PPO"), ("decoupled PPO", "TOPR"), ("IcePop", "TOPR"),
+    ("PPO clip, 1e-3", "PPO clip"), ("floored IS, critic that ships", "TOPR, critic that ships"),
     ("TOPR, critic that ships", "PPO clip, critic that ships"), ("TOPR, critic that ships", "TOPR"),
 )  # fmt: skip
 """Pairs of methods, of this phase and of `confirm`, whose differences are shown."""
@@ -198,11 +205,13 @@ AFTER_MAIN = (
 def after_main(seeds: Sequence[int]) -> list[RunSettings]:
     shipped = ("model.value_trunk_gradient=true",)
     methods = {
+        "floored IS": (FLOORED_IS, 1e-3),
         "decoupled PPO": (METHODS["decoupled PPO"], 1e-3),
         "IcePop": (METHODS["IcePop"], 5e-4),
         "PPO clip, 1e-3": (METHODS["PPO clip"], 1e-3),
         "PPO clip, critic that ships": ((*METHODS["PPO clip"], *shipped), 1e-3),
         "TOPR, critic that ships": ((*METHODS["TOPR"], *shipped), 1e-3),
+        "floored IS, critic that ships": ((*FLOORED_IS, *shipped), 1e-3),
     }
     runs = [
         _corridor_with("after-main", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
@@ -252,7 +261,9 @@ def precision(seeds: Sequence[int]) -> list[RunSettings]:
 
 
 def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    _, methods = _found(finished)
+    """What `main` compares, but what part (b) has built in the place of the second rival."""
+    _, found = _found(finished)
+    methods = [*found[:-1], "floored IS"]
     return [
         _shop("shop-rates", lag, method, rate, VALIDATION_SEEDS_FROM + seed, policy)
         for lag in RATE_LAGS
@@ -393,6 +404,6 @@ def _shop(part: str, lag: int, method: str, rate: float, seed: int, policy: str 
     path = () if policy is None else (f"model.path={policy}",)
     return RunSettings(
         part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
-        overrides=(*SHOP, *path, *METHODS[method], f"learner.learning_rate={rate:g}"),
+        overrides=(*SHOP, *path, *(METHODS | {"floored IS": FLOORED_IS})[method], f"learner.learning_rate={rate:g}"),
         num_updates=240, evaluate_every=20, evaluation_tasks=48, evaluate_on="validation",
     )  # fmt: skip
