@@ -63,7 +63,7 @@ FIXED = ("PPO clip", "V-trace turn, PPO clip", "no correction")
 NUM_RIVALS = 2
 
 RATES = (5e-4, 1e-3, 2e-3)
-SHOP_RATES = (1e-4, 3e-4, 1e-3)
+SHOP_RATES = (3e-5, 1e-4, 3e-4)
 RATE_LAGS = (0, 16)
 """Lags at which learning rates are chosen."""
 LAGS = (0, 16, 64, 256)
@@ -265,8 +265,7 @@ def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = No
     _, found = _found(finished)
     methods = [*found[:-1], "floored IS"]
     return [
-        _shop("shop-rates", lag, method, rate, VALIDATION_SEEDS_FROM + seed, policy)
-        for lag in RATE_LAGS
+        _shop("shop-rates", 16, method, rate, VALIDATION_SEEDS_FROM + seed, policy)
         for method in methods
         for rate in SHOP_RATES
         for seed in seeds
@@ -405,5 +404,5 @@ def _shop(part: str, lag: int, method: str, rate: float, seed: int, policy: str 
     return RunSettings(
         part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
         overrides=(*SHOP, *path, *(METHODS | {"floored IS": FLOORED_IS})[method], f"learner.learning_rate={rate:g}"),
-        num_updates=240, evaluate_every=20, evaluation_tasks=48, evaluate_on="validation",
+        num_updates=160, evaluate_every=16, evaluation_tasks=48, evaluate_on="validation",
     )  # fmt: skip
