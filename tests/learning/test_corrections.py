@@ -183,6 +183,23 @@ def test_icepop_weighs_by_the_ratio_and_leaves_tokens_out_on_both_of_its_sides(
         torch.testing.assert_close(each, expected(model, batch, weights), atol=1e-5, rtol=1e-3)
 
 
+def test_floored_importance_sampling_never_weighs_a_good_token_below_1(model: PolicyModel, batch: PackedBatch) -> None:
+    """docs/algorithms.md: min(max(ρ, 1), 3) where A >= 0, min(ρ, 3) where A < 0, with the ratio of each token."""
+    preset = load(["model=scratch", "algorithm=floored_is"]).algorithm
+    assert preset.credit.name == "gae" and isinstance(preset.loss, Loss)
+    moved = torch.arange(len(batch.behaviour_log_probs)) % 3 - 1.0  # some likelier than they were, some less
+    batch = dataclasses.replace(batch, behaviour_log_probs=batch.behaviour_log_probs + 1.5 * moved)
+    outcome = run(settings(preset.loss), model, batch, ADVANTAGES)
+    found = gradient(model)
+    advantages = ADVANTAGES[batch.segment_ids]
+    ratio = (outcome.log_probs - batch.behaviour_log_probs).exp()
+    good = advantages >= 0
+    for there in (good & (ratio < 1), good & (ratio > 3), ~good & (ratio < 1), ~good & (ratio > 3)):
+        assert bool(there.any())
+    weights = torch.where(good, ratio.clamp(1, 3), ratio.clamp(max=3)) * -advantages
+    torch.testing.assert_close(found, expected(model, batch, weights), atol=1e-5, rtol=1e-3)
+
+
 def test_tokens_that_have_moved_enough_are_left_out(model: PolicyModel, batch: PackedBatch) -> None:
     config = settings(probability_limit=0.05)
     outcome = run(config, model, batch, ADVANTAGES)
