@@ -29,8 +29,9 @@ def gains_by_seed(runs: Sequence[Result]) -> dict[int, float]:
 
 
 def with_interval(values: np.ndarray, statistic: stats.Statistic = stats.interquartile_mean) -> str:
+    """The statistic with its 95 % bootstrap interval; one value has none."""
     low, high = stats.bootstrap_interval(values, statistic)
-    return f"{float(statistic(values)):.3f} [{low:.3f}, {high:.3f}]"
+    return f"{float(statistic(values)):.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(values) > 1 else "")
 
 
 def kept(at_lag: dict[int, float], at_zero: dict[int, float]) -> str:
