@@ -240,7 +240,7 @@ def plot_by_lag(results: Sequence[Result], path: Path) -> None:
         axis.fill_between(places, edges[:, 0], edges[:, 1], color=f"C{number}", alpha=0.15, linewidth=0)
     axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
     axis.set_xlabel("versions between playing and training")
-    axis.set_ylabel("score at the end, sampled, on the tasks that are scored")
+    axis.set_ylabel("score at the end, sampled")
     axis.set_ylim(0, 1)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7)
