@@ -49,7 +49,7 @@ from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
-from impala_llm.learning.past import Past
+from impala_llm.learning.past import Past, rates_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import VersionPublisher, server_transport
@@ -140,11 +140,11 @@ class Learner:
         self.publisher.begin(self.version)
         suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
-        tasks, curriculum = contract.tasks(suite, "train"), None
+        tasks, curriculum, least = contract.tasks(suite, "train"), None, config.algorithm.curriculum
         if config.evaluation.before_and_after:  # which would find an empty split after the run
             contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # checked by config.py
-        if config.algorithm.curriculum is not None:
-            curriculum = Curriculum(contract.kinds(suite, tasks), config.algorithm.curriculum, config.run.seed)
+        if least is not None:
+            curriculum = Curriculum(contract.kinds(suite, tasks), least, config.run.seed, rates_of(past))
         self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size, curriculum)
         self.receiver = self.endpoint.receiver
         if (transport := server_transport(config, ranks, self.model, self.endpoint, stack)) is not None:

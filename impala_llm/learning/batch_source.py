@@ -266,6 +266,8 @@ class BatchSource:
                 "replay_fraction": None if fraction is None else fraction.state_dict(),
                 "max_replayed": self._max_replayed,
                 "refills_left": self._refills_left,
+                # Restored where it is made: the first tickets are drawn before there is a source.
+                "curriculum": None if self._curriculum is None else self._curriculum.state_dict(),
             },
         )
 

@@ -16,6 +16,7 @@ import numpy as np
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.pipeline.learner_endpoint import PastTickets
 from impala_llm.pipeline.tickets import journal_rows
+from impala_llm.pipeline.tickets.curriculum import merged
 from impala_llm.trajectory import MAX_TICKETS, Trajectory
 
 
@@ -86,8 +87,14 @@ def dealt(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dic
             "rate": {name: sum(rate[name] for rate in rates) / num_ranks for name in rates[0]},
             "groups": {"closed_short": sorted(n for s in sources for n in s["groups"]["closed_short"])},
             "max_replayed": None,
+            "curriculum": merged([known for source in sources if (known := source.get("curriculum"))]),
         },
     }
+
+
+def rates_of(past: Past | None) -> Mapping[str, Any] | None:
+    """The state of its curriculum; None where it has none, or an earlier release wrote it."""
+    return None if past is None else past.plain["batches"].get("curriculum")
 
 
 def _dealt_buffer(buffers: Sequence[Mapping[str, Any]], is_mine: Callable[[int], bool]) -> dict[str, Any]:

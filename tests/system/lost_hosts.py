@@ -23,6 +23,7 @@ SYNCHRONOUS = (
     "actor.num_actors=1",
     "run.seed=3",
     f"learner.batch_size={BATCH}",
+    "algorithm.curriculum=0.1",
 )
 END_S = 900.0
 

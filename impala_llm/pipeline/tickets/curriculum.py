@@ -1,11 +1,12 @@
 """Which kinds of tasks are worth playing now: those that succeed sometimes.
 
 Invariant: whether a group is played depends on the success rates of its kind, the run's seed and the group's number
-alone. Tasks that are passed over come again in the next epoch. Rates are not kept: a run that goes on measures anew.
+alone. Tasks that are passed over come again in the next epoch.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,16 @@ class Curriculum:
         kinds: the kind of each task.
         least: smallest probability, so that a kind is measured again.
         seed: of the draws.
+        known: a state to begin with, see `state_dict`. Kinds that no task has any more do no harm.
     """
 
-    def __init__(self, kinds: Mapping[int, str], least: float, seed: int) -> None:
+    def __init__(
+        self, kinds: Mapping[int, str], least: float, seed: int, known: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
         self._kinds, self._least, self._seed = kinds, least, seed
         self._lock = threading.Lock()
-        self._rates: dict[str, tuple[float, int]] = {}
+        rows = [] if known is None else zip(known["kinds"], known["rates"], known["counts"], strict=True)
+        self._rates = {kind: (float(rate), int(count)) for kind, rate, count in rows}
 
     def observe(self, kind: str, success: bool) -> None:
         """Take note of an episode that has ended."""
@@ -41,8 +46,32 @@ class Curriculum:
         with self._lock:
             return self._rates.get(kind, (0.5, 0))[0]
 
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Kinds that have been played, their rates and numbers of episodes: lists of the same length."""
+        with self._lock:
+            rows = list(self._rates.items())
+        return {
+            "kinds": [kind for kind, _ in rows],
+            "rates": [rate for _, (rate, _) in rows],
+            "counts": [count for _, (_, count) in rows],
+        }
+
     def plays(self, task_id: int, group_id: int) -> bool:
         """Whether a group that is due is played."""
         rate = self.rate(self._kinds[task_id])
         draw = np.random.default_rng([self._seed, 1, group_id]).random()
         return bool(draw < max(4 * rate * (1 - rate), self._least))
+
+
+def merged(states: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    """One state of several ranks' states: rates are weighed by the numbers of their episodes."""
+    sums: dict[str, tuple[float, int]] = {}
+    for state in states:
+        for kind, rate, count in zip(state["kinds"], state["rates"], state["counts"], strict=True):
+            successes, total = sums.get(kind, (0.0, 0))
+            sums[kind] = successes + rate * count, total + count
+    return {
+        "kinds": list(sums),
+        "rates": [successes / total for successes, total in sums.values()],
+        "counts": [total for _, total in sums.values()],
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.pipeline.shm.journal import Journal
-from impala_llm.pipeline.tickets.curriculum import Curriculum
+from impala_llm.pipeline.tickets.curriculum import Curriculum, merged
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 
@@ -36,6 +36,25 @@ def test_rates_follow_the_last_episodes_of_a_kind() -> None:
     for _ in range(400):
         curriculum.observe("easy", False)
     assert curriculum.rate("easy") < 0.01
+
+
+def test_a_curriculum_with_the_state_of_another_knows_what_it_knew() -> None:
+    state = json.loads(json.dumps(measured().state_dict()))
+    other = Curriculum(KINDS, 0.1, 0, state)
+    assert other.state_dict() == state and other.rate("new") == 0.5
+    other.observe("easy", False)
+    before = measured()
+    before.observe("easy", False)
+    assert other.rate("easy") == before.rate("easy"), "the next episode weighs as much"
+
+
+def test_rates_of_several_ranks_are_weighed_by_their_episodes() -> None:
+    states = [
+        {"kinds": ["easy", "hard"], "rates": [1.0, 0.5], "counts": [30, 2]},
+        {"kinds": ["easy"], "rates": [0.5], "counts": [10]},
+    ]
+    assert merged(states) == {"kinds": ["easy", "hard"], "rates": [35 / 40, 0.5], "counts": [40, 2]}
+    assert merged([]) == {"kinds": [], "rates": [], "counts": []}
 
 
 def test_kinds_that_always_succeed_or_fail_are_seldom_played() -> None:
