@@ -71,7 +71,7 @@ def result_of(settings: lab.RunSettings, score: float) -> dict:
         for n in range(6)
     ]
     data = json.loads(json.dumps(settings.as_dict()))
-    clock = [(n, 0.2 * n, 0.1 * n) for n in range(6)]
+    clock = [[n, 0.2 * n, 0.1 * n] for n in range(6)]
     return {
         "settings": data, "curve": points, "clock": clock, "episodes": 160, "action_tokens": 960, "seconds": 2.0
     }  # fmt: skip
