@@ -289,6 +289,15 @@ def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag
     assert episodes == {120 * 16}, "but for the batch that the first update waits for"
 
 
+def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:
+    ours, preset = (
+        load(["experiment=corridor", *plan.FLOORED_IS]),
+        load(["experiment=corridor", "algorithm=floored_is"]),
+    )
+    assert ours.algorithm.credit.name == preset.algorithm.credit.name == "gae"
+    assert ours.algorithm.loss == preset.algorithm.loss
+
+
 def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
     def result(method: str, reuse: int, speed: float) -> dict:
         runs = plan.shop_replay([0], as_scored({}))

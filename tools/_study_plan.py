@@ -185,13 +185,7 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     compared = {method: (METHODS[method], chosen[method][16]) for method in (methods[0], methods[len(FIXED)])}
     words_of = _built_methods(finished) | _built_methods(finished, again=True)
     compared[best] = (words_of[best], own[best])
-    runs = [
-        _corridor_with("confirm", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
-        for lag in LAGS
-        for method, (words, rate) in compared.items()
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
+    return _on_fresh_seeds("confirm", LAGS, compared, seeds)
 
 
 AFTER_MAIN = (
@@ -213,13 +207,7 @@ def after_main(seeds: Sequence[int]) -> list[RunSettings]:
         "TOPR, critic that ships": ((*METHODS["TOPR"], *shipped), 1e-3),
         "floored IS, critic that ships": ((*FLOORED_IS, *shipped), 1e-3),
     }
-    runs = [
-        _corridor_with("after-main", lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
-        for lag in LAGS
-        for method, (words, rate) in methods.items()
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
+    return _on_fresh_seeds("after-main", LAGS, methods, seeds)
 
 
 def dpo_rates(seeds: Sequence[int]) -> list[RunSettings]:
@@ -234,30 +222,18 @@ def dpo_rates(seeds: Sequence[int]) -> list[RunSettings]:
 def dpo(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     """Each interval at its own best rate."""
     chosen = chosen_rates(finished(dpo_rates(range(SEEDS["dpo-rates"]))))
-    runs = [
-        _corridor_with("dpo", 0, method, words, chosen[method][0], CONFIRM_SEEDS_FROM + seed)
-        for method, words in _by_interval().items()
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
+    methods = {method: (words, chosen[method][0]) for method, words in _by_interval().items()}
+    return _on_fresh_seeds("dpo", [0], methods, seeds)
 
 
 def precision(seeds: Sequence[int]) -> list[RunSettings]:
     """At lag 0, where the engine's rounding is all that makes ratios differ from 1, and one rate for all."""
-    runs = [
-        _corridor_with(
-            "precision",
-            0,
-            f"{method}, {dtype}",
-            (*METHODS[method], f"engine.dtype={dtype}"),
-            1e-3,
-            CONFIRM_SEEDS_FROM + seed,
-        )
+    methods = {
+        f"{method}, {dtype}": ((*METHODS[method], f"engine.dtype={dtype}"), 1e-3)
         for method in ("no correction", "token-TIS", "PPO clip", "TOPR")
         for dtype in ("float32", "bfloat16")
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
+    }
+    return _on_fresh_seeds("precision", [0], methods, seeds)
 
 
 def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
@@ -386,6 +362,19 @@ def _found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
 
 def _corridor(part: str, lag: int, method: str, rate: float, seed: int, num_turns: int = 3) -> RunSettings:
     return _corridor_with(part, lag, method, METHODS[method], rate, seed, num_turns)
+
+
+def _on_fresh_seeds(
+    part: str, lags: Sequence[int], methods: dict[str, tuple[tuple[str, ...], float]], seeds: Sequence[int]
+) -> list[RunSettings]:
+    """Runs on test tasks and on seeds that nothing was chosen by. methods: label -> words, learning rate."""
+    runs = [
+        _corridor_with(part, lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
+        for lag in lags
+        for method, (words, rate) in methods.items()
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
 
 
 def _corridor_with(

@@ -208,8 +208,8 @@ def idle_share(steps: Sequence[dict[str, float]]) -> float:
 
 def arms_of(results: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Runs by (task, speed, staleness, unroll turns or 0)."""
-    groups = reporting.group_by(results, "task", "speed", "staleness", "unroll_turns")
-    return {(*key[:3], key[3] or 0): groups[key] for key in sorted(groups, key=lambda key: (*key[:3], key[3] or 0))}
+    groups = reporting.group_by(results, "task", "speed", "staleness", "unroll_turns").items()
+    return dict(sorted((((*key[:3], key[3] or 0), runs) for key, runs in groups), key=lambda arm: arm[0]))
 
 
 def label(staleness: int, unroll_turns: int) -> str:
