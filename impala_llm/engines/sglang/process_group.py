@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -36,13 +36,16 @@ class Link:
     """Store where the two meet; it is needed for as long as the group."""
     group: Any = None
     is_nccl: bool = False
-    works: Sequence[Any] = ()
+    works: list[Any] = field(default_factory=list)
     """Works of the latest broadcasts."""
+    is_beginning: bool = False
+    """Whether a thread begins a broadcast, whose work is not among `works` yet."""
 
     @property
     def hangs(self) -> bool:
         """Whether a broadcast may be under way. With NCCL always: its group is aborted, never freed."""
-        return self.group is not None and (self.is_nccl or not all(work.is_completed() for work in self.works))
+        is_under_way = self.is_nccl or self.is_beginning or not all(work.is_completed() for work in self.works)
+        return self.group is not None and is_under_way
 
     async def meet(self, client: SGLangClient, device: torch.device, timeout_s: float) -> None:
         """Form the group with all GPUs of the server.
@@ -71,12 +74,20 @@ class Link:
 
     async def broadcast(self, tensors: Sequence[Tensor], deadline: float) -> None:
         """Broadcast tensors from this rank. Raises RuntimeError at the deadline (monotonic), or for a lost peer."""
-        self.works = await _in_thread(begin_broadcast, self, tensors, max(0.1, deadline - time.monotonic()))
+        self.works, self.is_beginning = [], True
+        await _in_thread(self._begin, tensors, max(0.1, deadline - time.monotonic()))
         while not all(work.is_completed() for work in self.works):
             await asyncio.sleep(POLL_S)
         for work in self.works:
             work.wait()
-        self.works = ()
+        self.works = []
+
+    def _begin(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
+        """Begin on a thread that goes on where the call that waits for it is cancelled."""
+        try:
+            begin_broadcast(self, tensors, timeout_s)
+        finally:
+            self.is_beginning = False
 
 
 def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -120,14 +131,18 @@ def _errors_left_to_us() -> Iterator[None]:
             os.environ[name] = before
 
 
-def begin_broadcast(link: Link, tensors: Sequence[Tensor], timeout_s: float) -> list[Any]:
-    """Begin a broadcast. Only the link refers to its group: a reference in an error's traceback would keep it open."""
+def begin_broadcast(link: Link, tensors: Sequence[Tensor], timeout_s: float) -> None:
+    """Begin a broadcast, and append its works to the link's.
+
+    Only the link refers to its group: a reference in an error's traceback would keep it open.
+    """
     device = tensors[0].device
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.timeout = timedelta(seconds=timeout_s)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return [link.group.broadcast([tensor], options) for tensor in tensors]
+        for tensor in tensors:
+            link.works.append(link.group.broadcast([tensor], options))
 
 
 async def both(first: Any, second: Any) -> Any:

@@ -287,7 +287,7 @@ class WeightSender:
         if link.hangs:
             self._hanging.append(link)
         else:
-            link.group, link.works = None, ()  # broadcasts keep the connections open too
+            link.group, link.works = None, []  # broadcasts keep the connections open too
 
 
 @dataclass

@@ -219,16 +219,44 @@ def test_a_server_that_waits_for_more_is_set_free_where_the_learner_breaks_off(t
     """Else it would wait for half an hour, and its actor with it."""
     broadcast = process_group.begin_broadcast
 
-    def breaking(link: object, sent: list[torch.Tensor], timeout_s: float) -> list[object]:
+    def breaking(link: process_group.Link, sent: list[torch.Tensor], timeout_s: float) -> None:
         if len(sent) > 1:
             raise TransferError("broken off")
-        return broadcast(link, sent, timeout_s)
+        broadcast(link, sent, timeout_s)
 
     monkeypatch.setattr(process_group, "begin_broadcast", breaking)
     with running(FakeServer()) as [server], WeightSender("recompute_kv", bucket_bytes=100) as sender:
         assert sender.send({1: server.url}, tensors, 1).num_dropped == 1
         assert server.freed.wait(20)
         assert list(server.tensors) == ["wide.weight"] and GO_ON not in server.calls
+
+
+def test_a_refusal_at_the_beginning_of_a_broadcast_holds_up_no_other_server(tensors, monkeypatch) -> None:
+    """Freeing a group with a broadcast under way waits for the broadcast's deadline, and every transfer with it."""
+    broadcast = process_group.begin_broadcast
+    left = threading.Event()
+    """Set where the server that refused has been left."""
+
+    class Left(FakeServer):
+        async def answer(self, request: web.Request) -> web.Response:
+            if PATHS.get(request.path) == "leave":
+                left.set()
+            return await super().answer(request)
+
+    with (
+        running(Left(refuse={RECEIVE: 2}), FakeServer()) as [bad, good],
+        WeightSender("recompute_kv", timeout_s=10, bucket_bytes=100) as sender,
+    ):
+
+        def late(link: process_group.Link, sent: list[torch.Tensor], timeout_s: float) -> None:
+            broadcast(link, sent, timeout_s)
+            if link.url == bad.url and len(sent) > 1:
+                left.wait(5)
+
+        monkeypatch.setattr(process_group, "begin_broadcast", late)
+        sent = sender.send({1: bad.url, 2: good.url}, tensors, 1)
+        assert (sent.num_received, sent.num_dropped) == (1, 1)
+        assert good.tensors.keys() == tensors.keys()
 
 
 def test_an_address_where_nothing_ever_works_is_given_up_for_good(tensors, caplog) -> None:
