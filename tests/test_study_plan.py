@@ -17,6 +17,7 @@ from tools import _study_grid as grid
 from tools import _study_lab as lab
 from tools import _study_plan as plan
 from tools import _study_report as reporting
+from tools import _study_shop as shop
 from tools import _study_stats as stats
 from tools import study
 
@@ -110,29 +111,29 @@ def test_the_rivals_are_those_that_bear_a_lag_of_64_best_beside_the_fixed_method
 
 
 def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
-    finished = as_scored({})
+    finished = as_scored({"TOPR": 0.9})
     choosing = [
-        *plan.rates(range(5)), *plan.screen(range(5), finished), *plan.shop_rates(range(2), finished),
+        *plan.rates(range(5)), *plan.screen(range(5), finished), *shop.rates(range(2), finished),
         *plan.quarters(range(2)), *plan.built(range(3), finished), *plan.built_again(range(3), finished),
         *plan.dpo_rates(range(3)),
     ]  # fmt: skip
     reported = [
-        *plan.main(range(30), finished), *plan.long(range(10), finished), *plan.shop(range(5), finished),
+        *plan.main(range(30), finished), *plan.long(range(10), finished), *shop.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
-        *plan.shop_replay(range(3), finished), *plan.after_main(range(10)),
+        *shop.replay(range(3), finished), *plan.after_main(range(10)), *shop.at_256(range(3), finished),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
 
 
 def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods_differ_in_nothing_else() -> None:
-    finished = as_scored({})
+    finished = as_scored({"TOPR": 0.9})
     plans = [
         plan.rates([0]), plan.screen([0], finished), plan.main([0], finished), plan.long([0], finished),
         plan.quarters([0])[::16], plan.built([0], finished), plan.built_again([0], finished),
         plan.confirm([0], finished),
         plan.after_main([0]), plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
-        plan.shop_rates([0], finished), plan.shop([0], finished), plan.shop_replay([0], finished),
+        shop.rates([0], finished), shop.shop([0], finished), shop.replay([0], finished), shop.at_256([0], finished),
     ]  # fmt: skip
     # Rates and lags are numbers, and make nothing valid or not: one of each method and task.
     kinds = {(run.method, run.num_turns, "env=corridor" in run.overrides): run for runs in plans for run in runs}
@@ -171,7 +172,7 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     assert all(f"| {ours} less {other} | 256 | 2 |" in second_look for ours, other in plan.AFTER_MAIN)
     of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
     assert of_intervals.count("| DPO, weights every update less ") == 3
-    of_shop = study.report_of_second("shop", finished(plan.shop(range(2), finished)), tmp_path)
+    of_shop = study.report_of_second("shop", finished(shop.shop(range(2), finished)), tmp_path)
     assert "| PPO clip less no correction | 64 | 2 |" in of_shop and (tmp_path / "shop-time.svg").exists()
     assert "| 50 % [50, 50] | 50 % [50, 50] |" in tables, "what the run began with is 0 here"
     assert len((tmp_path / "main.jsonl").read_text().splitlines()) == len(runs)
@@ -276,10 +277,30 @@ def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
     assert "failed: rates: killed" in errors and "part screen cannot be planned: 252 of 252" in errors
 
 
+def test_methods_of_which_one_becomes_the_default_have_two_more_seeds() -> None:
+    finished = as_scored({"TOPR": 0.9})
+    assert {run.method for run in shop.shop([0], finished)} == {*plan.FIXED, *shop.CONTENDERS, "no correction, 1e-4"}
+    assert {run.method for run in shop.shop([3], finished)} == set(shop.CONTENDERS)
+    [uncorrected, _] = [run for run in shop.shop([0], finished) if run.method == "no correction, 1e-4"]
+    assert {"algorithm.loss=reinforce", "learner.learning_rate=0.0001"} <= set(uncorrected.overrides)
+
+
+@pytest.mark.parametrize(
+    ("topr", "clip", "becomes"), [(0.72, 0.6, "floored IS"), (0.74, 0.6, "TOPR"), (0.6, 0.74, "TOPR")]
+)
+def test_what_was_built_becomes_the_default_where_it_is_not_worse_than_both_others(topr, clip, becomes) -> None:
+    score = {"TOPR": topr, "PPO clip": clip, "floored IS": 0.7}
+
+    def finished(wanted: Sequence[lab.RunSettings]) -> list[dict]:
+        return [result_of(run, score.get(run.method, 0.3)) for run in wanted]
+
+    assert shop.default(finished) == becomes
+    assert {run.method for run in shop.at_256([0], finished)} == {becomes, "PPO clip"}
+
+
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:
     finished = as_scored({"TOPR": 0.9})
-    assert {run.method for run in plan.shop([0], finished)} == {*plan.FIXED, "TOPR", "floored IS"}
-    runs = plan.shop_replay(range(2), finished)
+    runs = shop.replay(range(2), finished)
     assert len(runs) == 2 * (1 + 3 * 5) and all({"algorithm.loss=topr"} <= set(run.overrides) for run in runs)
     episodes = set()
     for run in runs:
@@ -300,7 +321,7 @@ def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:
 
 def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
     def result(method: str, reuse: int, speed: float) -> dict:
-        runs = plan.shop_replay([0], as_scored({}))
+        runs = shop.replay([0], as_scored({}))
         [run] = [r for r in runs if r.method == method and r.num_updates == 120 * reuse]
         points = [{"update": n, "episodes": 32 * n, "sampled": n / 10, "sampled_rare": n / 20} for n in range(7)]
         settings = json.loads(json.dumps(run.as_dict()))

@@ -11,10 +11,9 @@
     after-main  what a reader of main missed, all lags                    the same tasks and seeds
     dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
     precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
-    shop-rates, shop    the same two steps on WebShop, by the policy that --policy names
-    shop-replay         what is drawn how often, on a shop half of whose kinds of goals are rare    test tasks
 
-A later phase rests on what an earlier one has found: `chosen_rates` and `rivals` are the rules.
+Those on WebShop: tools/_study_shop.py. A later phase rests on what an earlier one has found: `chosen_rates` and
+`rivals` are the rules.
 
 Invariant: nothing that is reported from `main`, `long` and `shop` was looked at when methods and rates were chosen.
 """
@@ -63,7 +62,6 @@ FIXED = ("PPO clip", "V-trace turn, PPO clip", "no correction")
 NUM_RIVALS = 2
 
 RATES = (5e-4, 1e-3, 2e-3)
-SHOP_RATES = (3e-5, 1e-4, 3e-4)
 RATE_LAGS = (0, 16)
 """Lags at which learning rates are chosen."""
 LAGS = (0, 16, 64, 256)
@@ -72,20 +70,10 @@ QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 SEEDS = {
     "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
-    "after-main": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 3, "shop-replay": 3,
+    "after-main": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 5, "shop-256": 3,
+    "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
-SHOP = (
-    "model=tiny_shopper", "run.terminal=false", "actor.max_episodes=64", "algorithm.max_staleness=null",
-    "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
-    "learner.stall_timeout_s=5", "algorithm.aggregate=sequence_mean_token_mean",
-)  # fmt: skip
-
-REUSES = (2, 4, 8)
-"""Samples per insert of `shop-replay`, beside 1."""
-UPDATES_ONCE = 120
-"""Updates of `shop-replay` where each episode is used once."""
-
 SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
 DPO = ("algorithm.credit=preference", "algorithm.loss=reinforce", "algorithm.group_size=8",
        "algorithm.aggregate=sequence_mean_token_sum")  # fmt: skip
@@ -122,7 +110,7 @@ def screen(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 def main(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     """At lag 0 also with the rate that was chosen there."""
-    chosen, methods = _found(finished)
+    chosen, methods = what_was_found(finished)
     runs = [
         _corridor("main", lag, method, rate, seed)
         for lag in LAGS
@@ -134,7 +122,7 @@ def main(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 
 def long(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
-    chosen, methods = _found(finished)
+    chosen, methods = what_was_found(finished)
     runs = [
         _corridor("long", lag, method, chosen[method][16], seed, num_turns=6)
         for lag in (0, 16, 64)
@@ -178,9 +166,9 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
     Of all that were built the one with the highest interquartile mean at lag 64.
     """
-    chosen, methods = _found(finished)
+    chosen, methods = what_was_found(finished)
     own_runs = [*built(range(SEEDS["built"]), finished), *built_again(range(SEEDS["built-again"]), finished)]
-    results, own = _at_own_rates(finished(own_runs))
+    results, own = at_own_rates(finished(own_runs))
     best = ranked(results)[0]
     compared = {method: (METHODS[method], chosen[method][16]) for method in (methods[0], methods[len(FIXED)])}
     words_of = _built_methods(finished) | _built_methods(finished, again=True)
@@ -236,56 +224,6 @@ def precision(seeds: Sequence[int]) -> list[RunSettings]:
     return _on_fresh_seeds("precision", [0], methods, seeds)
 
 
-def shop_rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    """What `main` compares, but what part (b) has built in the place of the second rival."""
-    _, found = _found(finished)
-    methods = [*found[:-1], "floored IS"]
-    return [
-        _shop("shop-rates", 16, method, rate, VALIDATION_SEEDS_FROM + seed, policy)
-        for method in methods
-        for rate in SHOP_RATES
-        for seed in seeds
-    ]
-
-
-def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    chosen = chosen_rates(finished(shop_rates(range(SEEDS["shop-rates"]), finished, policy)))
-    runs = [
-        _shop("shop", lag, method, rates_of[16], seed, policy)
-        for lag in (0, 16, 64)
-        for method, rates_of in chosen.items()
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
-
-
-def shop_replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    """Every sampler at 2, 4 and 8 samples per insert, beside each episode once: equally many episodes.
-
-    By the method, at its rate, that was the best one in `shop-rates` at a lag of 16.
-    """
-    results, own = _at_own_rates(finished(shop_rates(range(SEEDS["shop-rates"]), finished, policy)))
-    method = ranked(results, lag=16)[0]
-    arms = [(1, "each once", ()), *((reuse, *replay) for reuse in REUSES for replay in grid.REPLAYS.items())]
-    runs = []
-    for reuse, label, words in arms:
-        of_buffer = (
-            f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
-            "replay.uniform_floor=0.1", *words,
-        )  # fmt: skip
-        for seed in seeds:
-            run = _shop("shop-replay", 4, method, own[method], CONFIRM_SEEDS_FROM + seed, policy)
-            runs.append(
-                replace(
-                    run, task=f"WebShop, {reuse} samples per insert", method=label,
-                    overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
-                    num_updates=UPDATES_ONCE * reuse, evaluate_every=10 * reuse, evaluation_tasks=64, rare_share=0.1,
-                    evaluate_on="test",
-                )
-            )  # fmt: skip
-    return runs
-
-
 def final_score(result: Result) -> float:
     """Mean of the last five evaluations, sampled."""
     return float(np.mean([point["sampled"] for point in result["curve"][-5:]]))
@@ -328,7 +266,7 @@ def ranked(results: Sequence[Result], lag: int = 64) -> list[str]:
     return sorted(scores, key=lambda method: -float(interquartile_mean(np.array(scores[method]))))
 
 
-def _at_own_rates(results: Sequence[Result]) -> tuple[list[Result], dict[str, float]]:
+def at_own_rates(results: Sequence[Result]) -> tuple[list[Result], dict[str, float]]:
     """Runs of each method at the rate that was chosen for it at lag 16, and these rates."""
     own = {method: of_lag[16] for method, of_lag in chosen_rates(results).items()}
     return [r for r in results if rate_of(r["settings"]) == own[r["settings"]["method"]]], own
@@ -354,7 +292,7 @@ def _built_methods(finished: Finished, again: bool = False) -> dict[str, tuple[s
     }
 
 
-def _found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
+def what_was_found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
     """What `rates` and `screen` have found: rates, and the methods that go on."""
     chosen = chosen_rates(finished(rates(range(SEEDS["rates"]))))
     return chosen, [*FIXED, *rivals(finished(screen(range(SEEDS["screen"]), finished)))]
@@ -386,12 +324,3 @@ def _corridor_with(
     words = tuple(word for word in run.overrides if word.split("=")[0] not in own)
     overrides = (*words, *(f"{key}={value}" for key, value in own.items()))
     return replace(run, overrides=overrides, num_turns=num_turns, evaluate_on="validation")
-
-
-def _shop(part: str, lag: int, method: str, rate: float, seed: int, policy: str | None) -> RunSettings:
-    path = () if policy is None else (f"model.path={policy}",)
-    return RunSettings(
-        part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
-        overrides=(*SHOP, *path, *(METHODS | {"floored IS": FLOORED_IS})[method], f"learner.learning_rate={rate:g}"),
-        num_updates=160, evaluate_every=16, evaluation_tasks=48, evaluate_on="validation",
-    )  # fmt: skip

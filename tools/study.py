@@ -9,10 +9,10 @@
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, dpo-rates, dpo,
-precision, shop-rates, shop, shop-replay (tools/_study_plan.py). A finished run is one file under --runs, named by its
-settings: a second call runs only what is missing, and changed settings run anew. Runs whose data stand under
-docs/results/off_policy are finished too, so that a clone of this repository goes on where the study stopped; to run a
-part anew, move its file away and name an empty --runs.
+precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-replay (tools/_study_shop.py). A finished run is one
+file under --runs, named by its settings: a second call runs only what is missing, and changed settings run anew. Runs
+whose data stand under docs/results/off_policy are finished too, so that a clone of this repository goes on where the
+study stopped; to run a part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -42,6 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tools import _study_grid as grid  # noqa: E402
 from tools import _study_lab as lab  # noqa: E402
 from tools import _study_plan as plan  # noqa: E402
+from tools import _study_shop as shop  # noqa: E402
 from tools import _study_trace as trace  # noqa: E402
 
 SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5, **plan.SEEDS}
@@ -205,7 +206,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     if part in on_nothing:
         return on_nothing[part](seeds)
     done = partial(all_finished, folder=folder)
-    on_shop = {"shop-rates": plan.shop_rates, "shop": plan.shop, "shop-replay": plan.shop_replay}
+    on_shop = {"shop-rates": shop.rates, "shop": shop.shop, "shop-256": shop.at_256, "shop-replay": shop.replay}
     if part in on_shop:
         return on_shop[part](seeds, done, policy)
     on_corridor = {
@@ -255,7 +256,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     if part == "shop-replay":
         reporting.plot_curves(contrasts.with_seconds(results), ("task",), "seconds", out / f"{part}.svg")
         return contrasts.replay_table(results)
-    if part == "shop":
+    if part in ("shop", "shop-256"):
         reporting.plot_curves(contrasts.with_seconds(results), ("lag",), "seconds", out / f"{part}-time.svg")
     contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
@@ -265,6 +266,8 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     elif part == "after-main":
         both = [*results, *read_data("confirm", out)]
         tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
+    elif part == "shop":
+        tables.append(contrasts.contrast_table(results, shop.CONTRASTS))
     elif part != "screen":  # nothing is concluded from what chooses
         first = methods[-1] if part == "confirm" else methods[0]
         pairs = [(first, method) for method in methods if method != first]

@@ -1,0 +1,131 @@
+"""Runs of the second study on WebShop: docs/results/study_plan.md says why, and was written before them.
+
+    shop-rates     what `main` compares and what part (b) has built, at three rates, lag 16     validation tasks
+    shop           each at the rate chosen there, lags 0, 16, 64                                test tasks
+    shop-256       what becomes the default and PPO's clip, four times as many updates          test tasks
+    shop-replay    what is drawn how often, where half of the kinds of goals are rare           test tasks
+
+All start from the policy that --policy names, or the one that the quickstart starts from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tools import _study_grid as grid
+from tools import _study_plan as plan
+from tools._study_lab import RunSettings
+from tools._study_plan import Finished
+
+RATES = (3e-5, 1e-4, 3e-4)
+BUILT = "floored IS"
+CONTENDERS = (BUILT, "TOPR", "PPO clip")
+"""Methods of which one becomes the default; they have two more seeds than the others."""
+NUM_SEEDS_OF_ALL = 3
+MARGIN = 0.03
+"""A method is not worse than another where it loses less of the score, in the mean over seeds."""
+COMMON = (
+    "model=tiny_shopper", "run.terminal=false", "actor.max_episodes=64", "algorithm.max_staleness=null",
+    "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
+    "learner.stall_timeout_s=5", "algorithm.aggregate=sequence_mean_token_mean",
+)  # fmt: skip
+REUSES = (2, 4, 8)
+"""Samples per insert of `shop-replay`, beside 1."""
+UPDATES_ONCE = 120
+"""Updates of `shop-replay` where each episode is used once."""
+CONTRASTS = (
+    (BUILT, "TOPR"), (BUILT, "PPO clip"), ("TOPR", "PPO clip"), ("PPO clip", "V-trace turn, PPO clip"),
+    ("PPO clip", "no correction"), ("PPO clip", "no correction, 1e-4"),
+)  # fmt: skip
+"""Pairs of methods whose differences are shown."""
+
+
+def rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    """What `main` compares, but what part (b) has built in the place of the second rival."""
+    _, found = plan.what_was_found(finished)
+    return [
+        _run("shop-rates", 16, method, rate, plan.VALIDATION_SEEDS_FROM + seed, policy)
+        for method in [*found[:-1], BUILT]
+        for rate in RATES
+        for seed in seeds
+    ]
+
+
+def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    """No correction also at the rate of PPO's clip, with which it has the same gradient where there is no lag."""
+    chosen = plan.chosen_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
+    runs = [
+        _run("shop", lag, method, rates_of[16], seed, policy)
+        for lag in (0, 16, 64)
+        for method, rates_of in chosen.items()
+        for seed in seeds
+        if seed < NUM_SEEDS_OF_ALL or method in CONTENDERS
+    ]
+    runs += [
+        replace(_run("shop", lag, "no correction", 1e-4, seed, policy), method="no correction, 1e-4")
+        for lag in (0, 16)
+        for seed in seeds
+        if seed < NUM_SEEDS_OF_ALL
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
+def default(finished: Finished, policy: str | None = None) -> str:
+    """What becomes the default, by the rule of the plan: what was built, where it is not worse than both others."""
+    results = finished(shop(range(plan.SEEDS["shop"]), finished, policy))
+    scores = {(s["method"], s["lag"], s["seed"]): plan.final_score(r) for r in results if (s := r["settings"])}
+    lost = [
+        np.mean([scores[other, lag, seed] - scores[BUILT, lag, seed] for seed in range(plan.SEEDS["shop"])])
+        for other in CONTENDERS[1:]
+        for lag in (16, 64)
+    ]
+    return BUILT if max(lost) <= MARGIN else "TOPR"
+
+
+def at_256(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    chosen = plan.chosen_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
+    runs = [
+        _run("shop-256", lag, method, chosen[method][16], seed, policy)
+        for lag in (0, 256)
+        for method in (default(finished, policy), "PPO clip")
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test", num_updates=640, evaluate_every=40) for run in runs]
+
+
+def replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    """Every sampler at 2, 4 and 8 samples per insert, beside each episode once: equally many episodes.
+
+    By the method, at its rate, that was the best one in `shop-rates` at a lag of 16.
+    """
+    results, own = plan.at_own_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
+    method = plan.ranked(results, lag=16)[0]
+    arms = [(1, "each once", ()), *((reuse, *words) for reuse in REUSES for words in grid.REPLAYS.items())]
+    runs = []
+    for reuse, label, words in arms:
+        of_buffer = (
+            f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
+            "replay.uniform_floor=0.1", *words,
+        )  # fmt: skip
+        for seed in seeds:
+            run = _run("shop-replay", 4, method, own[method], plan.CONFIRM_SEEDS_FROM + seed, policy)
+            runs.append(
+                replace(
+                    run, task=f"WebShop, {reuse} samples per insert", method=label,
+                    overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
+                    num_updates=UPDATES_ONCE * reuse, evaluate_every=10 * reuse, evaluation_tasks=64, rare_share=0.1,
+                    evaluate_on="test",
+                )
+            )  # fmt: skip
+    return runs
+
+
+def _run(part: str, lag: int, method: str, rate: float, seed: int, policy: str | None) -> RunSettings:
+    path = () if policy is None else (f"model.path={policy}",)
+    words = (plan.METHODS | {BUILT: plan.FLOORED_IS})[method]
+    return RunSettings(
+        part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
+        overrides=(*COMMON, *path, *words, f"learner.learning_rate={rate:g}"),
+        num_updates=160, evaluate_every=16, evaluation_tasks=48, evaluate_on="validation",
+    )  # fmt: skip
