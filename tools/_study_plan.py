@@ -110,7 +110,7 @@ def screen(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 def main(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
     """At lag 0 also with the rate that was chosen there."""
-    chosen, methods = what_was_found(finished)
+    chosen, methods = rates_and_methods(finished)
     runs = [
         _corridor("main", lag, method, rate, seed)
         for lag in LAGS
@@ -122,7 +122,7 @@ def main(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 
 def long(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
-    chosen, methods = what_was_found(finished)
+    chosen, methods = rates_and_methods(finished)
     runs = [
         _corridor("long", lag, method, chosen[method][16], seed, num_turns=6)
         for lag in (0, 16, 64)
@@ -166,7 +166,7 @@ def confirm(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
     Of all that were built the one with the highest interquartile mean at lag 64.
     """
-    chosen, methods = what_was_found(finished)
+    chosen, methods = rates_and_methods(finished)
     own_runs = [*built(range(SEEDS["built"]), finished), *built_again(range(SEEDS["built-again"]), finished)]
     results, own = at_own_rates(finished(own_runs))
     best = ranked(results)[0]
@@ -292,8 +292,8 @@ def _built_methods(finished: Finished, again: bool = False) -> dict[str, tuple[s
     }
 
 
-def what_was_found(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
-    """What `rates` and `screen` have found: rates, and the methods that go on."""
+def rates_and_methods(finished: Finished) -> tuple[dict[str, dict[int, float]], list[str]]:
+    """Learning rates by method and lag, which `rates` has found, and the methods that go on from `screen`."""
     chosen = chosen_rates(finished(rates(range(SEEDS["rates"]))))
     return chosen, [*FIXED, *rivals(finished(screen(range(SEEDS["screen"]), finished)))]
 

@@ -43,10 +43,10 @@ CONTRASTS = (
 
 def rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
     """What `main` compares, but what part (b) has built in the place of the second rival."""
-    _, found = plan.what_was_found(finished)
+    _, methods = plan.rates_and_methods(finished)
     return [
         _run("shop-rates", 16, method, rate, plan.VALIDATION_SEEDS_FROM + seed, policy)
-        for method in [*found[:-1], BUILT]
+        for method in [*methods[:-1], BUILT]
         for rate in RATES
         for seed in seeds
     ]
@@ -84,11 +84,13 @@ def default(finished: Finished, policy: str | None = None) -> str:
 
 
 def at_256(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
+    """Four times as many updates as in `shop`: in 160 a lag of 256 would be learning from a fixed set."""
     chosen = plan.chosen_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
+    methods = (default(finished, policy), "PPO clip")
     runs = [
         _run("shop-256", lag, method, chosen[method][16], seed, policy)
         for lag in (0, 256)
-        for method in (default(finished, policy), "PPO clip")
+        for method in methods
         for seed in seeds
     ]
     return [replace(run, evaluate_on="test", num_updates=640, evaluate_every=40) for run in runs]

@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "study", help="folder of finished runs")
     parser.add_argument("--out", type=Path, help="data and plots; default: docs/results/off_policy, not with --quick")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    parser.add_argument("--policy", help="Hugging Face directory that shop-rates and shop start from")
+    parser.add_argument("--policy", help="Hugging Face directory that the parts on WebShop start from")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left: runs under way end, none begins
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -234,8 +234,7 @@ def test_a_server_that_waits_for_more_is_set_free_where_the_learner_breaks_off(t
 def test_a_refusal_at_the_beginning_of_a_broadcast_holds_up_no_other_server(tensors, monkeypatch) -> None:
     """Freeing a group with a broadcast under way waits for the broadcast's deadline, and every transfer with it."""
     broadcast = process_group.begin_broadcast
-    left = threading.Event()
-    """Set where the server that refused has been left."""
+    left = threading.Event()  # set where the server that refused has been left
 
     class Left(FakeServer):
         async def answer(self, request: web.Request) -> web.Response:
