@@ -12,25 +12,35 @@ from tools import schedule_study as study
 
 
 @pytest.mark.parametrize("task", study.TASKS)
-def test_arms_differ_in_staleness_and_unrolls_alone(task: str) -> None:
+def test_arms_differ_in_nothing_but_their_own_settings(task: str) -> None:
     plan = study.TASKS[task]
     of_seed = [run for run in study.planned([task]) if run.seed == 1]
-    assert {run.staleness for run in of_seed} == set(plan.staleness)
-    assert 0 in plan.staleness or None in plan.unroll_turns, "there is something to compare with"
-    own = re.compile("max_staleness|unroll_turns|batch_size")
+    assert {run.arm for run in of_seed} == set(plan.arms)
     for speed in plan.speeds:
-        assert len({tuple(w for w in run.words() if not own.search(w)) for run in of_seed if run.speed == speed}) == 1
+        of_speed = [run for run in of_seed if run.speed == speed]
+        shared = {tuple(word for word in run.words() if word not in plan.arms[run.arm].words) for run in of_speed}
+        assert len(shared) == 1
+    assert any(arm.against for arm in plan.arms.values()), "there is something to compare with"
+    assert all(arm.against in {None, *plan.arms} for arm in plan.arms.values())
+
+
+def test_every_run_has_settings_that_load_and_a_file_of_its_own() -> None:
+    runs = study.planned(list(study.TASKS))
+    assert len({run.name for run in runs}) == len(runs)
+    for run in study.planned(list(study.TASKS), 1):
+        load(run.words())
 
 
 def test_an_update_learns_from_as_many_turns_of_unrolls() -> None:
-    runs = {run.unroll_turns: load(run.words()) for run in study.planned(["unrolls"], 1) if run.staleness == 1}
-    assert {turns: config.actor.unroll_turns for turns, config in runs.items()} == {None: None, 2: 2}
-    assert runs[2].learner.batch_size * 2 == runs[None].learner.batch_size * 6
-    assert runs[2].env.args.args == {"num_turns": 6}  # type: ignore[union-attr]
+    runs = {run.arm: load(run.words()) for run in study.planned(["unrolls"], 1)}
+    whole, unrolls = runs["η = 1"], runs["η = 1, unrolls"]
+    assert (whole.actor.unroll_turns, unrolls.actor.unroll_turns) == (None, 2)
+    assert unrolls.learner.batch_size * 2 == whole.learner.batch_size * 6
+    assert unrolls.env.args.args == {"num_turns": 6}  # type: ignore[union-attr]
 
 
 def test_a_slow_shop_has_the_settings_of_the_quickstart() -> None:
-    [run] = [run for run in study.planned(["shop"]) if run.seed == 0 and run.staleness == 4]
+    [run] = [run for run in study.planned(["shop"]) if run.seed == 0 and run.arm == "η = 4"]
     config, shipped = load(run.words()), load(["experiment=quickstart"])
     assert config.env.args.args == vars(shipped.env.webshop)  # type: ignore[union-attr]
     assert (config.algorithm.max_staleness, config.learner.max_minutes) == (4, study.TASKS["shop"].minutes)
@@ -64,10 +74,10 @@ def test_arms_that_are_as_fast_take_as_long_whatever_the_noise_of_their_points()
     seconds = np.linspace(5, 119, 20)
     results = []
     for seed in range(40):
-        for staleness in (0, 1):
+        for arm in ("synchronous", "η = 1"):
             scores = 0.9 * (1 - np.exp(-seconds / 20)) + generator.normal(0, 0.02, 20)
             points = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
-            results.append(result(staleness, seed, 0.9) | {"curve": points})
+            results.append(result(arm, seed, 0.9) | {"curve": points})
     [row] = [line for line in study.speed_table(results).splitlines() if "η = 1" in line]
     assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row) and "| 0 of 40 |" in row
 
@@ -85,25 +95,27 @@ def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> Non
     assert study.idle_share(steps) == 0.25
 
 
-def result(staleness: int, seed: int, score: float, unroll_turns: int | None = None) -> dict[str, object]:
-    of_run = {"task": "corridor", "speed": "slow", "staleness": staleness, "unroll_turns": unroll_turns, "seed": seed}
-    # In a straight line to 1, which is reached the sooner the staler.
-    points = [(place * (30.0 - 5 * staleness - (unroll_turns or 0)), 1, place, 0.0) for place in (0.0, 0.5, 1.0, 1.5)]
+def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: float = 30.0) -> dict[str, object]:
+    of_run = {"task": task, "speed": "long-tailed", "arm": arm, "seed": seed}
+    points = [(place * seconds, 1, place, 0.0) for place in (0.0, 0.5, 1.0, 1.5)]  # in a straight line to 1
     return {
-        "settings": of_run, "score": score, "updates": 10, "learner_idle": 0.5, "success": 0.0, "curve": points
+        "settings": of_run, "score": score, "updates": 10, "learner_idle": 0.5, "staleness": 1.5, "success": 0.0,
+        "curve": points,
     }  # fmt: skip
 
 
 def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
-    results = [result(0, 0, 0.25), result(0, 1, 0.5), result(1, 0, 0.75), result(1, 1, 1.0), result(1, 2, 0.0)]
+    results = [result("synchronous", seed, 0.25 * (seed + 1)) for seed in (0, 1)]
+    results += [result("η = 1", seed, 0.75 + 0.25 * seed, seconds=25.0) for seed in (0, 1)] + [result("η = 1", 2, 0.0)]
     assert "+0.500 [+0.500, +0.500]" in study.table(results)
     row = next(line for line in study.speed_table(results).splitlines() if "| η = 1 |" in line)
     assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 2 |")
 
 
 def test_unrolls_are_compared_with_whole_episodes_of_the_same_staleness() -> None:
-    results = [result(0, 0, 0.0), result(1, 0, 0.25), result(1, 0, 0.75, unroll_turns=5)]
-    of_unrolls = [line for line in study.table(results).splitlines() if "unrolls of 5 turns" in line]
-    assert len(of_unrolls) == 1 and "+0.500" in of_unrolls[0]
-    row = next(line for line in study.speed_table(results).splitlines() if "unrolls of 5 turns" in line)
-    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 1 |"), "25 s of whole episodes, 20 of unrolls"
+    results = [result("η = 4", 0, 0.0, "unrolls"), result("η = 1", 0, 0.25, "unrolls")]
+    results.append(result("η = 1, unrolls", 0, 0.75, "unrolls", seconds=25.0))
+    [row] = [line for line in study.table(results).splitlines() if "η = 1, unrolls" in line]
+    assert "+0.500" in row
+    [row] = study.speed_table(results).splitlines()[2:]
+    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 1 |"), "30 s of whole episodes, 25 of unrolls"

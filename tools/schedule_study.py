@@ -5,17 +5,18 @@
     python tools/schedule_study.py --task corridor --minutes 90     # begins no run after 90 minutes
     python tools/schedule_study.py --report                         # tables and plots of what has finished
 
-Whole runs: a learner and an actor process on the same two cores, for the same minutes, with the same settings but
-`algorithm.max_staleness`, which is 0 in the synchronous arm, or, in the task `unrolls`, whether episodes are learned
-from before they have ended. They take turns seed by seed, so that whatever else the machine does meets all arms alike.
+Whole runs: a learner and an actor process on the same two cores, for the same minutes, with the same settings but for
+those of the arm: `algorithm.max_staleness`, which is 0 in the synchronous one; in the task `unrolls` whether episodes
+are learned from before they have ended; in `versions` the correction, and how many episodes are played at once. They
+take turns seed by seed, so that whatever else the machine does meets all arms alike.
 A finished run is one file under --runs; runs whose data stand under docs/results/schedule are finished too. Needs the
 extra `plots`. What was decided before the runs, and what was found: docs/results/schedule.md.
 """
 
 import argparse
-import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -36,12 +37,25 @@ sys.path.insert(0, str(ROOT))
 
 from impala_llm.config import load  # noqa: E402
 from tools import _study_report as reporting  # noqa: E402
+from tools import _study_shop as shop  # noqa: E402
 from tools import _study_stats as stats  # noqa: E402
 
 SLOW = "impala_llm.bench._schedule_environment:SlowSuite"
 DATA = ROOT / "docs" / "results" / "schedule"
+MANY = ("actor.max_episodes=512",)
+"""As many episodes at once as tickets allow, in all arms: who waits for an environment waits for many of them."""
 NUM_POINTS = 20
 """Points of a curve, each of the training episodes of an equal stretch of time."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one of the runs that are compared has of its own."""
+
+    words: tuple[str, ...]
+    """Settings."""
+    against: str | None = None
+    """The arm that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -53,34 +67,70 @@ class Task:
     minutes: float
     speeds: dict[str, tuple[float, float]]
     """Median in seconds, and deviation of the logarithm, of the wait before each answer of the environment."""
-    staleness: tuple[int, ...]
-    """`algorithm.max_staleness` of the arms; 0 is the synchronous one."""
+    arms: dict[str, Arm]
     num_tasks: int
     """Test tasks of the final evaluation, which is greedy and has no latencies."""
     num_seeds: int = 5
     args: dict[str, int] = field(default_factory=dict)
     """Settings of the environment: env.args.*"""
-    unroll_turns: tuple[int | None, ...] = (None,)
-    """`actor.unroll_turns` of the arms. Their batches hold as many more unrolls as an episode has, so that an update
-    learns from as many turns."""
 
+
+def stale(versions: int, *words: str, against: str | None = None) -> Arm:
+    """An arm that learns from data of at most so many versions before."""
+    return Arm((f"algorithm.max_staleness={versions}", *words), against)
+
+
+def corrections_by_age() -> dict[str, Arm]:
+    """Each correction with few and with many episodes at once: an update takes 16, so the others wait for theirs."""
+    methods = {
+        name: (*shop.plan.METHODS.get(name, shop.plan.FLOORED_IS), f"learner.learning_rate={rate:g}")
+        for name, rate in (("floored IS", 3e-4), ("TOPR", 3e-4), ("PPO clip", 1e-4), ("no correction", 1e-4))
+    }
+    arms = {}
+    for name, words in methods.items():
+        arms[f"{name}, 16 at once"] = stale(2, "actor.max_episodes=16", *words)
+        arms[f"{name}, 512 at once"] = stale(32, *MANY, *words, against=f"{name}, 16 at once")
+    return arms
+
+
+UNROLLS = ("actor.unroll_turns=2", "learner.batch_size=192")
+"""Unrolls of a third of an episode, and three times as many in a batch, so that an update learns from as many turns."""
 
 TASKS = {
     "corridor": Task(
-        "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02"),
-        minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)},
-        staleness=(0, 1, 4), num_tasks=200,
+        "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", *MANY),
+        minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)}, num_tasks=200,
+        arms={
+            "synchronous": stale(0),
+            "η = 1": stale(1, against="synchronous"),
+            "η = 4": stale(4, against="synchronous"),
+        },
     ),
     "shop": Task(
         # By its folder: of its short name it is known to be for a shop, which a slow one is not by its name.
-        "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper"),
-        minutes=8, speeds={"slow": (1.0, 0.25)}, staleness=(0, 4), num_tasks=500,
+        "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper", *MANY),
+        minutes=8, speeds={"slow": (1.0, 0.25)}, num_tasks=500,
+        arms={"synchronous": stale(0), "η = 4": stale(4, against="synchronous")},
     ),
     "unrolls": Task(
         "corridor",
-        ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", "engine.max_length=128"),
-        minutes=3, speeds={"long-tailed": (0.05, 1.5)}, staleness=(1, 4), num_tasks=200, args={"num_turns": 6},
-        unroll_turns=(None, 2),
+        ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", "engine.max_length=128", *MANY),
+        minutes=3, speeds={"long-tailed": (0.05, 1.5)}, num_tasks=200, args={"num_turns": 6},
+        arms={
+            "η = 1": stale(1),
+            "η = 1, unrolls": stale(1, *UNROLLS, against="η = 1"),
+            "η = 4": stale(4),
+            "η = 4, unrolls": stale(4, *UNROLLS, against="η = 4"),
+        },
+    ),
+    "versions": Task(
+        # The settings of `shop` in tools/_study_shop.py, by the whole system.
+        "webshop",
+        (
+            "model=tiny_shopper", "algorithm.group_size=1", "algorithm.aggregate=sequence_mean_token_mean",
+            "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
+        ),
+        minutes=5, speeds={"fast": (0.0, 0.0)}, num_tasks=500, num_seeds=3, arms=corrections_by_age(),
     ),
 }  # fmt: skip
 
@@ -91,32 +141,25 @@ class Run:
 
     task: str
     speed: str
-    staleness: int
-    unroll_turns: int | None
+    arm: str
     seed: int
 
     @property
     def name(self) -> str:
-        unroll = "" if self.unroll_turns is None else f"-unroll-{self.unroll_turns}"
-        return f"{self.task}-{self.speed}-eta-{self.staleness}{unroll}-seed{self.seed}"
+        """Name of its file and of its folder."""
+        words = re.sub("η", "eta", f"{self.task}-{self.speed}-{self.arm}-seed{self.seed}")
+        return re.sub("[^a-z0-9]+", "-", words.lower())
 
     def words(self) -> list[str]:
         """Its settings, but for those that only say where it is."""
         task = TASKS[self.task]
         median_s, sigma = task.speeds[self.speed]
-        config = load(task.words)
-        of_environment = asdict(config.env.webshop) if task.environment == "webshop" else task.args
-        unrolls = []
-        if self.unroll_turns is not None:
-            batch_size = config.learner.batch_size * task.args["num_turns"] // self.unroll_turns
-            unrolls = [f"actor.unroll_turns={self.unroll_turns}", f"learner.batch_size={batch_size}"]
+        of_environment = asdict(load(task.words).env.webshop) if task.environment == "webshop" else task.args
         return [
-            *task.words, f"env={SLOW}", f"env.args.name={task.environment}",
-            f"env.args.args={json.dumps(of_environment)}", *unrolls,
-            f"env.args.median_s={median_s}", f"env.args.sigma={sigma}",
-            f"algorithm.max_staleness={self.staleness}", f"run.seed={self.seed}", "run.terminal=false",
-            # As many episodes at once as tickets allow, in both arms: who waits for an environment waits for many.
-            "actor.max_episodes=512", f"learner.max_minutes={task.minutes}", "learner.total_updates=100000",
+            *task.words, *task.arms[self.arm].words, f"env={SLOW}", f"env.args.name={task.environment}",
+            f"env.args.args={json.dumps(of_environment)}",
+            f"env.args.median_s={median_s}", f"env.args.sigma={sigma}", f"run.seed={self.seed}", "run.terminal=false",
+            f"learner.max_minutes={task.minutes}", "learner.total_updates=100000",
             "evaluation.before_and_after=false", "evaluation.unseen_seed=null", "evaluation.every_updates=null",
         ]  # fmt: skip
 
@@ -127,9 +170,8 @@ def planned(tasks: Sequence[str], num_seeds: int | None = None) -> list[Run]:
     for name in tasks:
         task = TASKS[name]
         for seed in range(num_seeds or task.num_seeds):
-            arms = list(itertools.product(task.staleness, task.unroll_turns))
-            in_order = arms if seed % 2 == 0 else arms[::-1]
-            runs += [Run(name, speed, *arm, seed) for speed in task.speeds for arm in in_order]
+            in_order = list(task.arms) if seed % 2 == 0 else list(task.arms)[::-1]
+            runs += [Run(name, speed, arm, seed) for speed in task.speeds for arm in in_order]
     return runs
 
 
@@ -206,51 +248,34 @@ def idle_share(steps: Sequence[dict[str, float]]) -> float:
     return sum(idle) / sum(seconds) if seconds else math.nan
 
 
-def arms_of(results: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Runs by (task, speed, staleness, unroll turns or 0)."""
-    groups = reporting.group_by(results, "task", "speed", "staleness", "unroll_turns").items()
-    return dict(sorted((((*key[:3], key[3] or 0), runs) for key, runs in groups), key=lambda arm: arm[0]))
-
-
-def label(staleness: int, unroll_turns: int) -> str:
-    """An arm in words."""
-    if not unroll_turns:
-        return "synchronous" if staleness == 0 else f"η = {staleness}"
-    return f"η = {staleness}, unrolls of {unroll_turns} turns"
-
-
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def with_baseline(results: Sequence[dict[str, Any]]) -> list[tuple[tuple[Any, ...], list[dict[str, Any]], Pairs]]:
-    """(arm, its runs, its runs with those of the same seed that they are compared with), arm by arm.
-
-    Unrolls are compared with whole episodes at the same staleness, and these with the synchronous arm.
-    """
-    arms = arms_of(results)
+def with_baseline(results: Sequence[dict[str, Any]]) -> list[tuple[tuple[str, str, str], list[dict[str, Any]], Pairs]]:
+    """(arm, its runs, its runs with those of the same seed that they are compared with), arm by arm."""
+    arms = reporting.group_by(results, "task", "speed", "arm")
     found = []
-    for (task, speed, staleness, unroll_turns), runs in arms.items():
-        is_baseline = staleness == 0 and not unroll_turns
-        baseline = [] if is_baseline else arms.get((task, speed, staleness if unroll_turns else 0, 0), [])
+    for (task, speed, arm), runs in arms.items():
+        baseline = arms.get((task, speed, TASKS[task].arms[arm].against or ""), [])
         of_seed = {run["settings"]["seed"]: run for run in baseline}
         pairs = [(run, of_seed[run["settings"]["seed"]]) for run in runs if run["settings"]["seed"] in of_seed]
-        found.append(((task, speed, staleness, unroll_turns), runs, pairs))
+        found.append(((task, speed, arm), runs, pairs))
     return found
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """A row for each arm: means over seeds, and what it has over the arm that it is compared with, paired by seed."""
-    header = ["task", "environment", "arm", "seeds", "updates", "learner idle", "test score", "success", "gain"]
+    header = ["task", "environment", "arm", "seeds", "updates", "age", "learner idle", "test score", "success", "gain"]
     rows = []
-    for (task, speed, *arm), runs, pairs in with_baseline(results):
+    for (task, speed, arm), runs, pairs in with_baseline(results):
         gain = ""
         if pairs:
             values = np.array([ours["score"] - other["score"] for ours, other in pairs])
             low, high = stats.bootstrap_interval(values, stats.mean)
             gain = f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
         rows.append([
-            task, speed, label(*arm), str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
-            f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
+            task, speed, arm, str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
+            f"{np.mean([r['staleness'] for r in runs]):.1f}", f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
             reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}", gain,
         ])  # fmt: skip
     return reporting.table(header, rows)
@@ -288,7 +313,7 @@ def speed_table(results: Sequence[dict[str, Any]]) -> str:
     or never, by an arm that is as fast.
     """
     rows = []
-    for (task, speed, *arm), _, pairs in with_baseline(results):
+    for (task, speed, arm), _, pairs in with_baseline(results):
         if not pairs:
             continue
         times = []
@@ -297,7 +322,7 @@ def speed_table(results: Sequence[dict[str, Any]]) -> str:
             times.append((seconds_to(level, smooth(other["curve"])), seconds_to(level, smooth(ours["curve"]))))
         ratios = [theirs / own if theirs < math.inf else math.nan for theirs, own in times]
         rows.append([
-            task, speed, label(*arm), *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
+            task, speed, arm, *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
             f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
             f"{sum(own == math.inf for _, own in times)} of {len(times)}",
         ])  # fmt: skip
@@ -311,10 +336,10 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     panels = reporting.group_by(results, "task", "speed")
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
     for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
-        for colour, (key, arm) in enumerate(arms_of(runs).items()):
-            for number, run in enumerate(arm):
+        for colour, ((arm,), of_arm) in enumerate(reporting.group_by(runs, "arm").items()):
+            for number, run in enumerate(of_arm):
                 minutes, scores = ([point[k] / unit for point in run["curve"]] for k, unit in ((0, 60), (2, 1)))
-                name = "" if number else label(*key[2:])
+                name = "" if number else arm
                 axis.plot(minutes, scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
         axis.set_title(f"{task}, {speed} environment", fontsize=10)
         axis.set_xlabel("minutes of training")
