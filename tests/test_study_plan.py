@@ -286,16 +286,22 @@ def test_methods_of_which_one_becomes_the_default_have_two_more_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topr", "clip", "becomes"), [(0.72, 0.6, "floored IS"), (0.74, 0.6, "TOPR"), (0.6, 0.74, "TOPR")]
+    ("topr", "clip", "topr_at_256", "becomes"),
+    [(0.72, 0.6, 0.7, "floored IS"), (0.74, 0.6, 0.6, "TOPR"), (0.6, 0.74, 0.6, "TOPR"), (0.72, 0.6, 0.71, "TOPR")],
 )
-def test_what_was_built_becomes_the_default_where_it_is_not_worse_than_both_others(topr, clip, becomes) -> None:
+def test_what_was_built_becomes_the_default_where_it_is_not_worse_and_not_behind_at_256(
+    topr, clip, topr_at_256, becomes
+) -> None:
     score = {"TOPR": topr, "PPO clip": clip, "floored IS": 0.7}
 
     def finished(wanted: Sequence[lab.RunSettings]) -> list[dict]:
-        return [result_of(run, score.get(run.method, 0.3)) for run in wanted]
+        return [
+            result_of(run, topr_at_256 if (run.method, run.lag) == ("TOPR", 256) else score.get(run.method, 0.3))
+            for run in wanted
+        ]
 
     assert shop.default(finished) == becomes
-    assert {run.method for run in shop.at_256([0], finished)} == {becomes, "PPO clip"}
+    assert {run.method for run in shop.at_256([0], finished)} == set(shop.CONTENDERS)
 
 
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:

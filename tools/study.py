@@ -266,8 +266,9 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     elif part == "after-main":
         both = [*results, *read_data("confirm", out)]
         tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
-    elif part == "shop":
-        tables.append(contrasts.contrast_table(results, shop.CONTRASTS))
+    elif part in ("shop", "shop-256"):
+        pairs = [pair for pair in shop.CONTRASTS if {*pair} <= {*methods}]
+        tables.append(contrasts.contrast_table(results, pairs))
     elif part != "screen":  # nothing is concluded from what chooses
         first = methods[-1] if part == "confirm" else methods[0]
         pairs = [(first, method) for method in methods if method != first]
