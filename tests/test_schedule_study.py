@@ -47,6 +47,12 @@ def test_a_slow_shop_has_the_settings_of_the_quickstart() -> None:
     assert config.learner.learning_rate == shipped.learner.learning_rate
 
 
+def test_versions_are_trained_as_the_lab_trains_on_the_shop() -> None:
+    words = study.TASKS["versions"].words
+    assert {*words} - {"algorithm.group_size=1"} <= {*study.shop.COMMON}
+    assert len({word for word in words if word.startswith("learner.")}) == 4
+
+
 def test_a_curve_has_means_of_equal_stretches_of_time() -> None:
     steps = [
         {"step": 1, "progress/seconds": 1.0, "rollout/score": 0.25, "rollout/success_rate": 0.0},

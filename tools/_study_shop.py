@@ -20,6 +20,7 @@ from tools._study_plan import Finished
 
 RATES = (3e-5, 1e-4, 3e-4)
 BUILT = "floored IS"
+METHODS = plan.METHODS | {BUILT: plan.FLOORED_IS}
 CONTENDERS = (BUILT, "TOPR", "PPO clip")
 """Methods of which one becomes the default; they have two more seeds than the others."""
 NUM_SEEDS_OF_ALL = 3
@@ -134,9 +135,8 @@ def replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) 
 
 def _run(part: str, lag: int, method: str, rate: float, seed: int, policy: str | None) -> RunSettings:
     path = () if policy is None else (f"model.path={policy}",)
-    words = (plan.METHODS | {BUILT: plan.FLOORED_IS})[method]
     return RunSettings(
         part=part, task=f"WebShop, rate {rate:g}", method=method, lag=lag, seed=seed,
-        overrides=(*COMMON, *path, *words, f"learner.learning_rate={rate:g}"),
+        overrides=(*COMMON, *path, *METHODS[method], f"learner.learning_rate={rate:g}"),
         num_updates=160, evaluate_every=16, evaluation_tasks=48, evaluate_on="validation",
     )  # fmt: skip

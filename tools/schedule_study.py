@@ -83,8 +83,8 @@ def stale(versions: int, *words: str, against: str | None = None) -> Arm:
 def corrections_by_age() -> dict[str, Arm]:
     """Each correction with few and with many episodes at once: an update takes 16, so the others wait for theirs."""
     methods = {
-        name: (*shop.plan.METHODS.get(name, shop.plan.FLOORED_IS), f"learner.learning_rate={rate:g}")
-        for name, rate in (("floored IS", 3e-4), ("TOPR", 3e-4), ("PPO clip", 1e-4), ("no correction", 1e-4))
+        name: (*shop.METHODS[name], f"learner.learning_rate={rate:g}")
+        for name, rate in ((shop.BUILT, 3e-4), ("TOPR", 3e-4), ("PPO clip", 1e-4), ("no correction", 1e-4))
     }
     arms = {}
     for name, words in methods.items():
@@ -124,7 +124,7 @@ TASKS = {
         },
     ),
     "versions": Task(
-        # The settings of `shop` in tools/_study_shop.py, by the whole system.
+        # Of COMMON in tools/_study_shop.py what is not the lab's own.
         "webshop",
         (
             "model=tiny_shopper", "algorithm.group_size=1", "algorithm.aggregate=sequence_mean_token_mean",
@@ -147,7 +147,7 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its file and of its folder."""
-        words = re.sub("η", "eta", f"{self.task}-{self.speed}-{self.arm}-seed{self.seed}")
+        words = f"{self.task}-{self.speed}-{self.arm}-seed{self.seed}".replace("η", "eta")
         return re.sub("[^a-z0-9]+", "-", words.lower())
 
     def words(self) -> list[str]:
