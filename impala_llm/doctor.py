@@ -140,7 +140,12 @@ def versions() -> Finding:
     """Python and the packages, against the ranges that this package was made for."""
     shown = [f"{name} {version(name)}" for name in SHOWN_VERSIONS]
     problems = []
-    for line in requires("impala_llm") or ():
+    try:
+        own, wanted_lines = version("impala_llm"), requires("impala_llm") or []
+    except PackageNotFoundError:
+        own, wanted_lines = "from its source folder", []
+        problems.append("impala_llm itself is not installed, so nobody knows what it needs: pip install -e .")
+    for line in wanted_lines:
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
@@ -153,7 +158,7 @@ def versions() -> Finding:
             problems.append(f"{wanted.name} {there} is not what was tried ({wanted}): pip install '{wanted}'")
     return Finding(
         "versions",
-        ", ".join([f"python {platform.python_version()}, impala_llm {version('impala_llm')}", *shown]),
+        ", ".join([f"python {platform.python_version()}, impala_llm {own}", *shown]),
         problems,
     )
 

@@ -390,8 +390,8 @@ class LearnerConfig:
     values and losses are float32 in both."""
     attention: str = one_of("auto", "segments", "flex", "flash")
     """How packed rows attend: segments (torch's attention, rows of a length together), flex (torch's flex attention) or
-    flash (flash attention, with precision=bfloat16 alone). auto: segments on a CPU, and on a GPU the first of flash,
-    flex and segments that is installed and agrees with segments. See docs/learner.md."""
+    flash (flash attention, with precision=bfloat16 alone). auto: segments on a CPU and in float32; on a GPU in bfloat16
+    flash, where it agrees with segments. See docs/learner.md."""
     activation_checkpointing: int = bounded(0, least=0)
     """Layers of which only the input is kept for the backward pass, which computes them again: 0 none, 1 all, n every
     n-th. Lowers memory, and costs up to a third more time; see docs/learner.md."""

@@ -6,6 +6,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_a_host_on_which_nothing_is_wrong(examine: Examine, monkeypatch: pytest.
     assert f"{shutil.disk_usage('/dev/shm').total / 1e9:.1f} GB" in found["shared memory"]["state"]
     assert "gloo, a sum over 2 ranks" in found["process group"]["state"]
     assert found.keys() >= {"GPUs", "model", "device", "engine", "keys", "ports", "disk", "open files", "model memory"}
+
+
+def test_a_source_folder_that_is_not_installed_is_named(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", lambda name: missing(name) if name == "impala_llm" else version(name))
+    code, found = examine("actor.num_actors=0")
+    assert code == 1
+    assert "impala_llm from its source folder" in found["versions"]["state"]
+    assert "pip install -e ." in found["versions"]["problems"][0]
 
 
 def test_each_thing_that_is_wrong_is_named_with_what_to_do(

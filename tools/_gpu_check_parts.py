@@ -57,6 +57,7 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 """Dense bfloat16 products, 10^12 a second, from the data sheets; the first name that the GPU's contains."""
 LENGTHS = (57, 9, 130, 33)
+OFFLOADED = "fsdp2 with CPU offload"
 RANK_UPDATES = 5
 
 
@@ -226,7 +227,9 @@ def packed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     found = [f"segments: {apart:.1e} nats apart on average, gradients differ by {off:.1e}"]
     for precision in ("float32", "bfloat16"):
         model.compute_in(precision)
-        here = options("auto", "cuda", precision).implementations if settings["device"] == "cuda" else (FLEX,)
+        here = [FLEX]
+        if settings["device"] == "cuda":
+            here += options("auto", "cuda", precision).implementations
         for implementation in here:
             if implementation != SEGMENTS:
                 # Compiling takes a CPU a minute or two.
@@ -274,15 +277,22 @@ def bfloat16(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
 
 def ranks(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """Two ranks, NCCL on GPUs and gloo elsewhere, against one."""
-    return compare_ranks(settings, folder, (1, "replicated"), (2, "replicated"))
+    return compare_learners(settings, folder, (1, "replicated"), (2, "replicated"))
 
 
 def fsdp2(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Two ranks that share the policy against two that each hold all of it."""
-    return compare_ranks(settings, folder, (2, "replicated"), (2, "fsdp2"))
+    """Ranks that share the policy, with the shares on the device and in the host's memory, against ranks that each hold
+    all of it. Two ranks; one where there is one GPU."""
+    number = settings["num_ranks"]
+    passed, figures = True, []
+    for sharding in ("fsdp2", OFFLOADED):
+        same, figure = compare_learners(settings, folder, (number, "replicated"), (number, sharding))
+        passed = passed and same
+        figures.append(f"{sharding}: {figure}")
+    return passed, f"{number} rank{'s' * (number > 1)}; {'; '.join(figures)}"
 
 
-def compare_ranks(
+def compare_learners(
     settings: dict[str, Any], folder: Path, one: tuple[int, str], other: tuple[int, str]
 ) -> tuple[bool, str]:
     """The same updates by two learners, each a number of ranks and a sharding."""
@@ -298,7 +308,7 @@ def compare_ranks(
 
 def train_ranks(device: str, folder: Path, number: int, sharding: str) -> dict[str, Tensor]:
     """The parameters, whole, after some updates."""
-    output = folder / f"{number}-{sharding}"
+    output = folder / f"{number}-{sharding.replace(' ', '-')}"
     environment = {**os.environ, FAMILY: uuid.uuid4().hex}
     command = [sys.executable, __file__, "--rank", device, str(folder / "model"), str(output), sharding]
     learner = Child("ranks", command, output.with_suffix(".log"), environment, number, folder)
@@ -320,12 +330,13 @@ def train_rank(device: str, policy: str, output: str, sharding: str) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     words = [
         *("model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.batch_size=12"),
-        *("learner.warmup_updates=0", f"learner.sharding={sharding}"),
+        *("learner.warmup_updates=0", f"learner.sharding={sharding.partition(' ')[0]}"),
+        f"learner.cpu_offload={'true' if sharding == OFFLOADED else 'false'}",
     ]
     config = load(words)
     config.model.path = policy
     config.learner.token_budget = 150  # many micro-batches, unlike in number between ranks
-    here = Ranks(device, 120.0, sharding)
+    here = Ranks(device, 120.0, config.learner.sharding, config.learner.cpu_offload)
     torch.manual_seed(0)
     model = PolicyModel.from_pretrained(Path(policy), value_trunk_gradient=True)
     here.place(model)
@@ -389,7 +400,8 @@ def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
 
 
 def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Whole updates of the learner on rows of uneven length, in bfloat16 on a GPU; all tokens are trained on."""
+    """Whole updates of the learner on rows of uneven length, in bfloat16 on a GPU, by each attention that it could take
+    there; all tokens are trained on."""
     is_gpu = settings["device"] == "cuda"
     width, layers, num_rows, longest = (1536, 16, 64, 1024) if is_gpu else (128, 3, 16, 256)
     path = Path(settings["model"]) if settings["model"] else save_model(folder / "model", width, layers, 32000, 0.02)
@@ -405,23 +417,32 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     rows = episodes([int(longest * share) for share in drawn], model.vocab_size)
     batch = Batch(tuple(rows), (1.0,) * num_rows, tuple(range(num_rows)), 1.0)
     trainer = Trainer(config, here, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
-    times = []
-    for version in range(4):
-        began = time.perf_counter()
-        trainer.update(batch, version, progress=0.0)
-        if is_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    seconds, num_tokens = statistics.median(times[1:]), sum(row.num_tokens for row in rows)
-    tflops = num_tokens * flops_a_token(model, num_tokens / num_rows) / seconds / 1e12
-    figure = f"{num_tokens / seconds:,.0f} tokens/s in {precision} by {model.attention}, {tflops:.3g} TFLOP/s"
+    num_tokens = sum(row.num_tokens for row in rows)
+
+    def tokens_per_s() -> float:
+        times = []
+        for version in range(4):
+            began = time.perf_counter()
+            trainer.update(batch, version, progress=0.0)
+            if is_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return num_tokens / statistics.median(times[1:])
+
+    chosen, speeds = model.attention, {}
+    for implementation in (chosen, SEGMENTS, FLEX) if is_gpu else (chosen,):
+        model.attend_by(implementation)
+        speeds[implementation] = tokens_per_s()
+    tflops = speeds[chosen] * flops_a_token(model, num_tokens / num_rows) / 1e12
+    figure = f"{speeds.pop(chosen):,.0f} tokens/s in {precision} by {chosen}, {tflops:.3g} TFLOP/s"
     if is_gpu:
         figure += f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
     name = torch.cuda.get_device_name() if is_gpu else "this CPU"
     known = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
     peak = settings["peak_tflops"] or known
-    of_peak = f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s" if peak else ", MFU needs --peak-tflops"
-    return True, f"{figure}{of_peak} ({name})"
+    figure += f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s" if peak else ", MFU needs --peak-tflops"
+    others = "".join(f"; {other:,.0f} tokens/s by {implementation}" for implementation, other in speeds.items())
+    return True, f"{figure} ({name}){others}"
 
 
 def flops_a_token(model: PolicyModel, length: float) -> float:

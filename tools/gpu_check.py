@@ -40,7 +40,7 @@ PARTS = {
     "packed": Part("packed attention = padded, with gradients"),
     "bfloat16": Part("bfloat16 log-probabilities = float32"),
     "ranks": Part("2 ranks = 1 rank, after 5 updates", 2),
-    "fsdp2": Part("2 ranks of FSDP2 = 2 replicated", 2),
+    "fsdp2": Part("FSDP2, and with CPU offload = replicated"),
     "sglang-disk": Part("SGLang, weights by the board", 2, needs_sglang=True, limit_s=1200),
     "sglang-group": Part("SGLang, weights by process group", 2, needs_sglang=True, limit_s=1200),
     "checkpoint": Part("resumed run = undisturbed run"),
@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             settings = {
                 "device": options.device,
+                "num_ranks": 1 if options.device == "cuda" and num_gpus == 1 else 2,
                 "model": options.model and str(options.model),
                 "peak_tflops": options.peak_tflops,
                 "sglang_python": sglang,

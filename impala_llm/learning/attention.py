@@ -1,27 +1,30 @@
-"""Attention on packed rows: by our own segments, or by what transformers has for packed rows on a GPU.
+"""Attention on packed rows: by our own segments, or by what torch and transformers have for packed rows on a GPU.
 
 - segments: rows of about the same length share a call of torch's attention. On any device.
 - flex: torch's flex attention, under the block mask that transformers makes of the rows' positions. It is compiled at
   its first call, and has no backward pass on a CPU.
-- flash: flash attention for rows of varying lengths, in bfloat16 or float16. The package `flash_attn` or
-  `flash_attn_interface`, or a kernel that `kernels` fetches.
+- flash: flash attention for rows of varying lengths, in bfloat16 or float16: version 2, which is part of torch, or
+  version 3 by the package `flash_attn_interface`.
 
 Invariant: a row sees itself alone, up to each token, and as far back as the layer's window reaches.
 """
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flex_attention_mask
 
 SEGMENTS = "impala_segments"
 FLEX = "impala_flex"
+FLASH_2 = "impala_varlen"  # transformers looks for a package where a name has "flash" in it
 _BUCKET = 32
 """Rows whose lengths round up to the same multiple of this many tokens share one attention call."""
 _SHORT = 128
@@ -33,7 +36,7 @@ def attention_arguments(implementation: str, lengths: Tensor, device: torch.devi
     """What a model's layers are to be called with, beside tokens and positions, so that packed rows stay apart.
 
     Args:
-        implementation: transformers' name of the attention: SEGMENTS, FLEX or that of a flash attention.
+        implementation: transformers' name of the attention: SEGMENTS, FLEX, FLASH_2 or that of a package.
         lengths: int64[num_segments], tokens of each row, in packed order.
         device: of the model.
     """
@@ -125,16 +128,61 @@ def _segment_attention(
     return torch.cat(outputs).index_select(0, segments.restore)[None], None
 
 
+def _flash_attention_2(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    sliding_window: int | None = None,
+    **_unused: object,
+) -> tuple[Tensor, None]:
+    """torch's flash attention on rows of varying lengths; shapes as in `_segment_attention`.
+
+    Args:
+        cu_seq_lens_q: int32[num_segments + 1], where each row begins, and where the last one ends.
+        max_length_q: tokens of the longest row.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in _in_one_type(query, key, value))
+    options: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if _TAKES_FEWER_KEYS:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    window = ((sliding_window or 0) - 1, 0)  # tokens before and after the query's; -1: all
+    assert cu_seq_lens_q is not None
+    bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **options)
+    assert isinstance(out, Tensor)
+    return out[None], None
+
+
+_TAKES_FEWER_KEYS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether several heads of queries may share one of keys: from torch 2.12 on."""
+
+
 def _flex_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' flex attention, which wants one type: under autocast, norms of queries and keys leave float32."""
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    """transformers' flex attention."""
+    query, key, value = _in_one_type(query, key, value)
     return flex_attention_forward(module, query, key, value, attention_mask, **options)
 
 
+def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, norms of queries and keys leave float32."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
 AttentionInterface.register(SEGMENTS, _segment_attention)
+AttentionInterface.register(FLASH_2, _flash_attention_2)
 AttentionInterface.register(FLEX, _flex_attention)
 AttentionMaskInterface.register(FLEX, flex_attention_mask)

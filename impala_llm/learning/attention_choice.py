@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.utils.import_utils import (
-    is_flash_attn_2_available,
-    is_flash_attn_3_available,
-    is_kernels_available,
-)
+from transformers.utils.import_utils import is_flash_attn_3_available
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_check import (
@@ -26,13 +22,13 @@ from impala_llm.engines.embedded.model_check import (
     refusing,
     row_pairs,
 )
-from impala_llm.learning.attention import FLEX, SEGMENTS
+from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, reshard
 from impala_llm.settings import LearnerConfig
 from impala_llm.supervised import say
 
-FLASH_3, FLASH_2 = "flash_attention_3", "flash_attention_2"
+FLASH_3 = "flash_attention_3"
 _WORDS = {SEGMENTS: "segments", FLEX: "flex attention", FLASH_2: "flash attention 2", FLASH_3: "flash attention 3"}
 _GRADIENT_TOLERANCE, _COARSE_GRADIENT_TOLERANCE = 0.01, 0.5
 """Largest difference of the gradients of matrices of one name in all layers, as a share of their norm: in float32, and
@@ -66,11 +62,8 @@ def options(wanted: str, device_type: str, precision: str) -> Options:
         if precision != "bfloat16":
             against.append("flash attention needs learner.precision=bfloat16")
         else:
-            found += [FLASH_3] if is_flash_attn_3_available() else []
-            found += [FLASH_2] if is_flash_attn_2_available() or is_kernels_available() else []
-            if not found:
-                against.append("flash attention needs the package flash_attn, flash_attn_interface or kernels")
-    if wanted in ("auto", "flex"):
+            found += [FLASH_3, FLASH_2] if is_flash_attn_3_available() else [FLASH_2]
+    if wanted == "flex":
         found.append(FLEX)
     return Options([*found, SEGMENTS] if wanted == "auto" else found, against)
 

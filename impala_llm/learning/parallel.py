@@ -149,8 +149,10 @@ class Ranks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # A layer whose experts are used on one rank only has a gradient on both.
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+                # A parameter that one rank alone uses has a gradient on both. Before torch 2.13 none may be used so: the
+                # experts of a layer are not, since transformers holds them as one tensor.
+                if hasattr(module, "set_reduce_scatter_unused_params"):
+                    module.set_reduce_scatter_unused_params(True, recurse=False)
 
     def num_missing(self, num_passes: int) -> int:
         """Number of passes through the policy by which the rank with the most has more than this one, where ranks share

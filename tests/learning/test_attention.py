@@ -1,7 +1,7 @@
-"""Attention on packed rows by what transformers has for GPUs, as far as a CPU can run it.
+"""Attention on packed rows by what torch and transformers have for GPUs, as far as a CPU can run it.
 
-Flex attention runs here uncompiled, and its gradient by torch's own mathematics of it. Flash attention is played by a
-function with the interface of `flash_attn_varlen_func`, which attends row by row.
+Flex attention runs here uncompiled, and its gradient by torch's own mathematics of it. Flash attention is played by
+functions with the interfaces of `flash_attn_varlen_func` and torch's `varlen_attn`, which attend row by row.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from impala_llm.config import load
 from impala_llm.engines.base import ModelRefused
 from impala_llm.learning import attention_choice
-from impala_llm.learning.attention import FLEX, SEGMENTS
-from impala_llm.learning.attention_choice import FLASH_2, FLASH_3, Options, choose_attention, compare, options
+from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
+from impala_llm.learning.attention_choice import FLASH_3, Options, choose_attention, compare, options
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from tests.families import VOCABULARY, build_family
@@ -89,10 +89,24 @@ class PlayedFlash:
             rows.append(row.transpose(0, 1))
         return torch.cat(rows)
 
+    def varlen_attn(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *bounds: Any,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's way to it."""
+        assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size[1] == 0
+        return self.attend(query, key, value, *bounds, softmax_scale=scale, causal=True, window_size=window_size)
+
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> PlayedFlash:
-    """transformers' own flash attention, over a played package."""
+    """transformers' own flash attention, over a played package, and torch's."""
     played = PlayedFlash()
     AttentionInterface.register(FLASH, flash_attention_forward)
     AttentionMaskInterface.register(FLASH, flash_attention_mask)
@@ -101,6 +115,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> PlayedFlash:
         lambda *_arguments, **_options: (None, played.attend, None, None, None),
     )
     monkeypatch.setattr("transformers.modeling_flash_attention_utils._loaded_implementation", None)
+    monkeypatch.setattr("impala_llm.learning.attention.varlen_attn", played.varlen_attn)
     return played
 
 
@@ -144,14 +159,27 @@ def test_flex_attention_keeps_packed_rows_apart(family: str) -> None:
     assert_same_as_plain_rows(build_family(family), build_family(family), FLEX)
 
 
+def test_torchs_flash_attention_needs_no_package(tmp_path: Path) -> None:
+    """transformers looks for a package, or for a kernel to fetch, wherever an attention's name sounds like one."""
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    model.attend_by(FLASH_2)
+    assert model.attention == FLASH_2
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        model.hidden(torch.tensor([1, 2, 3, 1]), torch.tensor([0, 1, 2, 0]), torch.tensor([3, 1]))
+
+
+@pytest.mark.parametrize("implementation", [FLASH, FLASH_2])
 @pytest.mark.parametrize("family", FAMILIES[:-1])  # of GPT-2 transformers wants it in 16 bits
-def test_flash_attention_keeps_packed_rows_apart(family: str, flash: PlayedFlash) -> None:
-    assert_same_as_plain_rows(build_family(family), build_family(family), FLASH)
+def test_flash_attention_keeps_packed_rows_apart(family: str, implementation: str, flash: PlayedFlash) -> None:
+    assert_same_as_plain_rows(build_family(family), build_family(family), implementation)
 
 
-def test_flash_attention_is_told_where_rows_begin_how_long_they_are_and_the_window(flash: PlayedFlash) -> None:
+@pytest.mark.parametrize("implementation", [FLASH, FLASH_2])
+def test_flash_attention_is_told_where_rows_begin_how_long_they_are_and_the_window(
+    implementation: str, flash: PlayedFlash
+) -> None:
     model = PolicyModel(build_family("Gemma 3 (text)"))  # a layer with a window of 24 tokens, and one without
-    model.attend_by(FLASH)
+    model.attend_by(implementation)
     model.compute_in("bfloat16")
     model.hidden(*packed_rows())
     assert [call["bounds"] for call in flash.calls] == [[0, 5, 38, 39, 103, 120]] * 2
@@ -211,42 +239,34 @@ def test_an_attention_with_a_wrong_backward_pass_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "precision", "installed", "expected"),
+    ("wanted", "device", "precision", "has_flash_3", "expected"),
     [
-        ("auto", "cpu", "bfloat16", (True, True, True), [SEGMENTS]),
-        ("segments", "cuda", "bfloat16", (True, True, True), [SEGMENTS]),
-        ("auto", "cuda", "bfloat16", (True, True, True), [FLASH_3, FLASH_2, FLEX, SEGMENTS]),
-        ("auto", "cuda", "bfloat16", (False, True, False), [FLASH_2, FLEX, SEGMENTS]),
-        ("auto", "cuda", "bfloat16", (False, False, True), [FLASH_2, FLEX, SEGMENTS]),
-        ("auto", "cuda", "bfloat16", (False, False, False), [FLEX, SEGMENTS]),
-        ("auto", "cuda", "float32", (True, True, True), [FLEX, SEGMENTS]),
-        ("flash", "cuda", "bfloat16", (False, False, False), []),
-        ("flash", "cuda", "bfloat16", (False, True, False), [FLASH_2]),
-        ("flex", "cuda", "bfloat16", (True, True, True), [FLEX]),
-        ("flex", "cpu", "float32", (True, True, True), []),
+        ("auto", "cpu", "bfloat16", True, [SEGMENTS]),
+        ("segments", "cuda", "bfloat16", True, [SEGMENTS]),
+        ("auto", "cuda", "bfloat16", True, [FLASH_3, FLASH_2, SEGMENTS]),
+        ("auto", "cuda", "bfloat16", False, [FLASH_2, SEGMENTS]),
+        ("auto", "cuda", "float32", True, [SEGMENTS]),
+        ("flash", "cuda", "bfloat16", False, [FLASH_2]),
+        ("flash", "cpu", "bfloat16", False, []),
+        ("flex", "cuda", "bfloat16", True, [FLEX]),
+        ("flex", "cpu", "float32", True, []),
     ],
 )
 def test_what_is_tried_follows_device_precision_and_what_is_installed(
-    wanted: str,
-    device: str,
-    precision: str,
-    installed: tuple[bool, bool, bool],
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    wanted: str, device: str, precision: str, has_flash_3: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("is_flash_attn_3_available", "is_flash_attn_2_available", "is_kernels_available")
-    for name, is_there in zip(names, installed, strict=True):
-        monkeypatch.setattr(attention_choice, name, lambda is_there=is_there: is_there)
+    monkeypatch.setattr(attention_choice, "is_flash_attn_3_available", lambda: has_flash_3)
     found = options(wanted, device, precision)
     assert list(found.implementations) == expected
-    assert bool(found.against) == (expected in ([], [FLEX, SEGMENTS]))  # where a better one is not there
+    can_be_faster = device == "cuda" and precision == "float32" and wanted == "auto"
+    assert bool(found.against) == (can_be_faster or not expected)
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_what_fails_here_is_passed_over_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a GPU whose packages do not fit: flash attention finds no GPU, flex attention has no backward pass."""
+    """As on a GPU that is too old: flash attention finds no GPU, flex attention has no backward pass."""
     monkeypatch.setattr(attention_choice, "options", lambda *_: Options([FLASH_2, FLEX, SEGMENTS], ["it is Sunday"]))
     model = PolicyModel.from_pretrained(save_lm(tmp_path))
     config = load(["learner.precision=bfloat16"])
