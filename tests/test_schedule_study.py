@@ -31,6 +31,15 @@ def test_every_run_has_settings_that_load_and_a_file_of_its_own() -> None:
         load(run.words())
 
 
+@pytest.mark.parametrize("task", ["corridor", "shop"])
+def test_five_steps_of_a_synchronous_run_are_as_large_as_one(task: str) -> None:
+    """And it has as many episodes at once as the asynchronous run, whose tickets allow five batches."""
+    runs = {run.arm: load(run.words()) for run in study.planned([task], 1)}
+    one, five = runs["synchronous"], runs["synchronous, 5 steps"]
+    assert five.learner.batch_size / five.learner.minibatches == one.learner.batch_size / one.learner.minibatches
+    assert five.learner.batch_size == (1 + runs["η = 4"].algorithm.max_staleness) * one.learner.batch_size
+
+
 def test_an_update_learns_from_as_many_turns_of_unrolls() -> None:
     runs = {run.arm: load(run.words()) for run in study.planned(["unrolls"], 1)}
     whole, unrolls = runs["η = 1"], runs["η = 1, unrolls"]
@@ -80,11 +89,11 @@ def test_arms_that_are_as_fast_take_as_long_whatever_the_noise_of_their_points()
     seconds = np.linspace(5, 119, 20)
     results = []
     for seed in range(40):
-        for arm in ("synchronous", "η = 1"):
+        for arm in ("synchronous", "η = 4"):
             scores = 0.9 * (1 - np.exp(-seconds / 20)) + generator.normal(0, 0.02, 20)
             points = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
             results.append(result(arm, seed, 0.9) | {"curve": points})
-    [row] = [line for line in study.speed_table(results).splitlines() if "η = 1" in line]
+    [row] = [line for line in study.speed_table(results).splitlines() if "η = 4" in line]
     assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row) and "| 0 of 40 |" in row
 
 
@@ -112,9 +121,9 @@ def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: f
 
 def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
     results = [result("synchronous", seed, 0.25 * (seed + 1)) for seed in (0, 1)]
-    results += [result("η = 1", seed, 0.75 + 0.25 * seed, seconds=25.0) for seed in (0, 1)] + [result("η = 1", 2, 0.0)]
+    results += [result("η = 4", seed, 0.75 + 0.25 * seed, seconds=25.0) for seed in (0, 1)] + [result("η = 4", 2, 0.0)]
     assert "+0.500 [+0.500, +0.500]" in study.table(results)
-    row = next(line for line in study.speed_table(results).splitlines() if "| η = 1 |" in line)
+    row = next(line for line in study.speed_table(results).splitlines() if "| η = 4 |" in line)
     assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 2 |")
 
 

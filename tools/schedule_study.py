@@ -80,14 +80,21 @@ def stale(versions: int, *words: str, against: str | None = None) -> Arm:
     return Arm((f"algorithm.max_staleness={versions}", *words), against)
 
 
+def schedules(batch_size: int) -> dict[str, Arm]:
+    """Synchronous training on one batch after another, on five batches at once in as many steps, and asynchronous."""
+    five = (f"learner.batch_size={5 * batch_size}", "learner.minibatches=5")
+    return {
+        "synchronous": stale(0),
+        "synchronous, 5 steps": stale(0, *five, against="synchronous"),
+        "η = 4": stale(4, against="synchronous"),
+    }
+
+
 def corrections_by_age() -> dict[str, Arm]:
     """Each correction with few and with many episodes at once: an update takes 16, so the others wait for theirs."""
-    methods = {
-        name: (*shop.METHODS[name], f"learner.learning_rate={rate:g}")
-        for name, rate in ((shop.BUILT, 3e-4), ("TOPR", 3e-4), ("PPO clip", 1e-4), ("no correction", 1e-4))
-    }
     arms = {}
-    for name, words in methods.items():
+    for name in ("TOPR", "PPO clip", "no correction"):
+        words = (*shop.METHODS[name], "learner.learning_rate=0.0001")
         arms[f"{name}, 16 at once"] = stale(2, "actor.max_episodes=16", *words)
         arms[f"{name}, 512 at once"] = stale(32, *MANY, *words, against=f"{name}, 16 at once")
     return arms
@@ -98,23 +105,19 @@ UNROLLS = ("actor.unroll_turns=2", "learner.batch_size=192")
 
 TASKS = {
     "corridor": Task(
-        "corridor", ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", *MANY),
+        "corridor", ("experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", *MANY),
         minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)}, num_tasks=200,
-        arms={
-            "synchronous": stale(0),
-            "η = 1": stale(1, against="synchronous"),
-            "η = 4": stale(4, against="synchronous"),
-        },
+        arms=schedules(64),
     ),
     "shop": Task(
         # By its folder: of its short name it is known to be for a shop, which a slow one is not by its name.
         "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper", *MANY),
         minutes=8, speeds={"slow": (1.0, 0.25)}, num_tasks=500,
-        arms={"synchronous": stale(0), "η = 4": stale(4, against="synchronous")},
+        arms=schedules(64),
     ),
     "unrolls": Task(
         "corridor",
-        ("experiment=corridor", "algorithm=ppo", "algorithm.entropy_coef=0.02", "engine.max_length=128", *MANY),
+        ("experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", "engine.max_length=128", *MANY),
         minutes=3, speeds={"long-tailed": (0.05, 1.5)}, num_tasks=200, args={"num_turns": 6},
         arms={
             "η = 1": stale(1),

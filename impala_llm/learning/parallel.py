@@ -149,8 +149,8 @@ class Ranks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # A parameter that one rank alone uses has a gradient on both. Before torch 2.13 none may be used so: the
-                # experts of a layer are not, since transformers holds them as one tensor.
+                # A parameter that one rank alone uses has a gradient on both. Before torch 2.13 none may be used so;
+                # the experts of a layer are not, since transformers holds them as one tensor.
                 if hasattr(module, "set_reduce_scatter_unused_params"):
                     module.set_reduce_scatter_unused_params(True, recurse=False)
 
