@@ -38,6 +38,7 @@ UPDATES_ONCE = 120
 CONTRASTS = (
     (BUILT, "TOPR"), (BUILT, "PPO clip"), ("TOPR", "PPO clip"), ("PPO clip", "V-trace turn, PPO clip"),
     ("PPO clip", "no correction"), ("PPO clip", "no correction, 1e-4"),
+    ("TOPR, 1e-4", "TOPR"), ("TOPR, 1e-4", "PPO clip"),
 )  # fmt: skip
 """Pairs of methods whose differences are shown."""
 
@@ -73,13 +74,21 @@ def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) ->
 
 
 def at_256(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    """Four times as many updates as in `shop`: in 160 a lag of 256 would be learning from a fixed set."""
+    """Four times as many updates as in `shop`: in 160 a lag of 256 would be learning from a fixed set.
+
+    TOPR also at the rate of PPO's clip: its own was too high for so many updates without a lag.
+    """
     chosen = plan.chosen_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
     runs = [
         _run("shop-256", lag, method, chosen[method][16], seed, policy)
         for lag in (256, 0)
         for seed in seeds
         for method in CONTENDERS
+    ]
+    runs += [
+        replace(_run("shop-256", lag, "TOPR", 1e-4, seed, policy), method="TOPR, 1e-4")
+        for seed in seeds
+        for lag in (0, 256)
     ]
     return [replace(run, evaluate_on="test", num_updates=640, evaluate_every=40) for run in runs]
 
