@@ -16,6 +16,7 @@ extra `plots`. What was decided before the runs, and what was found: docs/result
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -190,7 +191,7 @@ def play(run: Run, folder: Path) -> dict[str, Any]:
     """Train and evaluate. Raises SystemExit where a command failed."""
     target = folder / run.name
     shutil.rmtree(target, ignore_errors=True)  # of a run that was interrupted: its clock would begin anew
-    _call("train", *run.words(), f"run.name={run.name}", f"run.dir={target}")
+    _call("train", *run.words(), f"run.name=schedule-{os.getpid()}", f"run.dir={target}")
     task = TASKS[run.task]
     evaluation = json.loads(
         _call(
