@@ -21,7 +21,7 @@ def test_arms_differ_in_nothing_but_their_own_settings(task: str) -> None:
         shared = {tuple(word for word in run.words() if word not in plan.arms[run.arm].words) for run in of_speed}
         assert len(shared) == 1
     assert any(arm.against for arm in plan.arms.values()), "there is something to compare with"
-    assert all(arm.against in {None, *plan.arms} for arm in plan.arms.values())
+    assert {other for arm in plan.arms.values() for other in arm.against} <= {*plan.arms}
 
 
 def test_every_run_has_settings_that_load_and_a_file_of_its_own() -> None:
@@ -79,8 +79,8 @@ def test_the_time_to_a_score_lies_between_two_points(level: float, seconds: floa
 
 def test_curves_are_smoothed_by_running_means() -> None:
     points = [(10.0, 1, 0.0, 0.0), (20.0, 2, 0.3, 0.0), (30.0, 3, 0.6, 0.0), (40.0, 4, 0.9, 0.0)]
-    assert study.smooth(points) == [pytest.approx((20.0, 0.3)), pytest.approx((30.0, 0.6))]
-    assert study.smooth(points[:2]) == [pytest.approx((15.0, 0.15))], "fewer points than a mean has"
+    assert study.smooth(points, study.SCORE) == [pytest.approx((20.0, 0.3)), pytest.approx((30.0, 0.6))]
+    assert study.smooth(points[:2], study.SCORE) == [pytest.approx((15.0, 0.15))], "fewer points than a mean has"
 
 
 def test_arms_that_are_as_fast_take_as_long_whatever_the_noise_of_their_points() -> None:
@@ -122,15 +122,33 @@ def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: f
 def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
     results = [result("synchronous", seed, 0.25 * (seed + 1)) for seed in (0, 1)]
     results += [result("η = 4", seed, 0.75 + 0.25 * seed, seconds=25.0) for seed in (0, 1)] + [result("η = 4", 2, 0.0)]
-    assert "+0.500 [+0.500, +0.500]" in study.table(results)
+    assert "| η = 4 | synchronous | 2 | +0.500 [+0.500, +0.500] |" in study.gain_table(results)
     row = next(line for line in study.speed_table(results).splitlines() if "| η = 4 |" in line)
     assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 2 |")
+
+
+def test_an_arm_is_compared_with_each_that_it_names() -> None:
+    results = [result(arm, seed, 0.5) for arm in ("synchronous", "synchronous, 5 steps", "η = 4") for seed in (0, 1)]
+    rows = study.gain_table(results).splitlines()[2:]
+    assert [row.split(" | ")[2:4] for row in rows] == [
+        ["synchronous, 5 steps", "synchronous"],
+        ["η = 4", "synchronous"],
+        ["η = 4", "synchronous, 5 steps"],
+    ]
+
+
+def test_the_time_to_a_success_rate_is_that_of_its_own_column() -> None:
+    results = [result("synchronous", 0, 0.5), result("η = 4", 0, 0.5)]
+    for run, seconds in zip(results, (30.0, 10.0), strict=True):
+        run["curve"] = [(place * seconds, 1, 0.5, place) for place in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    [row] = study.speed_table(results, study.SUCCESS).splitlines()[2:]
+    assert "| 3.0 (3.0 to 3.0) |" in row
 
 
 def test_unrolls_are_compared_with_whole_episodes_of_the_same_staleness() -> None:
     results = [result("η = 4", 0, 0.0, "unrolls"), result("η = 1", 0, 0.25, "unrolls")]
     results.append(result("η = 1, unrolls", 0, 0.75, "unrolls", seconds=25.0))
-    [row] = [line for line in study.table(results).splitlines() if "η = 1, unrolls" in line]
-    assert "+0.500" in row
+    [row] = study.gain_table(results).splitlines()[2:]
+    assert "| η = 1, unrolls | η = 1 | 1 | +0.500 |" in row
     [row] = study.speed_table(results).splitlines()[2:]
     assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 1 |"), "30 s of whole episodes, 25 of unrolls"

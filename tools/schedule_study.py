@@ -47,6 +47,10 @@ MANY = ("actor.max_episodes=512",)
 """As many episodes at once as tickets allow, in all arms: who waits for an environment waits for many of them."""
 NUM_POINTS = 20
 """Points of a curve, each of the training episodes of an equal stretch of time."""
+SCORE, SUCCESS = 2, 3
+"""Columns of a curve's points."""
+WIDTH = 3
+"""Points of a running mean."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Arm:
 
     words: tuple[str, ...]
     """Settings."""
-    against: str | None = None
-    """The arm that it is compared with."""
+    against: tuple[str, ...] = ()
+    """The arms that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,9 @@ class Task:
     """Settings of the environment: env.args.*"""
 
 
-def stale(versions: int, *words: str, against: str | None = None) -> Arm:
+def stale(versions: int, *words: str, against: Sequence[str] = ()) -> Arm:
     """An arm that learns from data of at most so many versions before."""
-    return Arm((f"algorithm.max_staleness={versions}", *words), against)
+    return Arm((f"algorithm.max_staleness={versions}", *words), tuple(against))
 
 
 def schedules(batch_size: int) -> dict[str, Arm]:
@@ -86,8 +90,8 @@ def schedules(batch_size: int) -> dict[str, Arm]:
     five = (f"learner.batch_size={5 * batch_size}", "learner.minibatches=5")
     return {
         "synchronous": stale(0),
-        "synchronous, 5 steps": stale(0, *five, against="synchronous"),
-        "η = 4": stale(4, against="synchronous"),
+        "synchronous, 5 steps": stale(0, *five, against=["synchronous"]),
+        "η = 4": stale(4, against=["synchronous", "synchronous, 5 steps"]),
     }
 
 
@@ -97,7 +101,7 @@ def corrections_by_age() -> dict[str, Arm]:
     for name in ("TOPR", "PPO clip", "no correction"):
         words = (*shop.METHODS[name], "learner.learning_rate=0.0001")
         arms[f"{name}, 16 at once"] = stale(2, "actor.max_episodes=16", *words)
-        arms[f"{name}, 512 at once"] = stale(32, *MANY, *words, against=f"{name}, 16 at once")
+        arms[f"{name}, 512 at once"] = stale(32, *MANY, *words, against=[f"{name}, 16 at once"])
     return arms
 
 
@@ -122,9 +126,9 @@ TASKS = {
         minutes=3, speeds={"long-tailed": (0.05, 1.5)}, num_tasks=200, args={"num_turns": 6},
         arms={
             "η = 1": stale(1),
-            "η = 1, unrolls": stale(1, *UNROLLS, against="η = 1"),
+            "η = 1, unrolls": stale(1, *UNROLLS, against=["η = 1"]),
             "η = 4": stale(4),
-            "η = 4, unrolls": stale(4, *UNROLLS, against="η = 4"),
+            "η = 4, unrolls": stale(4, *UNROLLS, against=["η = 4"]),
         },
     ),
     "versions": Task(
@@ -255,38 +259,43 @@ def idle_share(steps: Sequence[dict[str, float]]) -> float:
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def with_baseline(results: Sequence[dict[str, Any]]) -> list[tuple[tuple[str, str, str], list[dict[str, Any]], Pairs]]:
-    """(arm, its runs, its runs with those of the same seed that they are compared with), arm by arm."""
+def paired(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str, str], Pairs]:
+    """By (task, speed, arm, arm that it is compared with): its runs with those of the same seed of the other."""
     arms = reporting.group_by(results, "task", "speed", "arm")
-    found = []
+    found = {}
     for (task, speed, arm), runs in arms.items():
-        baseline = arms.get((task, speed, TASKS[task].arms[arm].against or ""), [])
-        of_seed = {run["settings"]["seed"]: run for run in baseline}
-        pairs = [(run, of_seed[run["settings"]["seed"]]) for run in runs if run["settings"]["seed"] in of_seed]
-        found.append(((task, speed, arm), runs, pairs))
+        for other in TASKS[task].arms[arm].against:
+            of_seed = {run["settings"]["seed"]: run for run in arms.get((task, speed, other), [])}
+            pairs = [(run, of_seed[run["settings"]["seed"]]) for run in runs if run["settings"]["seed"] in of_seed]
+            if pairs:
+                found[task, speed, arm, other] = pairs
     return found
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each arm: means over seeds, and what it has over the arm that it is compared with, paired by seed."""
-    header = ["task", "environment", "arm", "seeds", "updates", "age", "learner idle", "test score", "success", "gain"]
+    """A row for each arm: means over seeds."""
+    header = ["task", "environment", "arm", "seeds", "updates", "age", "learner idle", "test score", "success"]
     rows = []
-    for (task, speed, arm), runs, pairs in with_baseline(results):
-        gain = ""
-        if pairs:
-            values = np.array([ours["score"] - other["score"] for ours, other in pairs])
-            low, high = stats.bootstrap_interval(values, stats.mean)
-            gain = f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+    for (task, speed, arm), runs in reporting.group_by(results, "task", "speed", "arm").items():
         rows.append([
             task, speed, arm, str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
             f"{np.mean([r['staleness'] for r in runs]):.1f}", f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
-            reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}", gain,
+            reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}",
         ])  # fmt: skip
     return reporting.table(header, rows)
 
 
-def mean_score(points: Sequence[Sequence[float]]) -> float:
-    return float(np.mean([point[2] for point in points]))
+def gain_table(results: Sequence[dict[str, Any]]) -> str:
+    """What an arm has over another on the test tasks after the same time, paired by seed."""
+    rows = []
+    for (task, speed, arm, other), pairs in paired(results).items():
+        gains = []
+        for name in ("score", "success"):
+            values = np.array([ours[name] - theirs[name] for ours, theirs in pairs])
+            low, high = stats.bootstrap_interval(values, stats.mean)
+            gains.append(f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]" if len(pairs) > 1 else f"{values[0]:+.3f}")
+        rows.append([task, speed, arm, other, str(len(pairs)), *gains])
+    return reporting.table(["task", "environment", "arm", "less", "pairs", "test score", "success"], rows)
 
 
 def seconds_to(level: float, points: Sequence[tuple[float, float]]) -> float:
@@ -302,35 +311,37 @@ def seconds_to(level: float, points: Sequence[tuple[float, float]]) -> float:
     return math.inf
 
 
-def smooth(points: Sequence[Sequence[float]], width: int = 3) -> list[tuple[float, float]]:
-    """(seconds, score): running means of a curve, so that no single point decides when a score is reached."""
-    columns = np.array([[point[0], point[2]] for point in points])
-    width = min(width, len(columns))
+def smooth(points: Sequence[Sequence[float]], column: int) -> list[tuple[float, float]]:
+    """(seconds, value): running means of a curve, so that no single point decides when a score is reached."""
+    columns = np.array([[point[0], point[column]] for point in points])
+    width = min(WIDTH, len(columns))
     means = np.apply_along_axis(lambda column: np.convolve(column, np.full(width, 1 / width), "valid"), 0, columns)
-    return [(float(seconds), float(score)) for seconds, score in means]
+    return [(float(seconds), float(value)) for seconds, value in means]
 
 
-def speed_table(results: Sequence[dict[str, Any]]) -> str:
-    """How long an arm takes to 95 % of the score at which the arm it is compared with ends, and how long that took.
+def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
+    """How long an arm takes to 95 % of the value at which the arm it is compared with ends, and how long that took.
 
-    Of running means, and of the mean of the last five points: the highest of twenty noisy points would be reached late,
-    or never, by an arm that is as fast.
+    Of running means, and of the mean of the last quarter of the points, three at least: the highest of twenty noisy
+    points would be reached late, or never, by an arm that is as fast.
+
+    Args:
+        column: of a curve's points.
     """
     rows = []
-    for (task, speed, arm), _, pairs in with_baseline(results):
-        if not pairs:
-            continue
+    for (task, speed, arm, other), pairs in paired(results).items():
         times = []
-        for ours, other in pairs:
-            level = 0.95 * mean_score(other["curve"][-5:])
-            times.append((seconds_to(level, smooth(other["curve"])), seconds_to(level, smooth(ours["curve"]))))
-        ratios = [theirs / own if theirs < math.inf else math.nan for theirs, own in times]
+        for ours, theirs in pairs:
+            last = [point[column] for point in theirs["curve"]]
+            level = 0.95 * float(np.mean(last[-max(WIDTH, math.ceil(len(last) / 4)) :]))
+            times.append([seconds_to(level, smooth(run["curve"], column)) for run in (theirs, ours)])
+        ratios = [before / own if before < math.inf else math.nan for before, own in times]
         rows.append([
-            task, speed, arm, *(f"{np.median(column):.0f} s" for column in zip(*times, strict=True)),
+            task, speed, arm, other, *(f"{np.median(each):.0f} s" for each in zip(*times, strict=True)),
             f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
             f"{sum(own == math.inf for _, own in times)} of {len(times)}",
         ])  # fmt: skip
-    header = ["task", "environment", "arm", "what it is compared with takes", "this takes", "ratio: median (all seeds)",
+    header = ["task", "environment", "arm", "compared with", "which takes", "this takes", "ratio: median (all seeds)",
               "never"]  # fmt: skip
     return reporting.table(header, rows)
 
@@ -395,7 +406,8 @@ def main() -> int:
     if found:
         reporting.write_lines(data, found)
         plot(found, arguments.out / "curves.svg")
-        print(f"\n{table(found)}\n\n{speed_table(found)}")
+        tables = [table(found), gain_table(found), speed_table(found), speed_table(found, SUCCESS)]
+        print("\n" + "\n\n".join(tables))
     return 0
 
 
