@@ -135,16 +135,13 @@ def _flash_attention_2(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    sliding_window: int | None = None,
-    **_unused: object,
+    **packed: Any,
 ) -> tuple[Tensor, None]:
     """torch's flash attention on rows of varying lengths; shapes as in `_segment_attention`.
 
     Args:
-        cu_seq_lens_q: int32[num_segments + 1], where each row begins, and where the last one ends.
-        max_length_q: tokens of the longest row.
+        packed: transformers' names for packed input: cu_seq_lens_q, int32[num_segments + 1], where each row begins, and
+            where the last one ends; max_length_q, tokens of the longest row; sliding_window, or None.
     """
     q, k, v = (x[0].transpose(0, 1) for x in _in_one_type(query, key, value))
     options: dict[str, Any] = {}
@@ -153,9 +150,8 @@ def _flash_attention_2(
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    window = ((sliding_window or 0) - 1, 0)  # tokens before and after the query's; -1: all
-    assert cu_seq_lens_q is not None
-    bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    window = ((packed.get("sliding_window") or 0) - 1, 0)  # tokens before and after the query's; -1: all
+    bounds = (packed["cu_seq_lens_q"],) * 2 + (packed["max_length_q"],) * 2
     out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **options)
     assert isinstance(out, Tensor)
     return out[None], None
