@@ -5,6 +5,7 @@ import difflib
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -41,7 +42,7 @@ impala-llm keys --dir DIR [--actors NAME,NAME,...]
 impala-llm --version
 
 `impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the
-settings that have WORD in their key or meaning.
+settings that have WORD in their key or meaning, `--help .` all of them.
 Start with: impala-llm train experiment=quickstart"""
 
 HELP = {
@@ -102,6 +103,11 @@ With pipeline.connect it looks at the host of actors, else at the learner's.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
 }
+SETTINGS_HELP = (
+    "`impala-llm {} --help WORD` shows the settings that have WORD in their key or meaning, with default, range and "
+    "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. Parts, with how "
+    "many settings each has: {}."
+)
 FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
 
 
@@ -161,18 +167,20 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def show_help(command: str, word: str) -> int:
-    """Print what the command does and the settings that have the word in key or meaning. Returns the exit code."""
-    from impala_llm.settings_reference import reference
+    """Print what the command does, or the settings that have the word in key or meaning. Returns the exit code."""
+    from impala_llm.settings_reference import parts, reference
 
-    settings = reference(word, min(shutil.get_terminal_size((80, 24)).columns, 120))
-    if word and not settings:
-        unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
-        print(unknown, file=sys.stderr)
-        return 2
+    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
     if not word:
-        print(f"{HELP[command]}\n\nSettings, with default, range and meaning:\n")
-    print(settings)
-    return 0
+        counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
+        print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
+        return 0
+    if settings := reference(word, width):
+        print(settings)
+        return 0
+    unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
+    print(unknown, file=sys.stderr)
+    return 2
 
 
 def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:

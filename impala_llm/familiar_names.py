@@ -39,7 +39,7 @@ FAMILIAR_NAMES = {
 def suggestion(key: str, known: Sequence[str]) -> str:
     """A sentence with the setting that an unknown key may stand for."""
     meant = meant_by(key, known)
-    return f"did you mean {meant}?" if meant else "run `impala-llm train --help` to see all keys"
+    return f"did you mean {meant}?" if meant else "`impala-llm train --help WORD` searches all keys"
 
 
 def meant_by(key: str, known: Sequence[str]) -> str | None:

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -26,7 +27,7 @@ INTRODUCTION = """\
 # Settings
 
 Written by `python -m impala_llm.settings_reference > docs/settings.md` from the fields in `impala_llm/settings.py`;
-`impala-llm train --help` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. `null`
+`impala-llm train --help .` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. `null`
 is no value. A preset beside a file, such as `algorithm=vtrace`, goes over it: what the presets of its group set comes
 from the one that is named, all else in the file stays.
 """
@@ -44,8 +45,14 @@ class Entry:
     meaning: str
 
 
-def reference(word: str = "", width: int = 100) -> str:
-    """All settings that have `word` in their key or meaning, in any case, as lines of at most `width` characters.
+def parts() -> dict[str, int]:
+    """How many settings each part has, by its name, in the order of settings.py."""
+    keys = dict.fromkeys(entry.key for entry in _entries(settings.Config(), ""))
+    return dict(Counter(key.partition(".")[0] for key in keys))
+
+
+def reference(word: str, width: int = 100) -> str:
+    """The settings that have `word` in their key or meaning, in any case, as lines of at most `width` characters.
 
     In the order of settings.py, those with the word in their key first. Empty where there is none.
     """

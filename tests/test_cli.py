@@ -43,10 +43,19 @@ def test_help_goes_to_stdout(word: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("command", ["train", "actors", "evaluate", "demonstrate", "sft"])
-def test_help_of_a_command_shows_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_fits_a_screen_and_names_the_parts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert f"impala-llm {command}" in printed
+    assert f"impala-llm {command}" in printed and len(printed.splitlines()) <= 30
+    for part in dict.fromkeys(key.partition(".")[0] for key in known_keys()):
+        keys = {line.partition("=")[0] for line in reference(f"{part}.").splitlines() if line.startswith(f"{part}.")}
+        assert f"{part} ({len(keys)})" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("command", ["train", "actors", "evaluate", "demonstrate", "sft"])
+def test_help_with_a_dot_shows_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help", "."]) == 0
+    printed = capsys.readouterr().out
     for key in known_keys():
         assert f"{key}=" in printed, key
     assert "learner.learning_rate=0.0003  (0 to 1)" in printed
@@ -79,7 +88,11 @@ def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], *([command, "--help"] for command in ("train", "actors", "evaluate", "demonstrate", "sft", "doctor"))],
+    [
+        ["--help"],
+        ["train", "--help", "."],
+        *([command, "--help"] for command in ("train", "actors", "evaluate", "demonstrate", "sft", "doctor")),
+    ],
 )
 def test_help_fits_a_terminal_of_80_columns(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -120,7 +133,7 @@ def test_help_finds_a_key_by_its_words() -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    lines = reference().splitlines()
+    lines = reference(".").splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         assert line.startswith(" ") or following.startswith("    "), line
 
