@@ -1,8 +1,11 @@
 """The comparison of schedules: what is compared differs in nothing else, and curves and times are what they say."""
 
+import json
 import math
 import re
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ def test_five_steps_of_a_synchronous_run_are_as_large_as_one(task: str) -> None:
     """And it has as many episodes at once as the asynchronous run, whose tickets allow five batches."""
     runs = {run.arm: load(run.words()) for run in study.planned([task], 1)}
     one, five = runs["synchronous"], runs["synchronous, 5 steps"]
+    assert {run.learner.warmup_updates for run in runs.values()} == {0}, "which counts updates, and not steps"
     assert five.learner.batch_size / five.learner.minibatches == one.learner.batch_size / one.learner.minibatches
     assert five.learner.batch_size == (1 + runs["η = 4"].algorithm.max_staleness) * one.learner.batch_size
 
@@ -77,24 +81,48 @@ def test_the_time_to_a_score_lies_between_two_points(level: float, seconds: floa
     assert study.seconds_to(level, [(10.0, 0.25), (20.0, 0.75), (30.0, 0.5)]) == seconds
 
 
-def test_curves_are_smoothed_by_running_means() -> None:
-    points = [(10.0, 1, 0.0, 0.0), (20.0, 2, 0.3, 0.0), (30.0, 3, 0.6, 0.0), (40.0, 4, 0.9, 0.0)]
-    assert study.smooth(points, study.SCORE) == [pytest.approx((20.0, 0.3)), pytest.approx((30.0, 0.6))]
-    assert study.smooth(points[:2], study.SCORE) == [pytest.approx((15.0, 0.15))], "fewer points than a mean has"
+def run_with(points: list[tuple[float, float]]) -> dict[str, object]:
+    """A run of 1,200 s, whose stretches are of 60 s, with these (seconds, score)."""
+    return {"minutes": 20, "curve": [(seconds, 1, score, 0.0) for seconds, score in points]}
 
 
-def test_arms_that_are_as_fast_take_as_long_whatever_the_noise_of_their_points() -> None:
-    """The score that counts is no highest point: of two equal arms neither is slower, nor never there."""
+def test_running_means_are_of_three_stretches_of_time_however_many_points_there_are() -> None:
+    every = [(60.0 * place + 30, place / 10) for place in range(20)]
+    means = study.running_means(run_with(every), study.SCORE)
+    assert means[:2] == [pytest.approx((180.0, 0.1)), pytest.approx((240.0, 0.2))] and len(means) == 18
+    few = study.running_means(run_with([every[0], every[3], every[19]]), study.SCORE)
+    assert few == [
+        *((180.0, 0.0), (240.0, pytest.approx(0.3)), (300.0, pytest.approx(0.3)), (360.0, pytest.approx(0.3))),
+        (1200.0, pytest.approx(1.9)),
+    ]
+
+
+def test_where_a_run_ends_is_the_mean_of_its_last_quarter_of_time() -> None:
+    assert study.end_of(run_with([(100, 0.0), (899, 0.1), (901, 0.2), (1190, 0.4)]), study.SCORE) == pytest.approx(0.3)
+    assert study.end_of(run_with([(100, 0.0), (899, 0.1)]), study.SCORE) == 0.1, "no update ended in it"
+
+
+@pytest.mark.parametrize(("points", "noise"), [((20, 20), (0.02, 0.02)), ((9, 20), (0.02, 0.04))])
+def test_arms_that_are_as_fast_take_as_long(points: tuple[int, int], noise: tuple[float, float]) -> None:
+    """Whatever the number and the noise of their points: of two equal arms neither is slower, nor never there."""
     generator = np.random.default_rng(5)
-    seconds = np.linspace(5, 119, 20)
     results = []
-    for seed in range(40):
-        for arm in ("synchronous", "η = 4"):
-            scores = 0.9 * (1 - np.exp(-seconds / 20)) + generator.normal(0, 0.02, 20)
-            points = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
-            results.append(result(arm, seed, 0.9) | {"curve": points})
+    for seed in range(200):
+        for arm, num_points, spread in zip(("synchronous", "η = 4"), points, noise, strict=True):
+            seconds = (np.arange(num_points) + 0.5) * 480 / num_points
+            scores = 0.65 + 0.2 * (1 - np.exp(-seconds / 200)) + generator.normal(0, spread, num_points)
+            curve = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
+            results.append(result(arm, seed, 0.9) | {"curve": curve, "minutes": 8})
     [row] = [line for line in study.speed_table(results).splitlines() if "η = 4" in line]
-    assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row) and "| 0 of 40 |" in row
+    assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row), row
+    assert int(row.split("|")[-2]) <= 2
+
+
+def test_an_arm_that_learns_nothing_sets_no_level() -> None:
+    results = [result("synchronous", 0, 0.5), result("η = 4", 0, 0.5)]
+    results[0]["curve"] = [(at, 1, 0.04 * score, 0.0) for at, _, score, _ in line_to_1(60.0)]
+    [row] = study.speed_table(results).splitlines()[2:]
+    assert row.endswith("| synchronous | 0 of 1 |  |  |  |  |")
 
 
 def test_a_finished_run_whose_settings_have_changed_is_not_taken_for_todays() -> None:
@@ -102,7 +130,18 @@ def test_a_finished_run_whose_settings_have_changed_is_not_taken_for_todays() ->
     kept = {"settings": asdict(run) | {"overrides": run.words()}, "minutes": study.TASKS["corridor"].minutes}
     assert study.run_of(kept) == run
     assert study.run_of(kept | {"minutes": 1}) is None
-    assert study.run_of({**kept, "settings": kept["settings"] | {"overrides": ["experiment=toy"]}}) is None
+    for changed in ({"overrides": ["experiment=toy"]}, {"arm": "η = 1"}, {"speed": "none"}, {"task": "none"}):
+        assert study.run_of({**kept, "settings": kept["settings"] | changed}) is None
+
+
+def test_runs_of_other_settings_are_not_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "runs.jsonl"
+    strange = result("η = 1", 0, 0.5) | {"minutes": 2}
+    data.write_text(before := json.dumps(strange) + "\n")
+    monkeypatch.setattr(sys, "argv", ["study", "--report", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit, match=r"1 runs in .*runs.jsonl .* have other settings"):
+        study.main()
+    assert data.read_text() == before
 
 
 def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> None:
@@ -110,21 +149,27 @@ def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> Non
     assert study.idle_share(steps) == 0.25
 
 
-def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: float = 30.0) -> dict[str, object]:
+def line_to_1(seconds: float) -> list[tuple[float, int, float, float]]:
+    """A curve of 2 minutes, its score on a straight line from 0 to 1 after so many seconds; success stays 0."""
+    return [(at, 1, min(1.0, at / seconds), 0.0) for at in (6.0 * place + 3 for place in range(20))]
+
+
+def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: float = 60.0) -> dict[str, object]:
     of_run = {"task": task, "speed": "long-tailed", "arm": arm, "seed": seed}
-    points = [(place * seconds, 1, place, 0.0) for place in (0.0, 0.5, 1.0, 1.5)]  # in a straight line to 1
     return {
-        "settings": of_run, "score": score, "updates": 10, "learner_idle": 0.5, "staleness": 1.5, "success": 0.0,
-        "curve": points,
+        "settings": of_run, "score": score, "minutes": 2, "updates": 10, "learner_idle": 0.5, "staleness": 1.5,
+        "success": 0.0, "curve": line_to_1(seconds),
     }  # fmt: skip
 
 
 def test_a_gain_is_paired_with_the_synchronous_run_of_the_same_seed() -> None:
     results = [result("synchronous", seed, 0.25 * (seed + 1)) for seed in (0, 1)]
-    results += [result("η = 4", seed, 0.75 + 0.25 * seed, seconds=25.0) for seed in (0, 1)] + [result("η = 4", 2, 0.0)]
-    assert "| η = 4 | synchronous | 2 | +0.500 [+0.500, +0.500] |" in study.gain_table(results)
+    results += [result("η = 4", seed, 0.75 + 0.5 * seed, seconds=40.0) for seed in (0, 1)] + [result("η = 4", 2, 0.0)]
+    # Differences of 0.5 and 0.75: Student's half width is 12.706 · 0.125.
+    assert "| η = 4 | synchronous | 2 | +0.625 [-0.963, +2.213] |" in study.gain_table(results)
     row = next(line for line in study.speed_table(results).splitlines() if "| η = 4 |" in line)
-    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 2 |")
+    # The level is 0.05 + 0.8 · 0.95; means of 18 s lag by 9, so they are there after 9 + 0.81 · 60 and 9 + 0.81 · 40 s.
+    assert row.endswith("| 2 of 2 | 58 s | 41 s | 1.4 (1.4 to 1.4) | 0 |")
 
 
 def test_an_arm_is_compared_with_each_that_it_names() -> None:
@@ -139,16 +184,16 @@ def test_an_arm_is_compared_with_each_that_it_names() -> None:
 
 def test_the_time_to_a_success_rate_is_that_of_its_own_column() -> None:
     results = [result("synchronous", 0, 0.5), result("η = 4", 0, 0.5)]
-    for run, seconds in zip(results, (30.0, 10.0), strict=True):
-        run["curve"] = [(place * seconds, 1, 0.5, place) for place in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    for run, seconds in zip(results, (60.0, 30.0), strict=True):
+        run["curve"] = [(at, 1, 0.5, score) for at, _, score, _ in line_to_1(seconds)]
     [row] = study.speed_table(results, study.SUCCESS).splitlines()[2:]
-    assert "| 3.0 (3.0 to 3.0) |" in row
+    assert "| 1.7 (1.7 to 1.7) |" in row
 
 
 def test_unrolls_are_compared_with_whole_episodes_of_the_same_staleness() -> None:
     results = [result("η = 4", 0, 0.0, "unrolls"), result("η = 1", 0, 0.25, "unrolls")]
-    results.append(result("η = 1, unrolls", 0, 0.75, "unrolls", seconds=25.0))
+    results.append(result("η = 1, unrolls", 0, 0.75, "unrolls", seconds=30.0))
     [row] = study.gain_table(results).splitlines()[2:]
     assert "| η = 1, unrolls | η = 1 | 1 | +0.500 |" in row
     [row] = study.speed_table(results).splitlines()[2:]
-    assert row.endswith("| 1.2 (1.2 to 1.2) | 0 of 1 |"), "30 s of whole episodes, 25 of unrolls"
+    assert row.endswith("| 1.7 (1.7 to 1.7) | 0 |"), "60 s of whole episodes, 30 of unrolls"

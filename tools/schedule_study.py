@@ -3,14 +3,15 @@
 
     python tools/schedule_study.py                                  # what is missing, one at a time, then the report
     python tools/schedule_study.py --task corridor --minutes 90     # begins no run after 90 minutes
+    python tools/schedule_study.py --task shop --arm "η = 4"        # this arm alone
     python tools/schedule_study.py --report                         # tables and plots of what has finished
 
 Whole runs: a learner and an actor process on the same two cores, for the same minutes, with the same settings but for
 those of the arm: `algorithm.max_staleness`, which is 0 in the synchronous one; in the task `unrolls` whether episodes
 are learned from before they have ended; in `versions` the correction, and how many episodes are played at once. They
 take turns seed by seed, so that whatever else the machine does meets all arms alike.
-A finished run is one file under --runs; runs whose data stand under docs/results/schedule are finished too. Needs the
-extra `plots`. What was decided before the runs, and what was found: docs/results/schedule.md.
+A finished run is one file under --runs; runs whose data stand under --out are finished too. Needs the extra `plots`.
+What was decided before the runs, and what was found: docs/results/schedule.md.
 """
 
 import argparse
@@ -39,7 +40,6 @@ sys.path.insert(0, str(ROOT))
 from impala_llm.config import load  # noqa: E402
 from tools import _study_report as reporting  # noqa: E402
 from tools import _study_shop as shop  # noqa: E402
-from tools import _study_stats as stats  # noqa: E402
 
 SLOW = "impala_llm.bench._schedule_environment:SlowSuite"
 DATA = ROOT / "docs" / "results" / "schedule"
@@ -49,8 +49,12 @@ NUM_POINTS = 20
 """Points of a curve, each of the training episodes of an equal stretch of time."""
 SCORE, SUCCESS = 2, 3
 """Columns of a curve's points."""
-WIDTH = 3
-"""Points of a running mean."""
+WINDOW = 3
+"""Stretches of a running mean."""
+GAIN = 0.8
+"""Share of what an arm gains from its start to its end: the level whose time is measured."""
+SMALLEST_GAIN = 0.05
+"""Of less there is no such level: it would be a level of noise."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,19 @@ def stale(versions: int, *words: str, against: Sequence[str] = ()) -> Arm:
     return Arm((f"algorithm.max_staleness={versions}", *words), tuple(against))
 
 
-def schedules(batch_size: int) -> dict[str, Arm]:
-    """Synchronous training on one batch after another, on five batches at once in as many steps, and asynchronous."""
+def schedules(batch_size: int, *clip: str) -> dict[str, Arm]:
+    """Synchronous training on one batch after another, on five batches at once in as many steps, and asynchronous.
+
+    Args:
+        clip: settings of PPO's clip, for one more arm of five steps; none: there is no such arm.
+    """
     five = (f"learner.batch_size={5 * batch_size}", "learner.minibatches=5")
+    clipped = {"synchronous, 5 steps, clip": stale(0, *five, *clip, against=["synchronous, 5 steps"])} if clip else {}
     return {
         "synchronous": stale(0),
         "synchronous, 5 steps": stale(0, *five, against=["synchronous"]),
-        "η = 4": stale(4, against=["synchronous", "synchronous, 5 steps"]),
+        **clipped,
+        "η = 4": stale(4, against=["synchronous", "synchronous, 5 steps", *clipped]),
     }
 
 
@@ -105,24 +115,29 @@ def corrections_by_age() -> dict[str, Arm]:
     return arms
 
 
+FULL_RATE = "learner.warmup_updates=0"
+"""A warm-up counts updates, of which an arm with large batches makes few: it would be most of that arm's run."""
 UNROLLS = ("actor.unroll_turns=2", "learner.batch_size=192")
 """Unrolls of a third of an episode, and three times as many in a batch, so that an update learns from as many turns."""
 
 TASKS = {
     "corridor": Task(
-        "corridor", ("experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", *MANY),
+        "corridor", ("experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", FULL_RATE, *MANY),
         minutes=2, speeds={"fast": (0.0, 0.0), "long-tailed": (0.02, 1.5), "slow": (0.2, 0.25)}, num_tasks=200,
         arms=schedules(64),
     ),
     "shop": Task(
         # By its folder: of its short name it is known to be for a shop, which a slow one is not by its name.
-        "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper", *MANY),
+        "webshop", ("experiment=quickstart", "model.path=impala_llm/assets/tiny_shopper", FULL_RATE, *MANY),
         minutes=8, speeds={"slow": (1.0, 0.25)}, num_tasks=500,
-        arms=schedules(64),
+        arms=schedules(64, "algorithm.loss=ppo_clip"),
     ),
     "unrolls": Task(
         "corridor",
-        ("experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", "engine.max_length=128", *MANY),
+        (
+            "experiment=corridor", "algorithm=topr_gae", "algorithm.entropy_coef=0.02", "engine.max_length=128",
+            FULL_RATE, *MANY,
+        ),
         minutes=3, speeds={"long-tailed": (0.05, 1.5)}, num_tasks=200, args={"num_turns": 6},
         arms={
             "η = 1": stale(1),
@@ -173,11 +188,15 @@ class Run:
 
 
 def planned(tasks: Sequence[str], num_seeds: int | None = None) -> list[Run]:
-    """All runs; the arms of a seed one after the other, in an order that turns around from seed to seed."""
+    """All runs; the arms of a seed one after the other, in an order that turns around from seed to seed.
+
+    Args:
+        num_seeds: of a task with more, the first so many; None: all.
+    """
     runs = []
     for name in tasks:
         task = TASKS[name]
-        for seed in range(num_seeds or task.num_seeds):
+        for seed in range(min(num_seeds or task.num_seeds, task.num_seeds)):
             in_order = list(task.arms) if seed % 2 == 0 else list(task.arms)[::-1]
             runs += [Run(name, speed, arm, seed) for speed in task.speeds for arm in in_order]
     return runs
@@ -187,8 +206,9 @@ def run_of(result: dict[str, Any]) -> Run | None:
     """The run that a result is of; None where today's has other settings."""
     run = Run(**{field.name: result["settings"][field.name] for field in fields(Run)})
     plan = TASKS.get(run.task)
-    is_same = plan and result["minutes"] == plan.minutes and result["settings"]["overrides"] == run.words()
-    return run if is_same else None
+    if plan is None or run.arm not in plan.arms or run.speed not in plan.speeds or result["minutes"] != plan.minutes:
+        return None
+    return run if result["settings"]["overrides"] == run.words() else None
 
 
 def play(run: Run, folder: Path) -> dict[str, Any]:
@@ -286,14 +306,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def gain_table(results: Sequence[dict[str, Any]]) -> str:
-    """What an arm has over another on the test tasks after the same time, paired by seed."""
+    """What an arm has over another on the test tasks after the same time, paired by seed; Student's 95 % intervals."""
     rows = []
     for (task, speed, arm, other), pairs in paired(results).items():
         gains = []
         for name in ("score", "success"):
-            values = np.array([ours[name] - theirs[name] for ours, theirs in pairs])
-            low, high = stats.bootstrap_interval(values, stats.mean)
-            gains.append(f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]" if len(pairs) > 1 else f"{values[0]:+.3f}")
+            values = [ours[name] - theirs[name] for ours, theirs in pairs]
+            middle, half = reporting.mean_and_half_width(values)
+            gains.append(
+                f"{middle:+.3f}" + (f" [{middle - half:+.3f}, {middle + half:+.3f}]" if len(pairs) > 1 else "")
+            )
         rows.append([task, speed, arm, other, str(len(pairs)), *gains])
     return reporting.table(["task", "environment", "arm", "less", "pairs", "test score", "success"], rows)
 
@@ -311,38 +333,61 @@ def seconds_to(level: float, points: Sequence[tuple[float, float]]) -> float:
     return math.inf
 
 
-def smooth(points: Sequence[Sequence[float]], column: int) -> list[tuple[float, float]]:
-    """(seconds, value): running means of a curve, so that no single point decides when a score is reached."""
-    columns = np.array([[point[0], point[column]] for point in points])
-    width = min(WIDTH, len(columns))
-    means = np.apply_along_axis(lambda column: np.convolve(column, np.full(width, 1 / width), "valid"), 0, columns)
-    return [(float(seconds), float(value)) for seconds, value in means]
+def running_means(run: dict[str, Any], column: int) -> list[tuple[float, float]]:
+    """(seconds, value) of a run at the end of each stretch: the mean of the points of the last `WINDOW` stretches.
+
+    Arms that are compared are so looked at in the same instants and over equally long times, however many updates
+    they make: more points, or noisier ones, would reach any level sooner. A stretch without an update has no point.
+    """
+    stretch = 60 * run["minutes"] / NUM_POINTS
+    values = {min(int(point[0] / stretch), NUM_POINTS - 1): point[column] for point in run["curve"]}
+    means = []
+    for last in range(WINDOW - 1, NUM_POINTS):
+        inside = [values[place] for place in range(last - WINDOW + 1, last + 1) if place in values]
+        if inside:
+            means.append(((last + 1) * stretch, float(np.mean(inside))))
+    return means
+
+
+def end_of(run: dict[str, Any], column: int) -> float:
+    """Mean over the last quarter of a run's time."""
+    begin = 0.75 * 60 * run["minutes"]
+    return float(np.mean([point[column] for point in run["curve"] if point[0] >= begin] or [run["curve"][-1][column]]))
 
 
 def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
-    """How long an arm takes to 95 % of the value at which the arm it is compared with ends, and how long that took.
+    """How long an arm takes to a level of the arm that it is compared with, and how long that took.
 
-    Of running means, and of the mean of the last quarter of the points, three at least: the highest of twenty noisy
-    points would be reached late, or never, by an arm that is as fast.
+    The level of a seed is `GAIN` of the way from where that arm starts, in the mean over seeds, to where it ends: the
+    mean of its last quarter, since the highest of many noisy points is reached late, or never, by an arm that is as
+    fast. An arm that gains less than `SMALLEST_GAIN` in a seed has no level there.
 
     Args:
         column: of a curve's points.
     """
     rows = []
     for (task, speed, arm, other), pairs in paired(results).items():
+        start = float(np.mean([theirs["curve"][0][column] for _, theirs in pairs]))
         times = []
         for ours, theirs in pairs:
-            last = [point[column] for point in theirs["curve"]]
-            level = 0.95 * float(np.mean(last[-max(WIDTH, math.ceil(len(last) / 4)) :]))
-            times.append([seconds_to(level, smooth(run["curve"], column)) for run in (theirs, ours)])
+            if (gain := end_of(theirs, column) - start) >= SMALLEST_GAIN:
+                level = start + GAIN * gain
+                times.append([seconds_to(level, running_means(run, column)) for run in (theirs, ours)])
         ratios = [before / own if before < math.inf else math.nan for before, own in times]
         rows.append([
-            task, speed, arm, other, *(f"{np.median(each):.0f} s" for each in zip(*times, strict=True)),
-            f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
-            f"{sum(own == math.inf for _, own in times)} of {len(times)}",
+            task, speed, arm, other, f"{len(times)} of {len(pairs)}",
+            *(
+                [
+                    *(f"{np.median(each):.0f} s" for each in zip(*times, strict=True)),
+                    f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
+                    str(sum(own == math.inf for _, own in times)),
+                ]
+                if times
+                else ["", "", "", ""]
+            ),
         ])  # fmt: skip
-    header = ["task", "environment", "arm", "compared with", "which takes", "this takes", "ratio: median (all seeds)",
-              "never"]  # fmt: skip
+    header = ["task", "environment", "arm", "compared with", "has learned", "which takes", "this takes",
+              "ratio: median (all seeds)", "never"]  # fmt: skip
     return reporting.table(header, rows)
 
 
@@ -362,7 +407,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("score of the training episodes")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})  # the same data give the same bytes
 
 
 def _call(*words: str) -> str:
@@ -378,12 +423,17 @@ def _call(*words: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, action="append", help="all, where none is named")
-    parser.add_argument("--seeds", type=int, help="the first so many; default: 5")
+    parser.add_argument("--arm", action="append", help="all, where none is named")
+    parser.add_argument("--seeds", type=int, help="the first so many of each task; default: all")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "schedule", help="folder of finished runs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--report", action="store_true", help="run nothing that trains")
     parser.add_argument("--out", type=Path, default=DATA, help="folder of data and plots")
     arguments = parser.parse_args()
+    if arguments.seeds is not None and arguments.seeds < 1:
+        parser.error(f"--seeds {arguments.seeds}: at least 1 is needed")
+    if unknown := {*(arguments.arm or ())} - {arm for task in TASKS.values() for arm in task.arms}:
+        parser.error(f"--arm {min(unknown)!r} is not known: the arms stand in TASKS in {Path(__file__).name}")
     deadline = time.monotonic() + 60 * arguments.minutes
     arguments.runs.mkdir(parents=True, exist_ok=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -391,8 +441,14 @@ def main() -> int:
     kept = [json.loads(line) for line in data.read_text().splitlines()] if data.exists() else []
     kept += [json.loads(path.read_text()) for path in sorted(arguments.runs.glob("*.json"))]
     results = {run: result for result in kept if (run := run_of(result)) is not None}
+    if strange := sum(run_of(result) is None for result in kept):
+        raise SystemExit(
+            f"{strange} runs in {data} or {arguments.runs} have other settings than this program's: move them away, or "
+            "name other folders with --runs and --out"
+        )
     if not arguments.report:
-        missing = [run for run in planned(arguments.task or list(TASKS), arguments.seeds) if run not in results]
+        wanted = planned(arguments.task or list(TASKS), arguments.seeds)
+        missing = [run for run in wanted if run not in results and run.arm in (arguments.arm or [run.arm])]
         for number, run in enumerate(missing):
             if time.monotonic() > deadline:
                 print(f"time is up, {len(missing) - number} runs are left: the same command goes on")
