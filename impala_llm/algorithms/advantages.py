@@ -1,6 +1,6 @@
-"""Advantages: from a critic by GAE, or without one from an episode's score against the others of its group.
+"""Advantages without a critic, from an episode's score against the others of its group; and GAE as a pure function.
 
-Each is a pure function, and below it the part of an algorithm that `algorithm.credit` names.
+Below each function stands the part of an algorithm that `algorithm.credit` names; GAE's stands in vtrace.py.
 
 A group is the episodes of one task from one start; there everything is per episode: `scores` float[M], `group_ids`
 int64[M] in any order and with any numbers. Invariant: a group in which there is nothing to compare (one member, or all
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms import kernels, scan
-from impala_llm.algorithms.checks import require_bootstrap, require_float, require_same_floats
+from impala_llm.algorithms.checks import require_float
 from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepared, Scored, Worth, credit
-from impala_llm.algorithms.vtrace import Steps, TurnVTraceOutput, ValueCredit, token_vtrace, turn_vtrace
+from impala_llm.algorithms.vtrace import vtrace
 from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
 
@@ -28,7 +27,7 @@ class GAEOutput(NamedTuple):
 
     advantages: Tensor
     value_targets: Tensor
-    """advantages + values: the λ-returns."""
+    """V + A, the λ-returns."""
 
 
 class _Groups(NamedTuple):
@@ -51,7 +50,7 @@ def gae(
 ) -> GAEOutput:
     """A_t = δ_t + γ_t λ A_{t+1} with δ_t = r_t + γ_t V_{t+1} - V_t, from 0 at the end (GAE, arXiv 1506.02438).
 
-    It is V-trace with all ratios 1: nothing corrects for the age of the data.
+    Computed as V-trace with all ratios 1, as the credit `gae` is: nothing corrects for the age of the data.
 
     Args:
         rewards, values: float[T, B], r_t, received after step t, and V_t.
@@ -63,27 +62,8 @@ def gae(
     Raises:
         TypeError, ValueError: wrong dtype, shape or λ.
     """
-    require_same_floats(("rewards", rewards), ("values", values), ("discounts", discounts), ndim=2)
-    require_bootstrap(bootstrap_value, values)
-    if not 0.0 <= lam <= 1.0:
-        raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")
-    if values.numel() == 0:
-        return GAEOutput(values.clone(), values.clone())
-    following = torch.cat([values[1:], bootstrap_value[None]]).masked_fill_(discounts == 0, 0.0)
-    loops = kernels if values.device.type == "cpu" else scan
-    advantages = loops.scan_backwards(rewards + discounts * following - values, discounts * lam)
-    return GAEOutput(advantages, advantages + values)
-
-
-@credit("gae")
-@dataclass
-class GAE(ValueCredit):
-    """The λ-return minus the value: V-trace without ratios, and so without correction for the age of the data."""
-
-    def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
-        recursion = token_vtrace if self.granularity == "token" else turn_vtrace
-        target = recursion(torch.zeros_like(scored.log_ratio), steps, self.discount, 1.0, 1.0, self.lam)
-        return target.vs - steps.values, target
+    target = vtrace(torch.zeros_like(rewards), discounts, rewards, values, bootstrap_value, lam=lam)
+    return GAEOutput(target.vs - values, target.vs)
 
 
 def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | None = None) -> float:

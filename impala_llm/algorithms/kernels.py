@@ -1,6 +1,6 @@
-"""Backward recursions as compiled loops over tensors in main memory: `scan` has the same functions for other devices.
+"""Backward recursions as compiled loops over tensors in main memory: `scan` has the same two functions for other devices.
 
-They run on one thread and release the GIL. Invariant: what follows a step whose discount or decay is exactly 0 is not
+They run on one thread and release the GIL. Invariant: what follows a step whose discount is exactly 0 is not
 looked at, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
 passed on.
 """
@@ -57,13 +57,6 @@ def packed_targets(
         _constants(targets, caps), targets, advantages.numpy(),
     )  # fmt: skip
     return vs, advantages
-
-
-def scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
-    """x_t = terms_t + decays_t x_{t+1} along dimension 0, with x = 0 past the end. [T, B]."""
-    x = torch.empty(terms.shape, dtype=terms.dtype)
-    _scan(_array(terms), _array(decays), x.numpy())
-    return x
 
 
 def _empty_pair(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,13 +135,3 @@ def _packed(
         error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
         vs[t] = value + error
         next_value = value
-
-
-@_compiled
-def _scan(terms: np.ndarray[Any, Any], decays: np.ndarray[Any, Any], x: np.ndarray[Any, Any]) -> None:
-    following = np.zeros_like(terms[0])
-    for t in range(terms.shape[0] - 1, -1, -1):
-        for b in range(terms.shape[1]):
-            decay = decays[t, b]
-            following[b] = terms[t, b] if decay == 0 else terms[t, b] + decay * following[b]
-            x[t, b] = following[b]

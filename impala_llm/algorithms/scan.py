@@ -1,4 +1,4 @@
-"""Backward recursions in torch operations, for tensors on any device: `kernels` has the same functions for the CPU.
+"""Backward recursions in torch operations, for tensors on any device: `kernels` has the same two for the CPU.
 
 Time is dimension 0. Invariant: what follows a step whose decay is exactly 0 is not looked at, so that NaN or infinities
 behind the end of an episode do not reach the steps before it; 0 · NaN would.
@@ -31,7 +31,7 @@ def padded_targets(
         return torch.cat([x[1:], bootstrap_value[None]]).masked_fill_(is_end, 0.0)
 
     deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=caps.rho_bar))
-    vs = scan_backwards(deltas, ratio.clamp(max=caps.c_bar).mul_(caps.lam).mul_(discounts)).add_(values)
+    vs = _scan_backwards(deltas, ratio.clamp(max=caps.c_bar).mul_(caps.lam).mul_(discounts)).add_(values)
     return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
 
 
@@ -59,11 +59,11 @@ def packed_targets(
 
     deltas = next_of(values).mul_(discounts).add_(rewards).sub_(values).mul_(ratio.clamp(max=caps.rho_bar))
     decays = ratio.clamp(max=caps.c_bar).mul_(caps.lam).mul_(discounts).masked_fill_(is_last, 0.0)
-    vs = scan_backwards(deltas, decays).add_(values)
+    vs = _scan_backwards(deltas, decays).add_(values)
     return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
 
 
-def scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
+def _scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
     """x_t = terms_t + decays_t x_{t+1} along dimension 0, with x = 0 past the end. [T, ...], any T.
 
     Cuts time into chunks and walks back through all chunks at once, each as if nothing followed it. What does follow
@@ -91,7 +91,7 @@ def scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
     for j in range(_CHUNK - 2, -1, -1):
         # infinite, a product would be NaN at the next factor 0
         factors[j].mul_(factors[j + 1].masked_fill(factors[j] == 0, 0.0)).clamp_(max=largest)
-    heads = scan_backwards(x[0], products[0])
+    heads = _scan_backwards(x[0], products[0])
     following = torch.zeros_like(heads)
     following[:-1] = heads[1:]
     x.add_(torch.where(products == 0, 0.0, products * following))

@@ -11,6 +11,7 @@ step V is the bootstrap value: the learner's estimate where the episode was cut,
 
 Two forms: `vtrace` on rectangles [T, B] and `vtrace_packed` on ragged rows laid end to end [N]. For the episodes of an
 agent there are `turn_vtrace`, where a whole turn is one step of the recursion, and `token_vtrace`, where a token is.
+With all ratios 1 it is GAE (arXiv 1506.02438), whose credit stands beside V-trace's at the end.
 Observation tokens are no decisions and must not be in the input.
 
 Invariant: nothing that is returned carries a gradient, no row sees another one, not even its NaN, and what follows a
@@ -336,6 +337,17 @@ class ValueCredit(Credit):
 
     def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
         return [("value/explained_variance", moments(target.vs) + moments(target.vs - values), float(len(values)))]
+
+
+@credit("gae")
+@dataclass
+class GAE(ValueCredit):
+    """The λ-return minus the value: V-trace without ratios, and so without correction for the age of the data."""
+
+    def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
+        recursion = token_vtrace if self.granularity == "token" else turn_vtrace
+        target = recursion(torch.zeros_like(scored.log_ratio), steps, self.discount, 1.0, 1.0, self.lam)
+        return target.vs - steps.values, target
 
 
 @credit("vtrace")

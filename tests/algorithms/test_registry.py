@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.losses import GSPO, PPOClip, TruncatedIS
 from impala_llm.algorithms.registry import CREDITS, LOSSES
-from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.config import ConfigError, load, to_yaml
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.distillation import Distillation
 from impala_llm.algorithms.interface import Credit, Loss, PackedBatch
 from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Reinforce, TruncatedIS
 from impala_llm.algorithms.stale_losses import M2PO, TOPR
-from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.config import load
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from impala_llm.algorithms.advantages import GAE, GroupRelative, episode_return
+from impala_llm.algorithms.advantages import GroupRelative, episode_return
 from impala_llm.algorithms.interface import Credit, LossOutput, Scored
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
-from impala_llm.algorithms.vtrace import VTrace
+from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack

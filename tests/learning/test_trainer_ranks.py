@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from impala_llm.algorithms.advantages import GAE, GroupRelative
+from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.interface import Credit, Loss
 from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.stale_losses import M2PO
+from impala_llm.algorithms.vtrace import GAE
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
