@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +86,66 @@ class PackedBatch:
     """[S]: flat place of each row's last token: the state to bootstrap from."""
     bootstrap: Tensor
     """bool[S]."""
+
+    @staticmethod
+    def of(trajectories: Sequence[Trajectory], members: Sequence[int]) -> "PackedBatch":
+        """Lay the trajectories at these places end to end, in this order, without padding."""
+        rows = [trajectories[i] for i in members]
+        lengths = np.array([row.num_tokens for row in rows])
+        starts = np.cumsum(lengths) - lengths
+        context_lengths = np.concatenate([row.context_lengths for row in rows])
+        masks = np.concatenate([row.action_mask for row in rows])
+        positions = np.flatnonzero(masks)
+        turns = np.concatenate([row.turns + start for row, start in zip(rows, starts, strict=True)]).astype(np.int64)
+        rewards = np.concatenate([row.rewards for row in rows])
+        # sums over spans as differences of a running sum would round: reduceat adds each span by itself
+        turn_rewards = np.add.reduceat(np.append(rewards, 0.0), turns.reshape(-1))[::2] if len(turns) else np.zeros(0)
+
+        def flat(name: str) -> np.ndarray:
+            return np.concatenate([getattr(row, name) for row in rows])[positions]
+
+        def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
+
+        return PackedBatch(
+            members=tuple(members),
+            tokens=tensor(np.concatenate([row.tokens for row in rows])),
+            position_ids=tensor(np.concatenate([np.arange(n) for n in context_lengths])),
+            lengths=tensor(lengths),
+            context_lengths=tensor(context_lengths),
+            action_positions=tensor(positions),
+            behaviour_log_probs=tensor(flat("behaviour_logprobs"), torch.float32),
+            versions=tensor(flat("versions")),
+            segment_ids=tensor(np.repeat(np.arange(len(rows)), [row.num_action_tokens for row in rows])),
+            turn_ids=tensor(np.repeat(np.arange(len(turns)), turns[:, 1] - turns[:, 0])),
+            turn_segment_ids=tensor(np.repeat(np.arange(len(rows)), [len(row.turns) for row in rows])),
+            turn_rewards=tensor(turn_rewards, torch.float32),
+            turn_value_positions=tensor(turns[:, 0] - 1),
+            last_positions=tensor(starts + lengths - 1),
+            bootstrap=tensor(np.array([row.bootstrap for row in rows]), torch.bool),
+        )
+
+    @staticmethod
+    def empty() -> "PackedBatch":
+        """A micro-batch of one token that belongs to nobody: for passes in which a rank only takes part."""
+        none, first = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        return PackedBatch(
+            members=(),
+            tokens=first,
+            position_ids=first,
+            lengths=torch.ones(1, dtype=torch.int64),
+            context_lengths=torch.ones(1, dtype=torch.int64),
+            action_positions=none,
+            behaviour_log_probs=torch.zeros(0),
+            versions=none,
+            segment_ids=none,
+            turn_ids=none,
+            turn_segment_ids=none,
+            turn_rewards=torch.zeros(0),
+            turn_value_positions=none,
+            last_positions=first,
+            bootstrap=torch.zeros(1, dtype=torch.bool),
+        )
 
     def to(self, device: torch.device) -> "PackedBatch":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -1,4 +1,4 @@
-"""Backward recursions as compiled loops over tensors in main memory: `scan` has the same two functions for other devices.
+"""Backward recursions as compiled loops over tensors in main memory: `scan` has the same two for other devices.
 
 They run on one thread and release the GIL. Invariant: what follows a step whose discount is exactly 0 is not
 looked at, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
