@@ -93,7 +93,7 @@ class Actor:
             unroll_tokens=config.actor.unroll_tokens,
         )
         endpoint = ActorEndpoint(config, self.actor_id)
-        self.weights = endpoint.weights
+        self.board = endpoint.board
         self.server_key = endpoint.server_key
         self.engine = self.make_engine()
         self.is_up = False
@@ -167,7 +167,7 @@ class Actor:
     @contextmanager
     def newest_weights(self) -> Iterator[tuple[Path, int]]:
         """Newest weights, for a server of the engine that was restarted."""
-        with self.weights.lease() as lease:
+        with self.board.lease() as lease:
             yield lease.path, lease.version
 
     def tend_engine(self) -> None:
@@ -183,7 +183,7 @@ class Actor:
                 await self.engine.close()
                 self.engine = self.make_engine()
             # A server that comes up is given the newest weights: there must be some.
-            while self.weights.latest() is None:
+            while self.board.latest() is None:
                 await asyncio.sleep(RELAY_POLL_S)
             await self.engine.start()
             if self.agents is not None:
@@ -365,15 +365,15 @@ class Actor:
     async def load_newest(self) -> None:
         if (fed := self.fed_engine) is not None and self.distrusts:
             self.distrusts = False
-            with self.weights.lease() as lease:
+            with self.board.lease() as lease:
                 await fed.reclaim(lease)
             return
         if fed is not None and await fed.adopt(self.announced):
             return
         # On another host than the learner's, an announcement is faster than the relay.
-        while (latest := self.weights.latest()) is None or latest <= self.engine.version:
+        while (latest := self.board.latest()) is None or latest <= self.engine.version:
             await asyncio.sleep(RELAY_POLL_S)
-        with self.weights.lease() as lease:
+        with self.board.lease() as lease:
             started = time.monotonic()
             await self.engine.load_shared(lease)
             self.load_seconds = time.monotonic() - started

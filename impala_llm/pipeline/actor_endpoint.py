@@ -41,7 +41,7 @@ class ActorEndpoint:
     def __init__(self, config: Config, actor_id: str) -> None:
         self._config, self._actor_id = config, actor_id
         self._run_dir = run_dir = RunDirectory.attach(config.run.name, timeout_s=config.pipeline.learner_timeout_s)
-        self.weights = WeightReader(run_dir.weights_path)
+        self.board = WeightReader(run_dir.weights_path)
         """Versions on this host's board, the learner's own or the one that a relay fills."""
         self.server_key = run_dir.server_key
         """API key of this run's SGLang servers."""
