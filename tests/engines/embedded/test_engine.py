@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 
 from impala_llm.engines.base import EngineError, Generation, SamplingParams
 from impala_llm.engines.embedded import engine
-from impala_llm.engines.embedded.cpu_decoder import CpuDecoder
-from impala_llm.engines.embedded.decoder import CompactDecoder, Decoder, HuggingFaceDecoder, make_decoder
+from impala_llm.engines.embedded.decoder import CompactDecoder, CpuDecoder, Decoder, HuggingFaceDecoder, make_decoder
 from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.learning.model import PolicyModel
 
