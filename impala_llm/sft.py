@@ -40,10 +40,10 @@ from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.learning.shares import PolicyExport
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.settings import Config

@@ -25,8 +25,8 @@ from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import write_to_board
-from impala_llm.learning.shares import PolicyExport
 from impala_llm.pipeline.weights.board import WEIGHTS_FILE, WeightPublisher, WeightReader
 from impala_llm.supervised import RENDEZVOUS
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
 from impala_llm.learning.checkpoint_files import (
     FOLDER,
     MANIFEST,
@@ -50,7 +51,7 @@ from impala_llm.learning.checkpoint_files import (
     write_file,
 )
 from impala_llm.learning.checkpoint_files import checkpoints as folders_of
-from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import is_shared
 from impala_llm.learning.policy_folders import put_policies_back
@@ -402,7 +403,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tup
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL", torch.float64: "F64"}
+    names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
     return (SAFETENSORS_NAMES | names)[tensor.dtype]
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
@@ -31,13 +30,12 @@ from impala_llm.learning.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.logprobs import token_log_probs
 from impala_llm.learning.lora import without_prefix
 from impala_llm.learning.products import give_back_memory
-from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorSource
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _LAYERS_BETWEEN = 4
 """Checkpointed layers for which a CPU keeps what others have freed. With a 135 M model and 8,192 tokens, 2 to 5 differ
 by 2 % in memory and time; before each layer the pages that are taken anew cost 10 % more of the time."""
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class PolicyModel(nn.Module):
@@ -205,16 +203,6 @@ class PolicyModel(nn.Module):
             worst = max(worst, check_agreement(self.lm, path, mine, plain, point))
         return worst
 
-    def policy_tensors(self) -> Iterator[tuple[str, TensorSource]]:
-        """The policy as (name, (safetensors dtype, shape, source)); see `policy_weights`. Nothing is copied.
-
-        The source is a flat uint8 view where the weights lie in this process's memory, else what writes them.
-        """
-        for name, tensor in self.policy_weights():
-            is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
-            source = tensor.view(-1).view(torch.uint8).numpy() if is_here else partial(_write, tensor)
-            yield name, (SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), source)
-
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy as (name, tensor), not copied, without the value head.
 
@@ -274,11 +262,6 @@ def _computed(forward: Callable[..., Any], gives_back: bool, hidden: Tensor, *ar
     if gives_back and hidden.device.type == "cpu":
         give_back_memory()
     return forward(hidden, *arguments, **options)
-
-
-def _write(tensor: Tensor, target: np.ndarray) -> None:
-    """A tensor's bytes into uint8[number of bytes]."""
-    torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def policy_files(directory: Path) -> dict[str, bytes]:

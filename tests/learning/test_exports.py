@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.shares import PolicyExport
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import save_lm
 

@@ -14,8 +14,8 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.scoring import Scorers, action_log_probs
-from impala_llm.learning.shares import PolicyExport
 from impala_llm.settings import LearnerConfig, LoraConfig
 from tests.learning.builders import make_batch, make_config, save_lm
 

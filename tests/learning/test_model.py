@@ -10,7 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from impala_llm.engines.base import ModelRefused
-from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from tests.learning.builders import ARCHITECTURES, VOCABULARY, WITH_EXPERTS, save_lm
 
 LENGTHS = [5, 33, 1, 64, 17, 32]
@@ -81,7 +84,7 @@ def test_the_value_head_starts_at_zero_and_shapes_the_trunk_only_on_request(
 def test_policy_tensors_are_what_save_pretrained_writes(tmp_path: Path, architecture: str, tied: bool) -> None:
     model = PolicyModel.from_pretrained(save_lm(tmp_path / "start", architecture, tied))
     model.lm.save_pretrained(tmp_path / "saved")
-    tensors = dict(model.policy_tensors())
+    tensors = PolicyExport(model, Ranks("cpu")).tensors()
     with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
         assert set(tensors) == set(file.keys())
         for name, (dtype, shape, data) in tensors.items():
@@ -97,7 +100,7 @@ def test_weights_that_lie_otherwise_in_memory_are_written_where_they_are_wanted(
     name, parameter = next((name, p) for name, p in model.lm.named_parameters() if p.ndim == 2)
     rows = parameter.detach().clone()
     parameter.data = rows.T.contiguous().T
-    dtype, shape, write = dict(model.policy_tensors())[name]
+    dtype, shape, write = PolicyExport(model, Ranks("cpu")).tensors()[name]
     assert callable(write) and shape == tuple(rows.shape)
     target = np.zeros(rows.nbytes, np.uint8)
     write(target)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.learning.shares import PolicyExport
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.slots import TensorPart
 from impala_llm.stop_signals import Stopped

@@ -23,10 +23,10 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start
 from impala_llm.learning.saving import Moment, Parts, Saving
-from impala_llm.learning.shares import PolicyExport
 from impala_llm.settings import LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
 from tests.two_ranks import Meeting, ThreadRanks

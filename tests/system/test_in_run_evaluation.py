@@ -155,7 +155,7 @@ SLOW_DISK = """
 import time
 from pathlib import Path
 from impala_llm.envs.toy import ParrotSuite as Suite
-from impala_llm.learning.shares import PolicyExport
+from impala_llm.learning.policy_export import PolicyExport
 
 saves = PolicyExport.save
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from impala_llm.engines.base import EngineError, WeightSource
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
-WEIGHTS_FILE = "model.safetensors"
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""By dtype."""
 
 
 def checkpoint_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -67,7 +68,9 @@ class ModelWeights:
         self._check({name: shape for name, (_, shape, _) in found.items()}, str(source.path))
         tensors = {name: self._tensors[name] for name in found}
         if all(
-            tensor.is_contiguous() and tensor.device.type == "cpu" and _DTYPE_NAMES.get(tensor.dtype) == found[name][0]
+            tensor.is_contiguous()
+            and tensor.device.type == "cpu"
+            and SAFETENSORS_NAMES.get(tensor.dtype) == found[name][0]
             for name, tensor in tensors.items()
         ):
             source.copy_into({name: t.detach().view(-1).view(torch.uint8).numpy() for name, t in tensors.items()})

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from impala_llm.engines.base import ModelRefused
-from impala_llm.engines.embedded.model_weights import checkpoint_tensors
+from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES, checkpoint_tensors
 from impala_llm.learning.lora import (
     ADAPTER_FOLDER,
     Adapter,
@@ -30,7 +30,7 @@ from impala_llm.learning.lora import (
     is_adapted,
     save_adapter,
 )
-from impala_llm.learning.model import SAFETENSORS_NAMES, PolicyModel
+from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, is_shared, local
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.board import SharedWriting
@@ -103,7 +103,7 @@ class PolicyExport:
         """
         lm = self._model.lm
         if not (self._ranks.is_sharded or is_adapted(lm)) and dtype in (None, next(lm.parameters()).dtype):
-            return dict(self._model.policy_tensors())
+            return {name: _whole(tensor) for name, tensor in self._model.policy_weights()}
         found: dict[str, TensorSource] = {}
         seen: set[int] = set()
         merged = adapters(lm)
@@ -173,6 +173,17 @@ class PolicyExport:
         with (directory / WEIGHTS_FILE).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, layout.num_bytes)  # a full disk is an error here, and a signal later
             file.write(layout.header)
+
+
+def _whole(tensor: Tensor) -> TensorSource:
+    """A tensor as it is held: by a flat uint8 view where it lies in this process's memory, else by what writes it."""
+
+    def write(target: np.ndarray) -> None:
+        torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
+    source = tensor.view(-1).view(torch.uint8).numpy() if is_here else write
+    return SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), source
 
 
 def _hold(tensor: Tensor, ranks: Ranks, adapter: Adapter | None) -> _Held:
