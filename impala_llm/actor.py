@@ -105,10 +105,11 @@ class Actor:
         # Without a value past its end a part of an episode teaches nothing.
         self.keep_aborted = config.algorithm.credit.uses_values
         self.channel = endpoint.connect()
+        """An `ActorChannel` to each rank of the learner."""
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         if config.evaluation.inside_run:
-            self.evaluation = EvaluationEpisodes(self.channel, self.play_evaluation)
+            self.evaluation = EvaluationEpisodes(self.channel.first, self.play_evaluation)
         self.loading: asyncio.Task[None] | None = None
         self.episodes = 0
         self.load_seconds = 0.0
@@ -132,7 +133,7 @@ class Actor:
                 self.tend_engine()
                 if self.config.engine.transfer == "distributed":
                     servers = {} if (engine := self.fed_engine) is None else engine.fed
-                    self.channel.offer_engines(Engines(tuple(servers.values()), tuple(servers)))
+                    self.channel.first.offer_engines(Engines(tuple(servers.values()), tuple(servers)))
                 self.start_episodes()
                 for event in await self.channel.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
                     self.handle(event)
@@ -140,7 +141,7 @@ class Actor:
                     raise self.failure
                 if reporter.due(self.config.pipeline.heartbeat_s):
                     metrics = reporter.metrics(self.engine.stats(), self)
-                    self.channel.report(metrics)
+                    self.channel.first.report(metrics)
                     if self.episodes:
                         tell(at_play=[metrics["actor/running_episodes"], metrics["actor/generated_tokens_per_s"]])
         finally:
@@ -198,7 +199,7 @@ class Actor:
             self.is_up, self.failed_starts = True, 0
             self.channel.request(self.config.actor.max_episodes)
             if self.evaluation is not None:
-                self.channel.request_evaluation(evaluation_places(self.config))
+                self.channel.first.request_evaluation(evaluation_places(self.config))
             self.start_loading()
         finally:
             self.starting = None
@@ -211,7 +212,7 @@ class Actor:
         self.start_at = time.monotonic() + delay
         self.channel.request(0)
         if self.evaluation is not None:
-            self.channel.request_evaluation(0)
+            self.channel.first.request_evaluation(0)
             self.evaluation.clear()
 
     def handle(self, event: object) -> None:

@@ -217,7 +217,9 @@ def test_a_failed_engine_and_another_learner_stop_what_is_evaluated() -> None:
         wanted: list[int] = []
         actor: Any = Actor.__new__(Actor)
         actor.actor_id, actor.failed_starts, actor.evaluation = "actor-0", 0, rig.episodes
-        actor.channel = SimpleNamespace(request=lambda want: None, request_evaluation=wanted.append)
+        actor.channel = SimpleNamespace(
+            request=lambda want: None, first=SimpleNamespace(request_evaluation=wanted.append)
+        )
         actor.config = load(["experiment=toy"])
         for stop in (lambda: actor.engine_failed(EngineError("gone")), lambda: actor.handle(HelloWanted())):
             actor.is_up = False

@@ -22,7 +22,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.actor_channel import ActorChannel, Event
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
-from impala_llm.pipeline.transport.messages import Engines, EvaluationResult, Grant, WeightsAnnounced
+from impala_llm.pipeline.transport.messages import Grant, WeightsAnnounced
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
@@ -46,13 +46,13 @@ class ActorEndpoint:
         self.server_key = run_dir.server_key
         """API key of this run's SGLang servers."""
 
-    def connect(self) -> ActorChannels:
+    def connect(self) -> RankChannels:
         """The channel for tickets, trajectories and announcements. Its `close` is the caller's task.
 
         Raises:
             KeyFileError: `pipeline.keys` names files that cannot be used.
         """
-        return ActorChannels(self._connect, self._config.learner.num_ranks)
+        return RankChannels(self._connect, self._config.learner.num_ranks)
 
     def _connect(self, rank: int, context: Context) -> ActorChannel:
         pipeline = self._config.pipeline
@@ -69,8 +69,9 @@ class ActorEndpoint:
         )
 
 
-class ActorChannels:
-    """Offers the methods of `ActorChannel` over one channel for each rank. All share one ZeroMQ context.
+class RankChannels:
+    """An `ActorChannel` to each rank of the learner, in one ZeroMQ context. What has a ticket goes by the channel by
+    which the ticket came.
 
     Args:
         connect: makes the channel to a rank, in the context given.
@@ -129,28 +130,14 @@ class ActorChannels:
         """Report to the rank that granted the ticket, see `ActorChannel.fail`."""
         self._channel_of(ticket_id).fail(ticket_id, reason)
 
-    def report(self, stats: dict[str, float]) -> None:
-        """Report metrics to the first rank, since ranks add theirs up; see `ActorChannel.report`."""
-        self._channels[0].report(stats)
-
-    def offer_engines(self, engines: Engines) -> None:
-        """Offer servers to the first rank, which is the one that publishes; see `ActorChannel.offer_engines`."""
-        self._channels[0].offer_engines(engines)
-
-    def request_evaluation(self, want: int) -> None:
-        """Request from the first rank, which is the one that evaluates; see `ActorChannel.request_evaluation`."""
-        self._channels[0].request_evaluation(want)
-
-    def evaluated(self, result: EvaluationResult) -> None:
-        """Send to the first rank, see `ActorChannel.evaluated`."""
-        self._channels[0].evaluated(result)
-
-    def evaluation_failed(self, evaluation_id: int, task_id: int, reason: str) -> None:
-        """Report to the first rank, see `ActorChannel.evaluation_failed`."""
-        self._channels[0].evaluation_failed(evaluation_id, task_id, reason)
+    @property
+    def first(self) -> ActorChannel:
+        """The channel to the first rank, which adds up metrics, publishes and evaluates for all."""
+        return self._channels[0]
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
-        """Collect events of all ranks, see `ActorChannel.poll_async`. Each version is reported once."""
+        """Collect what has happened at all ranks; waits for at most `timeout_s` if that is nothing. Each version is
+        reported once."""
         deadline = time.monotonic() + timeout_s
         while True:
             events = [event for channel in self._channels for event in self._taken(channel)]
@@ -164,11 +151,6 @@ class ActorChannels:
     def held(self) -> list[Ticket]:
         """Tickets held, of all ranks; see `ActorChannel.held`."""
         return [ticket for channel in self._channels for ticket in channel.held]
-
-    @property
-    def num_unacknowledged(self) -> int:
-        """Sum over ranks, see `ActorChannel.num_unacknowledged`."""
-        return sum(channel.num_unacknowledged for channel in self._channels)
 
     @property
     def arena_fill(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.pipeline.actor_endpoint import ActorChannels
+from impala_llm.pipeline.actor_endpoint import RankChannels
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
@@ -31,7 +31,7 @@ class World:
         self.run_dir = run_dir
         self.receivers: list[Receiver] = []
 
-    def start(self, max_open: tuple[int, int]) -> ActorChannels:
+    def start(self, max_open: tuple[int, int]) -> RankChannels:
         for rank, limit in enumerate(max_open):
             order = TaskOrder(range(50), seed=1, rank=rank, world_size=NUM_RANKS)
             ledger = TicketLedger(order, batch_size=1, max_staleness=None, max_open=limit)
@@ -41,7 +41,7 @@ class World:
             )
             receiver.start()
             self.receivers.append(receiver)
-        self.actor = ActorChannels(self.connect, NUM_RANKS, share_every_s=0.1)
+        self.actor = RankChannels(self.connect, NUM_RANKS, share_every_s=0.1)
         self.actor.hello()
         return self.actor
 
@@ -79,7 +79,7 @@ def world() -> Iterator[World]:
         world.close()
 
 
-def of_rank(actor: ActorChannels, rank: int) -> list[int]:
+def of_rank(actor: RankChannels, rank: int) -> list[int]:
     return [ticket.ticket_id for ticket in actor.held if ticket.group_id % NUM_RANKS == rank]
 
 
@@ -108,7 +108,7 @@ def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
     for ticket in sent:
         assert actor.send(make_trajectory(ticket))
     actor.fail(failed.ticket_id, "the environment broke")
-    world.until(lambda: actor.num_unacknowledged == 0)
+    world.until(lambda: not actor.held)
     for rank, receiver in enumerate(world.receivers):
         arrived = {trajectory.ticket_id for trajectory in receiver.drain(0.0)}
         assert arrived == {ticket.ticket_id for ticket in sent if ticket.group_id % NUM_RANKS == rank}
@@ -121,7 +121,7 @@ def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
 def test_the_first_rank_asks_for_evaluations_and_gets_their_results(world: World) -> None:
     actor = world.start(max_open=(4, 4))
     first, second = world.receivers
-    actor.request_evaluation(2)
+    actor.first.request_evaluation(2)
     first.begin_evaluation([7, 8], 0.0, 60.0)
     ended: list[Evaluation] = []
 
@@ -134,9 +134,9 @@ def test_the_first_rank_asks_for_evaluations_and_gets_their_results(world: World
                 for task_id in event.task_ids if isinstance(event, EvaluationGrant) else ():
                     if task_id == 7 and not failed:
                         failed = True
-                        actor.evaluation_failed(event.evaluation_id, task_id, "the environment broke")
+                        actor.first.evaluation_failed(event.evaluation_id, task_id, "the environment broke")
                     else:
-                        actor.evaluated(EvaluationResult(event.evaluation_id, task_id, 0.5, False, 20, 2, 0, 0))
+                        actor.first.evaluated(EvaluationResult(event.evaluation_id, task_id, 0.5, False, 20, 2, 0, 0))
             ended.extend(filter(None, [first.evaluation()]))
 
     asyncio.run(play())
@@ -164,7 +164,7 @@ def test_channels_to_many_ranks_take_no_more_threads_than_one(run_dir: RunDirect
 
     def threads_of(num_ranks: int) -> int:
         before = len(os.listdir("/proc/self/task"))
-        channels = ActorChannels(world.connect, num_ranks)
+        channels = RankChannels(world.connect, num_ranks)
         try:
             return len(os.listdir("/proc/self/task")) - before
         finally:

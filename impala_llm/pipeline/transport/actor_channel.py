@@ -207,16 +207,6 @@ class ActorChannel:
                 return events
             self._connection.wait(remaining)
 
-    async def poll_async(self, timeout_s: float) -> list[Event]:
-        """`poll` for an event loop; other coroutines may use the channel meanwhile, except for this method."""
-        deadline = self._times.monotonic() + timeout_s
-        while True:
-            events = self._turn()
-            remaining = deadline - self._times.monotonic()
-            if events or remaining <= 0:
-                return events
-            await self.readable(remaining)
-
     async def readable(self, timeout_s: float) -> None:
         """Wait until a message can be read, something waits to be sent, or the time is over, a heartbeat at most."""
         if not self._records.has_unsent:
