@@ -4,17 +4,16 @@ Life of an offered record: queued → copied and checked → kept (committed, qu
 refused, or a duplicate that is acknowledged again. While the arena is full it stays queued. A record of the version
 that the learner is about to announce waits for the announcement: the first servers have it before the slowest one.
 
-Invariants. Each sequence of an actor is queued once, however often and in whatever order it is offered; no memory is
-taken for what was seen, beyond the gaps: records that arrived before one with a smaller sequence. A record is
-acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. No contents of a record or
-descriptor raise an error here. If our own code fails before the ledger was asked, nothing has changed and the error
-ends the peer's session; afterwards it is an IngestBroken.
+Invariants. A record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. No
+contents of a record or descriptor raise an error here. If our own code fails before the ledger was asked, nothing has
+changed and the error ends the peer's session; afterwards it is an IngestBroken.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,14 +48,12 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID,
     UNROLL_INDEX,
 )
-from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
+from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger, Verdict
+from impala_llm.pipeline.transport.offers import Chunk, Offers
 from impala_llm.trajectory import Trajectory, TrajectoryError
 
-_MANY, _MANY_WORDS = 512, 1 << 20
-"""Records, and words, from which on a chunk is processed without waiting for more: earlier acknowledgements let actors
-go on earlier."""
 _CLAIMED = np.array(
     [EPISODE_BEGIN, EPISODE_END, FLAGS, TICKET_ID, UNROLL_INDEX, TASK_ID, GROUP_ID, OLDEST_VERSION], np.intp
 )
@@ -68,134 +65,48 @@ def too_long(num_tokens: int, max_tokens: int) -> str:
     return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
 
 
-@dataclass(slots=True)
-class Chunk:
-    """Records that were offered together.
+class ReceiverError(RuntimeError):
+    """The receiver has died. Its `__cause__` is the reason."""
 
-    Attributes:
-        rows: int64[n, 5], a `messages.Descriptor` each.
-        frames: one for each record, where records come as frames; else empty.
+
+class Inbox:
+    """Trajectories on their way from the thread that receives to the one that trains.
+
+    Each is taken out once, in the order of arrival. Once the receiver has died, nothing is taken out any more.
     """
 
-    rows: np.ndarray
-    frames: list[bytes]
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trajectories: list[Trajectory] = []
+        self._error: BaseException | None = None
 
-    def split(self, count: int) -> tuple[Chunk, Chunk]:
-        """Split into the first `count` records and the others."""
-        return Chunk(self.rows[:count], self.frames[:count]), Chunk(self.rows[count:], self.frames[count:])
+    def __len__(self) -> int:
+        return len(self._trajectories)
 
-    def only(self, places: list[int]) -> Chunk:
-        """Select the records at these indices."""
-        return Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Append trajectories."""
+        with self._lock:
+            self._trajectories.extend(trajectories)
 
+    def fail(self, error: BaseException) -> None:
+        """Make `drain` raise from now on."""
+        self._error = error
 
-@dataclass(slots=True)
-class Offers:
-    """Records that an actor process has offered and that were not answered yet.
+    def is_ready(self) -> bool:
+        """Return whether `drain` would return something, or raise."""
+        return bool(self._trajectories) or self._error is not None
 
-    Attributes:
-        reader: of its arena; None where its records come as frames.
-        first_sequence: sequence below which all were answered before.
-        refused: reasons of the refusals, by sequence.
-        queue: chunks to take, oldest first.
-        early: (version, chunk) of records that wait for the announcement of that version.
-    """
+    def drain(self) -> list[Trajectory]:
+        """Take everything out, oldest first.
 
-    reader: ArenaReader | None
-    first_sequence: int = 0
-    refused: dict[int, str] = field(default_factory=dict)
-    queue: deque[Chunk] = field(default_factory=deque)
-    early: deque[tuple[int, Chunk]] = field(default_factory=deque)
-    # Sequences that were seen: all below, and these.
-    _seen_below: int = field(init=False)
-    _seen: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._seen_below = self.first_sequence
-
-    def add(self, rows: np.ndarray, frames: list[bytes]) -> list[int]:
-        """Queue new records.
-
-        Args:
-            rows: int64[n, 5], a `messages.Descriptor` each.
-            frames: a record each, or none at all.
-
-        Returns:
-            Sequences of records that were settled before, to be answered again.
+        Raises:
+            ReceiverError: the receiver has died.
         """
-        # A writable copy, as rows of several chunks are: numba would compile its code once more for read-only rows.
-        rows = rows.copy()
-        sequences = rows[:, 0]
-        follows = not self._seen and sequences[0] == self._seen_below
-        if follows and (len(rows) == 1 or (np.diff(sequences) == 1).all()):
-            self._seen_below += len(rows)
-            self.queue.append(Chunk(rows, frames))
-            return []
-        waiting = self._waiting()
-        settled: list[int] = []
-        new: list[int] = []
-        for place, sequence in enumerate(sequences.tolist()):
-            if sequence >= self._seen_below and sequence not in self._seen:
-                self._seen.add(sequence)
-                waiting.add(sequence)
-                new.append(place)
-            elif sequence not in waiting:
-                settled.append(sequence)
-        self._close_gap()
-        if new:
-            self.queue.append(Chunk(rows, frames).only(new))
-        return settled
-
-    def announced(self, version: int) -> None:
-        """Queue the records that waited for this version or an older one."""
-        while self.early and self.early[0][0] <= version:
-            self.queue.append(self.early.popleft()[1])
-
-    def look_up(self, sequences: list[int]) -> tuple[list[int], list[int]]:
-        """Classify records that are named without their bytes.
-
-        Returns:
-            Sequences that were settled before, and sequences that never arrived.
-        """
-        waiting = self._waiting()
-        lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
-        return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
-
-    def _waiting(self) -> set[int]:
-        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
-        return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
-
-    def answered_below(self, sequence: int) -> None:
-        """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
-        if sequence > self._seen_below:
-            self._seen_below = sequence
-            self._seen = {later for later in self._seen if later >= sequence}
-            self._close_gap()
-
-    def _close_gap(self) -> None:
-        while self._seen_below in self._seen:
-            self._seen.remove(self._seen_below)
-            self._seen_below += 1
-
-    def next_chunk(self) -> Chunk:
-        """Take the chunk that was offered first, joined with later ones that can be processed together with it."""
-        chunks = [self.queue.popleft()]
-        num_records = num_words = 0
-        while self.queue:
-            rows = chunks[-1].rows
-            num_records, num_words = num_records + len(rows), num_words + int(rows[:, NUM_WORDS].sum())
-            if num_records >= _MANY or num_words >= _MANY_WORDS:
-                break
-            chunks.append(self.queue.popleft())
-        if len(chunks) == 1:
-            return chunks[0]
-        frames = [frame for chunk in chunks for frame in chunk.frames]
-        return Chunk(np.concatenate([chunk.rows for chunk in chunks]), frames)
-
-    @property
-    def num_gaps(self) -> int:
-        """Number of records that arrived before one with a smaller sequence. Small for an actor without defects."""
-        return len(self._seen)
+        if self._error is not None:
+            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
+        with self._lock:
+            trajectories, self._trajectories = self._trajectories, []
+        return trajectories
 
 
 class IngestBroken(RuntimeError):
@@ -216,7 +127,7 @@ class Ingest:
     Args:
         arena: the store that keeps them.
         ledger: says which of them are wanted.
-        pass_on: called with the trajectories that were kept.
+        inbox: where the learner's thread finds the trajectories that were kept.
         vocab_size: bound that token ids must lie below.
         max_tokens: of a record (engine.max_length).
     """
@@ -225,11 +136,11 @@ class Ingest:
         self,
         arena: TrajectoryStore,
         ledger: TicketLedger,
-        pass_on: Callable[[Sequence[Trajectory]], object],
+        inbox: Inbox,
         vocab_size: int,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
-        self._arena, self._ledger, self._pass_on = arena, ledger, pass_on
+        self._arena, self._ledger, self._inbox = arena, ledger, inbox
         self._vocab_size = vocab_size
         self._max_tokens = min(max_tokens, MAX_TOKENS)
         self.totals: Counter[str] = Counter()
@@ -348,7 +259,7 @@ class Ingest:
             rows, starts, facts = rows[kept], starts[kept], facts[kept]
         settled.acks += rows[:, SEQUENCE].tolist()
         self.totals["received_bytes"] += 8 * int(rows[:, NUM_WORDS].sum())
-        self._pass_on(self._arena.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
+        self._inbox.put(self._arena.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
         return early
 
     def _sort_out(

@@ -27,64 +27,20 @@ from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address, Endpoints
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation, EvaluationTasks
-from impala_llm.pipeline.transport.ingest import Ingest, too_long
+from impala_llm.pipeline.transport.ingest import Inbox, Ingest, ReceiverError, too_long
 from impala_llm.pipeline.transport.leader_follower import LeaderFollower
 from impala_llm.pipeline.transport.message_loop import MessageLoop
 from impala_llm.pipeline.transport.messages import RUN_OVER
 from impala_llm.pipeline.transport.sessions import SessionLimits, SessionRegistry
 from impala_llm.trajectory import Trajectory
 
-__all__ = ["Endpoints", "Receiver", "RecordLimits", "SessionLimits"]
+__all__ = ["Endpoints", "Receiver", "ReceiverError", "RecordLimits", "SessionLimits"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MAX_STEPS_SHARE = 0.1
 """Share of the trajectory store for trained trajectories of versions on no board; see `must_keep`. The arena has a
 fifth more than the buffer needs."""
-
-
-class ReceiverError(RuntimeError):
-    """The receiver has died. Its `__cause__` is the reason."""
-
-
-class Inbox:
-    """Trajectories on their way from the thread that receives to the one that trains.
-
-    Each is taken out once, in the order of arrival. Once the receiver has died, nothing is taken out any more.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._trajectories: list[Trajectory] = []
-        self._error: BaseException | None = None
-
-    def __len__(self) -> int:
-        return len(self._trajectories)
-
-    def put(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append trajectories."""
-        with self._lock:
-            self._trajectories.extend(trajectories)
-
-    def fail(self, error: BaseException) -> None:
-        """Make `drain` raise from now on."""
-        self._error = error
-
-    def is_ready(self) -> bool:
-        """Return whether `drain` would return something, or raise."""
-        return bool(self._trajectories) or self._error is not None
-
-    def drain(self) -> list[Trajectory]:
-        """Take everything out, oldest first.
-
-        Raises:
-            ReceiverError: the receiver has died.
-        """
-        if self._error is not None:
-            raise ReceiverError(f"the receiver has died: {self._error}") from self._error
-        with self._lock:
-            trajectories, self._trajectories = self._trajectories, []
-        return trajectories
 
 
 @dataclass(frozen=True)
@@ -140,7 +96,7 @@ class Receiver:
         # For the thread that serves.
         self._actors = ActorSockets(endpoints, run_dir.run_id, self._leadership.wakeup)
         self._registry = SessionRegistry(ledger, run_dir, sessions)
-        self._ingest = Ingest(arena, ledger, self._inbox.put, records.vocab_size, records.max_tokens)
+        self._ingest = Ingest(arena, ledger, self._inbox, records.vocab_size, records.max_tokens)
         self._evaluation: EvaluationTasks[Address] = EvaluationTasks()
         self._loop = MessageLoop(
             self._actors,

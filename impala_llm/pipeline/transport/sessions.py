@@ -18,8 +18,8 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.transport.active_clock import ActiveClock
 from impala_llm.pipeline.transport.actor_sockets import Address
-from impala_llm.pipeline.transport.ingest import Offers
 from impala_llm.pipeline.transport.messages import Engines, Hello, WireError
+from impala_llm.pipeline.transport.offers import Offers
 
 _log = logging.getLogger(__name__)
 _MAX_GAP_S = 0.5

@@ -12,9 +12,9 @@ from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Place
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.transport.ingest import Ingest, Offers, Settled
+from impala_llm.pipeline.transport.ingest import Inbox, Ingest, Settled
 from impala_llm.pipeline.transport.messages import Descriptor, DescriptorBatch
-from impala_llm.pipeline.transport.receiver import Inbox
+from impala_llm.pipeline.transport.offers import Offers
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of, words_of
 from tests.pipeline.support import VOCAB_SIZE, contents, make_trajectory
@@ -33,7 +33,7 @@ class Side:
         ((_, self.tickets),) = self.ledger.grantable()
         self.replay = TrajectoryStore(path / "learner.replay", replay_bytes, 256)
         self.inbox = Inbox()
-        self.ingest = Ingest(self.replay, self.ledger, self.inbox.put, VOCAB_SIZE)
+        self.ingest = Ingest(self.replay, self.ledger, self.inbox, VOCAB_SIZE)
         self.writer = ArenaWriter(path / "actor.arena", 1 << 18)
         self.offers = Offers(ArenaReader(path / "actor.arena") if shared else None)
 
