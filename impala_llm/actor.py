@@ -9,7 +9,8 @@ episodes go on; a ticket that asks for a newer policy version than the engine ha
 Where evaluations inside of the run are wanted, a part of its places is for their tasks (evaluation_episodes.py), which
 need no ticket.
 
-Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does.
+Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does. The
+files that a trajectory passes on its way there stand in docs/pipeline.md, "Where it happens".
 """
 
 import gc

@@ -2,9 +2,9 @@
 
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
-Actors play on all the while, also validation tasks now and then (in_run_evaluation.py): the receiver takes their
-trajectories and deals tickets during every step. Each rank has its own receiver, tickets and replay shard; ranks meet
-only to add up counts, gradients and metrics. Version 0 is published before the first ticket is dealt.
+The files on this way stand in docs/pipeline.md, "Where it happens". Actors play on all the while, also validation tasks
+(in_run_evaluation.py): the receiver takes their trajectories and deals tickets during every step. Each rank has its own
+receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before the first ticket is dealt.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
 every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one
