@@ -35,6 +35,7 @@ from impala_llm.plugs import (
     make_part,
     name_part,
     option_fields,
+    parts_with,
 )
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 from impala_llm.settings_checks import problems
@@ -309,7 +310,17 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
         if _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         if name not in known and name not in parts and name not in _groups():
-            raise ConfigError(f"{name}={value} is an unknown key: {suggestion(name, list(known))}")
+            raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    """A sentence with the setting that an unknown key may stand for, and, of an option, the parts that have it."""
+    meant = meant_by(key, known)
+    kind = _kind_of(meant) if meant else None
+    having = parts_with(kind, meant.rpartition(".")[2]) if kind and meant else []
+    if not having:
+        return suggestion(key, known)
+    return f"did you mean {meant}, which {' and '.join(having)} {'has' if len(having) == 1 else 'have'}?"
 
 
 def _unknown_in(file: str, known: Mapping[str, object]) -> list[str]:
@@ -418,7 +429,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, ConfigKeyError) and full_key:
             if where and len(unknown := _unknown_in(file, known)) > 1:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
-            return f"{where}{full_key} is an unknown key: {suggestion(full_key, list(known))}"
+            return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
             value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
             reason = str(cause.msg or cause).splitlines()[0]

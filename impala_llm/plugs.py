@@ -361,11 +361,15 @@ def check_call(kind: Kind, name: str, part: Any, *given: Any, **arguments: Any) 
         pass
 
 
+def parts_with(kind: Kind, option: str) -> list[str]:
+    """Short names of the packaged parts that have an option, sorted."""
+    parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}
+    return sorted(name for name, part in parts.items() if option in {f.name for f in fields(part)})
+
+
 def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:
     """The option that may be meant, or the parts that have it."""
-    parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}
-    having = sorted(name for name, part in parts.items() if option in {f.name for f in fields(part)})
-    if having:
+    if having := parts_with(kind, option):
         return (
             f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it; leave it out, or choose one of these"
         )

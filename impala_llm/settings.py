@@ -370,7 +370,8 @@ class LearnerConfig:
     batch_size: int = bounded(64, least=1)
     """Trajectories of an update, over all ranks."""
     epochs: int = bounded(1, least=1, most=1000)
-    """Passes over the batch in an update."""
+    """Passes over the batch in an update. Several are for losses that bound how far they move the policy, such as
+    ppo_clip; TOPR does not."""
     minibatches: int = bounded(1, least=1)
     """Optimizer steps of each pass, on as many parts of the batch. With several steps an update, the log-probabilities
     that it begins with are scored first: they are the proximal policy of algorithm.loss=decoupled_ppo."""

@@ -231,6 +231,7 @@ def test_none_is_null_on_the_command_line() -> None:
         (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["++foo.bar=3"], ["foo.bar=3", "unknown key", "--help"]),
+        (["algorithm.clip_low=0.1"], ["unknown key", "algorithm.loss.clip_low", "decoupled_ppo", "ppo_clip"]),
         (["~learner.batch_size"], ["~learner.batch_size", "key=value"]),
         (["model.path=Qwen/Qwen3-0.6B"], ["model.path=Qwen/Qwen3-0.6B", "hf download", "--local-dir"]),
         (["learning_rate=3"], ["learning_rate=3", "unknown key", "learner.learning_rate"]),

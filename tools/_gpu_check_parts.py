@@ -429,19 +429,22 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
             times.append(time.perf_counter() - began)
         return num_tokens / statistics.median(times[1:])
 
-    chosen, speeds = model.attention, {}
-    for implementation in (chosen, SEGMENTS, FLEX) if is_gpu else (chosen,):
-        model.attend_by(implementation)
-        speeds[implementation] = tokens_per_s()
-    tflops = speeds[chosen] * flops_a_token(model, num_tokens / num_rows) / 1e12
-    figure = f"{speeds.pop(chosen):,.0f} tokens/s in {precision} by {chosen}, {tflops:.3g} TFLOP/s"
+    speed = tokens_per_s()
+    tflops = speed * flops_a_token(model, num_tokens / num_rows) / 1e12
+    figure = f"{speed:,.0f} tokens/s in {precision} by {model.attention}, {tflops:.3g} TFLOP/s"
+    others = ""
     if is_gpu:
         figure += f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+        for implementation in sorted({SEGMENTS, FLEX} - {model.attention}):
+            model.attend_by(implementation)
+            try:
+                others += f"; {tokens_per_s():,.0f} tokens/s by {implementation}"
+            except Exception as error:  # one that fails here takes nothing from the figure of the chosen one
+                others += f"; {implementation} fails: {type(error).__name__}"
     name = torch.cuda.get_device_name() if is_gpu else "this CPU"
     known = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
     peak = settings["peak_tflops"] or known
     figure += f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s" if peak else ", MFU needs --peak-tflops"
-    others = "".join(f"; {other:,.0f} tokens/s by {implementation}" for implementation, other in speeds.items())
     return True, f"{figure} ({name}){others}"
 
 

@@ -25,6 +25,8 @@ from impala_llm.algorithms.loss_parts import (
 )
 from impala_llm.settings import AlgorithmConfig, bounded, one_of
 
+_ROUNDING = 0.01
+"""Share of a ratio by which a weight must differ to count as another: on-policy, ratios differ from 1 by rounding."""
 _INFINITY = int(np.float32(np.inf).view(np.uint32))
 """Float32 numbers that are not negative have the order of their bit patterns; this is the last."""
 
@@ -160,7 +162,7 @@ def topr(
         positive, negative: least and largest weight; 0 <= least <= largest. Equal bounds are a constant weight.
 
     Returns:
-        Metrics: ratio_mean, ratio_max; clip_share (w is not ρ); taper_mean, taper_max (of w).
+        Metrics: ratio_mean, ratio_max; clip_share (w differs from ρ by more than 1 %); taper_mean, taper_max (of w).
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, order or bounds.
@@ -175,7 +177,8 @@ def topr(
         log_ratio = segment_sum(log_ratio, segment_ids)[segment_ids]
     ratio = ratios(log_ratio)
     weights = torch.where(advantages < 0, ratio.clamp(*negative), ratio.clamp(*positive))
-    metrics = ratio_metrics(ratio) | ratio_metrics(weights, "taper") | {"clip_share": share(weights != ratio)}
+    metrics = ratio_metrics(ratio) | ratio_metrics(weights, "taper")
+    metrics["clip_share"] = share((weights - ratio).abs() > _ROUNDING * ratio)
     return LossOutput(-weights * advantages.detach() * log_probs, in_dtype(metrics, log_probs), weights)
 
 

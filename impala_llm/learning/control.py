@@ -207,5 +207,5 @@ class CollapseAlarm:
                 f"the mean score has fallen from {self._best_score:.2f} to {score:.2f} while the entropy rose from "
                 f"{self._entropy_at_best:.3g} to {entropy:.3g} nats: learner.learning_rate is too high, or, where "
                 "ratio/ess is far below 1, the data are too old for the correction: lower the rate; or lower "
-                "algorithm.max_staleness, or set algorithm.loss=topr if it is another",
+                "algorithm.max_staleness, or, with another loss than topr, take algorithm=topr_gae or algorithm=topr",
             )

@@ -166,7 +166,11 @@ _DECLARED = (
     ("ratio/mean", _MEAN, "importance ratio pi/mu of the configured granularity, per action token or turn"),
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),
     ("ratio/rejected_share", _MEAN, "share of action tokens left out by max_staleness, reject and probability_limit"),
-    ("ratio/pg_clip_share", _MEAN, "share of action tokens whose weight in the policy loss is truncated or masked"),
+    (
+        "ratio/pg_clip_share",
+        _MEAN,
+        "share of action tokens whose weight in the loss is not their ratio",
+    ),
     (
         "ratio/ess",
         Kind.SAMPLE_SIZE,

@@ -142,6 +142,13 @@ def test_topr_holds_each_sign_of_the_advantage_within_its_own_bounds() -> None:
     assert float(out.metrics["taper_max"]) == pytest.approx(2.5)
 
 
+def test_topr_cuts_no_weight_of_ratios_that_differ_from_1_by_rounding() -> None:
+    log_ratio = torch.tensor([1e-6, -1e-6, 3e-3, -3e-3, 0.5, -0.5, 0.5, -0.5])
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    out = topr(torch.full((8,), -1.0), -1.0 - log_ratio, advantages)
+    assert float(out.metrics["clip_share"]) == pytest.approx(3 / 8), "e^0.5 twice and e^-0.5 once, where A > 0"
+
+
 def test_topr_with_equal_bounds_of_both_signs_is_reinforce_or_truncated_importance_weights() -> None:
     of_one = topr(LOG_PROBS, BEHAVIOUR, ADVANTAGES, ROW_IDS, (1.0, 1.0), (1.0, 1.0))
     torch.testing.assert_close(of_one.per_token, -ADVANTAGES * LOG_PROBS)

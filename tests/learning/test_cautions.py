@@ -52,6 +52,15 @@ def test_a_small_model_may_have_any_rate(tmp_path: Path) -> None:
     assert cautions(config, PolicyModel.from_pretrained(save_lm(tmp_path))) == []
 
 
+def test_several_passes_with_a_loss_that_bounds_no_step_are_named(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    words = ["model=tiny_shopper", "learner.epochs=4"]
+    (said,) = cautions(load(words), model)
+    assert "learner.epochs=4" in said and "algorithm=ppo" in said
+    assert cautions(load([*words, "algorithm=ppo"]), model) == []
+    assert cautions(load(["model=tiny_shopper", "learner.minibatches=4"]), model) == [], "each token is learned once"
+
+
 def test_float32_with_grouped_heads_on_a_gpu_is_named_with_its_memory() -> None:
     config = load(["model=tiny_shopper", "learner.learning_rate=1e-6", "engine.max_length=2048"])
     (said,) = cautions(config, large("cuda"))

@@ -143,7 +143,7 @@ def test_scores_that_fall_while_the_entropy_rises_are_a_collapse_to_noise(caplog
         for _ in range(5):
             alarm.observe(4.5, 6.0, 0.02)
     assert alarm.collapsed["noise"]
-    for word in ("COLLAPSE TO NOISE", "from 0.80 to", "learner.learning_rate is too high", "algorithm.loss=topr"):
+    for word in ("COLLAPSE TO NOISE", "from 0.80 to", "learner.learning_rate is too high", "algorithm=topr_gae"):
         assert word in caplog.text
 
 
