@@ -71,7 +71,7 @@ class Demonstration:
 
     trajectory: Trajectory
     source: str
-    """Which tasks its task id counts, such as `webshop, catalogue 1003`."""
+    """Name of the set of tasks that its task id counts, such as `webshop, catalogue 1003`."""
     text: tuple[Turn, ...]
     """The episode as people read it."""
 

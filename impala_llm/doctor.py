@@ -85,7 +85,7 @@ class Finding:
     state: str
     """State of the part, in words."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, each with what to do; empty where it is right."""
+    """Problems, each with what to do; empty where there is none."""
 
 
 def main(overrides: Sequence[str], as_json: bool = False) -> int:

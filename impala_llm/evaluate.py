@@ -46,9 +46,9 @@ class Result:
     """Outcome of a policy on a set of tasks."""
 
     label: str
-    """Which policy: before | after | its model.path | name of a baseline."""
+    """Name of the policy: before | after | its model.path | name of a baseline."""
     tasks: str
-    """Which tasks: environment, catalogue, goals, split."""
+    """Name of the tasks: environment, catalogue, goals, split."""
     num_tasks: int
     score: float
     score_interval: tuple[float, float]

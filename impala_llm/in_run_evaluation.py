@@ -48,7 +48,7 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         metrics: by name.

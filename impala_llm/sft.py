@@ -63,7 +63,7 @@ class Data:
     learned: list[Trajectory]
     held_out: list[Trajectory]
     checksum: str
-    """Of both: another one, and a checkpoint is of other data."""
+    """Checksum of both: with another one, a checkpoint is of other data."""
 
 
 def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:

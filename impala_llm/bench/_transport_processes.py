@@ -163,7 +163,7 @@ class Contender(ABC):
         """In the consumer: open its end. It copies what arrives to the batch."""
 
     def prepare(self, count: int) -> None:  # noqa: B027  # not everybody has something to do
-        """Whatever may be done before the clock starts."""
+        """Prepare everything that need not be timed."""
 
     @abstractmethod
     def send(self, count: int) -> None:

@@ -262,7 +262,7 @@ def _is_name(value: object) -> bool:
 
 
 def text_problem(value: object) -> str:
-    """What is wrong with a text, empty where nothing is: neither tokenizers nor messages take what has no UTF-8."""
+    """Problem of a text, empty where there is none: neither tokenizers nor messages take what has no UTF-8."""
     if not isinstance(value, str):
         return "a str is expected"
     try:

@@ -161,7 +161,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any) -> Any:
-    """What `_packed` was given."""
+    """The inverse of `_packed`."""
     if isinstance(value, dict) and _PAIRS in value:
         return {_unpacked(key): _unpacked(each) for key, each in value[_PAIRS]}
     if isinstance(value, dict):

@@ -93,7 +93,7 @@ class ScienceWorldSession:
         self._score = 0.0
         self._steps = 0
         self._solution: list[str] = []
-        """What is left of it, where there is a script."""
+        """The rest of the script, where there is one."""
 
     async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
         name, variation = self._suite.variation(task_id)

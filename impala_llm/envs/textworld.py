@@ -132,7 +132,7 @@ class TextWorldSession:
 
 
 def _for_script(state: Any) -> dict[str, Any]:
-    """What `TextWorldSuite.script` plays by: the next action of the library's way to win, None where it knows none."""
+    """For `TextWorldSuite.script`: the next action of the library's way to win, None where it knows none."""
     return {"reference": next(iter(state.policy_commands or ()), None), "possible": state.admissible_commands}
 
 

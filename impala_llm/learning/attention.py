@@ -33,7 +33,7 @@ attention, forward and backward, takes 6 to 10 times as long on rows of 32 to 12
 
 
 def attention_arguments(implementation: str, lengths: Tensor, device: torch.device) -> Mapping[str, Any]:
-    """What a model's layers are to be called with, beside tokens and positions, so that packed rows stay apart.
+    """Arguments of a model's layers, beside tokens and positions, that keep packed rows apart.
 
     Args:
         implementation: transformers' name of the attention: SEGMENTS, FLEX, FLASH_2 or that of a package.
@@ -50,7 +50,7 @@ def attention_arguments(implementation: str, lengths: Tensor, device: torch.devi
 
 
 class SegmentPlan:
-    """Which rows share an attention call, and where their tokens lie. Made once a batch, used by every layer.
+    """Rows that share an attention call, and the places of their tokens. Made once a batch, used by every layer.
 
     Args:
         lengths: int64[num_segments], tokens of each row, in packed order.

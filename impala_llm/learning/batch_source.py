@@ -65,7 +65,7 @@ class SourceMoment:
 
     buffer: Moment
     rest: dict[str, Any]
-    """Of the other parts, as `BatchSource.state_dict` has it."""
+    """State of the other parts, as `BatchSource.state_dict` has it."""
 
 
 class BatchSource:

@@ -68,11 +68,11 @@ class Manifest:
     update: int
     """Updates of the run so far."""
     version: int
-    """Of its weights."""
+    """Version of its weights."""
     run_id: int
     num_ranks: int
     minutes_used: float
-    """Of learner.max_minutes."""
+    """Minutes used of learner.max_minutes."""
     files: Mapping[str, tuple[int, int]]
     """Size and CRC-32, by path within the folder."""
     tensors: Mapping[str, tuple[Part, ...]]

@@ -26,12 +26,12 @@ _ALL = "all-linear"
 _NAME = "default"
 """The adapter's, as peft calls the first one of a model."""
 _PREFIX = "adapter."
-"""Of the adapters' tensors among the bytes beside a version."""
+"""Prefix of the adapters' tensors among the bytes beside a version."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to a matrix: `scale` · left @ right.
+    """A term that is added to a matrix: `scale` · left @ right.
 
     Attributes:
         left: [rows of the matrix, rank]. right: [rank, columns].
@@ -132,7 +132,7 @@ def adapter_tensors(lm: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def beside_version(lm: PreTrainedModel, value_head: Mapping[str, Tensor]) -> bytes:
-    """What lies beside a version: the value head and the adapters, as a safetensors file."""
+    """The bytes beside a version: the value head and the adapters, as a safetensors file."""
     return save({**value_head, **{_PREFIX + name: p.detach().cpu() for name, p in adapter_tensors(lm).items()}})
 
 

@@ -1,4 +1,4 @@
-"""What a learner goes on from: its weights and their version.
+"""Origin of a learner: the weights that it goes on from, and their version.
 
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
@@ -42,7 +42,7 @@ _PIECES, _PIECE = 1024, 4096
 
 @dataclass(frozen=True)
 class Origin:
-    """What a learner goes on from."""
+    """Where a learner begins: weights, version, and what belongs to them."""
 
     update: int
     version: int

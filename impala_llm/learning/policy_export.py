@@ -57,7 +57,7 @@ class Together:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds of a tensor: consecutive elements of it, from `start` on.
+    """This rank's part of a tensor: consecutive elements of it, from `start` on.
 
     Attributes:
         open: called before they are read; returns what returns the elements [begin, end) of those held, flat. With
@@ -74,7 +74,7 @@ class _Held:
 
 
 class PolicyExport:
-    """What leaves the learner of its policy. One for each rank.
+    """The policy as it leaves the learner. One for each rank.
 
     Args:
         model: placed on its device, or sharded.
@@ -125,7 +125,7 @@ class PolicyExport:
         return found
 
     def beside(self) -> bytes:
-        """What lies beside a version, for a learner that goes on from it: see `PolicyModel.load_beside`."""
+        """The bytes beside a version, for a learner that goes on from it: see `PolicyModel.load_beside`."""
         return beside_version(self._model.lm, self._model.value_head.state_dict())
 
     def save(self, directory: Path, files: Mapping[str, bytes]) -> None:

@@ -39,9 +39,9 @@ class Start:
     take_over: bool = False
     """From what a dead learner has left in shared memory, where that is newer than a checkpoint."""
     run_id: int | None = None
-    """Of the run whose checkpoint it goes on from; None: it is a new run."""
+    """Number of the run whose checkpoint it goes on from; None: it is a new run."""
     notes: tuple[str, ...] = ()
-    """What the user should know of it; whoever starts says it."""
+    """Sentences for the user, which the caller prints."""
 
 
 def how_to_start(config: Config) -> Start:

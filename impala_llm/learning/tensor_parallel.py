@@ -30,9 +30,10 @@ _STYLES: dict[str, Callable[[], ColwiseParallel | RowwiseParallel]] = {
 }
 _CHECK_TOKENS = 16
 _TOLERANCE = 1e-3
-"""Of hidden states, as a share of the largest."""
+"""Largest difference of hidden states, as a share of the largest."""
 _GRADIENT_TOLERANCE = 0.05
-"""Of a parameter's gradient, as a share of its norm. Where a process has only a part of it, it is 0.5 and more."""
+"""Largest difference of a parameter's gradient, as a share of its norm; it is 0.5 and more where a process has only a
+part of the gradient."""
 _ROUNDING = 1e-5
 """Norm that a gradient of 0 may have by rounding, as a share of the largest parameter's."""
 _FIX = "set another number, or learner.tensor_parallel=1 with learner.sharding=fsdp2"

@@ -172,7 +172,7 @@ class Meters:
             self.log.add(f"env/{key}", value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What metrics of later steps are made of: the episodes of the window, and those that have begun."""
+        """State from which metrics of later steps are made: the episodes of the window, and those that have begun."""
         begun = [[ticket, *so_far] for ticket, so_far in self._begun.items()]
         return {"window": self._window.state_dict(), "begun": begun}
 

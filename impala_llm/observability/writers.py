@@ -37,7 +37,7 @@ from impala_llm.supervised import say
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 1 << 18
-"""Of the JSONL file, in which a line of a step of training is found."""
+"""Bytes at the end of the JSONL file in which a line of a training step is found."""
 
 
 class Writer(Protocol):

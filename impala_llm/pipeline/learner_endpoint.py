@@ -33,7 +33,7 @@ _KEPT_SLOTS = 2
 
 @dataclass(frozen=True)
 class PastTickets:
-    """What a checkpoint knows of the tickets of a rank."""
+    """The tickets of a rank in a checkpoint."""
 
     rows: Sequence[Row]
     """See `TicketLedger.rows`."""

@@ -277,7 +277,7 @@ class ReplayBuffer:
         )
 
     def moment(self) -> Moment:
-        """What `state_dict` is made of, as it is now: cheap, and unchanged by what the buffer does next."""
+        """Snapshot from which `state_dict` is made: cheap, and unchanged by what the buffer does next."""
         copies = {name: getattr(self._items, name).copy() for name in _CHANGED_IN_PLACE}
         generator = json.dumps(self._rng.bit_generator.state)  # its numbers are larger than those of most formats
         names = list(self._signature_numbers)

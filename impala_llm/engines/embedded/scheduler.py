@@ -11,7 +11,7 @@ import numpy as np
 from impala_llm.engines.embedded.sessions import SessionTable
 
 _STEP_OPERATIONS = 1e11
-"""Of the prompts of a step on a CPU: two to five seconds of one core with AVX2."""
+"""Floating-point operations for the prompts of a step on a CPU: two to five seconds of one core with AVX2."""
 _LEAST_TOKENS = 64
 
 

@@ -1,4 +1,4 @@
-"""Which kinds of tasks are worth playing now: those that succeed sometimes.
+"""Curriculum: prefers the kinds of tasks that succeed sometimes.
 
 Invariant: whether a group is played depends on the success rates of its kind, the run's seed and the group's number
 alone. Tasks that are passed over come again in the next epoch.

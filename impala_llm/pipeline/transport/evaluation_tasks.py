@@ -54,7 +54,7 @@ class EvaluationTasks(Generic[Actor]):
         self._attempts: Counter[int] = Counter()
         self._results: dict[int, EvaluationResult] = {}
         self._told: dict[Actor, tuple[EvaluationGrant | None, float]] = {}
-        """What each actor was told last, and when; not of those that were told last that they have none."""
+        """Last grant to each actor, with its time; actors whose last grant was empty are left out."""
         self._began_at: float | None = None
         self._is_under_way = False
         self._has_changed = False

@@ -74,7 +74,7 @@ computed on the way."""
 
 
 class SharedWriting(Protocol):
-    """What processes that write a version together, each its parts, tell each other. All of them call each method."""
+    """Communication of processes that write a version together, each its parts. All of them call each method."""
 
     def tell(self, number: int) -> int:
         """Return the number that the board's publisher has called this with."""
