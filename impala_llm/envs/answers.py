@@ -8,8 +8,8 @@ from typing import Any
 from impala_llm.envs.extras import needed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_WHOLE_NUMBER = re.compile(rf"(?=[-+]?\.?\d){_NUMBER.pattern}\.?")
+_NUMBER = re.compile(r"(?=[-+]?\.?\d)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_WHOLE_NUMBER = re.compile(rf"{_NUMBER.pattern}\.?")
 
 
 def after_thoughts(text: str) -> str:
@@ -40,7 +40,7 @@ def exact(answer: str, task: Mapping[str, Any]) -> float:
 
 def number(answer: str, task: Mapping[str, Any]) -> float:
     """1 where the last number of the answer is that of the task, to nine digits. Thousands may have commas."""
-    found = [word for word in _NUMBER.findall(_plain(final(answer))) if any(map(str.isdigit, word))]
+    found = _NUMBER.findall(_plain(final(answer)))
     wanted = _number(_plain(task["answer"]))
     return float(bool(found) and math.isclose(_number(found[-1]), wanted, rel_tol=1e-9, abs_tol=1e-12))
 
