@@ -10,7 +10,7 @@ from impala_llm.envs.base import Split
 from impala_llm.limited_warnings import RateLimitedWarnings
 
 _warnings = RateLimitedWarnings(interval_s=30.0)
-_ROUNDING = 1e-6  # scores beyond 0 to 1 by less are those of floating-point sums, and no mistake
+_ROUNDING = 1e-6  # scores that differ from 0 or 1 by less are those, but for the rounding of a sum
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -54,7 +54,7 @@ class SingleTurnSession:
             _warnings.log(
                 "a score outside of 0 to 1 counts as the nearer of them", f"{score:g}: let the verifier return 0 to 1"
             )
-        score = min(max(score, 0.0), 1.0)
+        score = 0.0 if score <= _ROUNDING else 1.0 if score >= 1 - _ROUNDING else score
         return "", score, True, False, {"score": score, "success": score == 1.0, "stats": stats}
 
 

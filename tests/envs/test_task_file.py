@@ -183,6 +183,19 @@ def test_a_score_beyond_its_range_is_logged_and_counts_as_the_nearest_in_it(
     ]
 
 
+@pytest.mark.parametrize(("given", "score"), [(sum([0.1] * 10), 1.0), (0.1 + 0.2 - 0.3, 0.0), (0.999, 0.999)])
+def test_a_score_that_only_rounding_parts_from_1_or_0_is_that(given: float, score: float) -> None:
+    assert given not in (0.0, 1.0)
+
+    async def info() -> dict[str, Any]:
+        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: given)
+        session.reset(0)
+        return (await session.step("a"))[-1]
+
+    found = asyncio.run(info())
+    assert (found["score"], found["success"]) == (score, score == 1.0)
+
+
 def test_a_parquet_file_is_read_too(folder: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows(5)), "tasks.parquet")
