@@ -311,6 +311,8 @@ class BatchSource:
         self._take_in([t for number, t in trajectories.items() if number not in held], version)
 
     def _draw(self, version: int) -> Batch | None:
+        # Also where there is less than a batch: until then their tickets take the places of those that will fill it.
+        self._evict(self.buffer.evict_stale(version))
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
             return None
         self._before_draw = self._moment()

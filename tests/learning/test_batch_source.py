@@ -152,6 +152,15 @@ def test_what_became_too_old_is_evicted_and_reported() -> None:
     assert receiver.evicted_tickets == [*range(GROUP), *range(3 * GROUP, 4 * GROUP)]
 
 
+def test_what_is_too_old_is_evicted_although_there_is_less_than_a_batch() -> None:
+    """Its tickets have the places of those that would make the batch whole: they are not granted before."""
+    source, receiver = make_source("algorithm.max_staleness=0")
+    receiver.arriving = members(0) + members(1) + members(2)  # of a run that had a larger batch
+    assert tickets(source.next_batch(version=0)) == list(range(BATCH))
+    assert source.batch_at_hand(version=1) is None
+    assert receiver.evicted_tickets == list(range(BATCH, BATCH + GROUP))
+
+
 def test_a_group_of_which_one_member_took_long_is_drawn_with_those_that_waited_for_it() -> None:
     source, receiver = make_source("algorithm.max_staleness=1")
     *waited, late = members(0, version=0)

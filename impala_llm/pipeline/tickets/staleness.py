@@ -87,10 +87,6 @@ class Admission:
         """Return whether one more group may leave the task order."""
         if self.max_staleness is None:
             return True
-        if self.max_staleness == 0 and self.charged.total() != self.charged[self.version]:
-            # Part of an older batch was not trained on: whole batches only. But tickets of this version's batch that
-            # were refused or evicted are replaced.
-            return False
         size = self.group_size
         spoken_for = max(len(self._released), self._step_under_way() * self.batch_size)
         # For episodes of any length: beside a part of a batch there is room for a group.

@@ -146,15 +146,26 @@ def test_several_actors_get_equal_shares_of_whole_groups() -> None:
     assert {actor: len(tickets) for actor, tickets in grant(ledger).items()} == {"a": 2, "b": 2}
 
 
-def test_a_batch_waits_for_the_whole_one_before_it() -> None:
+def test_a_batch_has_room_beside_what_is_left_of_the_one_before_it() -> None:
+    """Of a run that had a larger batch, or a larger max_staleness, before it was resumed: whether what is left is too
+    old, the learner decides. If the ledger waited for it, and the learner for a batch, neither would go on."""
     ledger = make_ledger(4, 0)
     ledger.request("a", 1)
-    tickets = grant(ledger)["a"]
-    receive(ledger, tickets)
-    ledger.trained(ids(tickets[:2]))
-    ledger.advance(1)
+    first = grant(ledger)["a"]
+    receive(ledger, first[:3])
+    ledger.trained(ids(first[:2]))
     assert grant(ledger) == {}
-    ledger.evicted(ids(tickets[2:]))
+    ledger.advance(1)
+    second = grant(ledger)["a"]
+    assert len(second) == 2, "beside one that was received and one that is open"
+    assert {ticket.min_version for ticket in second} == {1}
+    receive(ledger, [first[3], *second])
+    assert grant(ledger) == {}
+    ledger.evicted([first[2].ticket_id])
+    receive(ledger, grant(ledger)["a"])
+    assert ledger.counters()["in_buffer"] == 4
+    ledger.trained([*ids(second), first[3].ticket_id, 6])
+    ledger.advance(2)
     assert len(grant(ledger)["a"]) == 4
 
 
