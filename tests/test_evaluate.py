@@ -44,10 +44,21 @@ def test_wilson_by_hand() -> None:
 
 
 def test_mean_interval_by_hand() -> None:
-    # sample standard deviation sqrt(1 / 3), standard error half of it
-    assert mean_interval([0.0, 1.0, 1.0, 0.0]) == pytest.approx((0.5 - 0.565792, 0.5 + 0.565792), abs=1e-5)
+    # sample standard deviation sqrt(1 / 3), standard error half of it; Student's quantile of 3 degrees is 3.18245
+    assert mean_interval([0.0, 1.0, 1.0, 0.0]) == pytest.approx((0.5 - 0.918694, 0.5 + 0.918694), abs=2e-4)
     assert mean_interval([0.25]) == (0.25, 0.25)
     assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("num_values", "tolerance"), [*((n, 2e-4) for n in range(2, 32)), (32, 0.01), (500, 1e-3)])
+def test_the_interval_of_a_mean_holds_95_percent_of_student_s_distribution(num_values: int, tolerance: float) -> None:
+    values = [0.0] * (num_values - 1) + [1.0]
+    quantile = (mean_interval(values)[1] - np.mean(values)) / (np.std(values, ddof=1) / math.sqrt(num_values))
+    degrees = num_values - 1
+    t = np.linspace(-quantile, quantile, 100_001)
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    inside = np.trapezoid(scale * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), t)
+    assert inside == pytest.approx(0.95, abs=tolerance)
 
 
 def test_scores_of_0_and_1_are_a_proportion() -> None:
@@ -222,20 +233,23 @@ def test_the_difference_is_paired_task_by_task() -> None:
 
     # Differences 0, 1, 1, 0: see test_mean_interval_by_hand. Each alone the two score alike: 0, 1, 0, 1 and 0, 2, 1, 1.
     said = difference(result("before", [0.0, 1.0, 0.0, 1.0]), result("after", [0.0, 2.0, 1.0, 1.0]))
-    assert "after - before: score 0.500 to 1.000, +0.500 [-0.066, +1.066] over 4 tasks: within noise" in said
-    assert difference(result("before", [0.0, 0.5]), result("after", [0.1, 0.6])).endswith(": better")
-    assert difference(result("before", [0.1, 0.6]), result("after", [0.0, 0.5])).endswith(": worse")
-    assert "one task cannot tell" in difference(result("before", [0.1]), result("after", [0.9]))
+    assert "after - before: score 0.500 to 1.000, +0.500 [-0.419, +1.419] over 4 tasks: " in said
+    assert difference(result("before", [0.0, 0.5] * 3), result("after", [0.1, 0.6] * 3)).endswith(": better")
+    assert difference(result("before", [0.1, 0.6] * 3), result("after", [0.0, 0.5] * 3)).endswith(": worse")
+    # Without any difference five tasks all rise, or all fall, by chance in 2 of 2⁵ cases: more than 5 %.
+    for scores in ([0.1], [0.5, 0.3], [0.5, 0.3] * 2 + [0.1]):
+        said = difference(result("before", scores), result("after", [score + 0.02 for score in scores]))
+        assert said.endswith(": fewer than 6 tasks cannot tell policies apart: raise evaluation.num_tasks")
     # Scores that are all 0 or 1: few tasks of which none has changed, or both have, say little.
-    for scores, verdict in (([0.0] * 4, "within noise"), ([1.0] * 2, "within noise"), ([0.0] * 300, "the same, by")):
+    for scores, verdict in (([0.0] * 6, "within noise"), ([1.0] * 6, "within noise"), ([0.0] * 300, "the same, by")):
         assert verdict in difference(result("before", scores), result("after", scores))
     said = difference(result("before", [0.0] * 2), result("after", [1.0] * 2))  # 3/4 of 4 tasks rose, 1/4 fell
-    assert "+1.000 [-0.349, +1.000] over 2 tasks: within noise" in said
+    assert "+1.000 [-0.349, +1.000] over 2 tasks: " in said
     assert difference(result("before", [0.0] * 9), result("after", [1.0] * 9)).endswith(": better")
     # A difference of 0.004 in each task is sure, and no success.
-    said = difference(result("before", [0.0, 0.1]), result("after", [0.004, 0.104]))
+    said = difference(result("before", [0.0, 0.1] * 3), result("after", [0.004, 0.104] * 3))
     assert said.endswith(
-        "score 0.050 to 0.054, +0.004 [+0.004, +0.004] over 2 tasks: practically the same, by less than 0.01"
+        "score 0.050 to 0.054, +0.004 [+0.004, +0.004] over 6 tasks: practically the same, by less than 0.01"
     )
 
 
