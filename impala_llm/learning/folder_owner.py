@@ -69,7 +69,8 @@ class FolderOwner:
             self._thread.join()
             self._find_other()
             if self._other is None:
-                self._path.unlink(missing_ok=True)
+                with suppress(OSError):  # in a folder that has become read-only it stays: its process is dead then
+                    self._path.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises FolderTaken where another learner has taken the folder."""

@@ -1,5 +1,6 @@
 """One learner at a time in a run's folder: who is refused, who waits, and who has to go."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -152,3 +153,15 @@ def test_a_folder_that_was_taken_since_the_last_beat_is_noticed_and_left_alone(t
     with FolderOwner(tmp_path, beat_s=1000.0):
         of_another_host(tmp_path, 0)
     assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
+
+
+def test_a_folder_that_has_become_read_only_does_not_replace_the_exit_code_of_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(SystemExit) as ended, FolderOwner(tmp_path, beat_s=BEAT_S):
+        monkeypatch.setattr(Path, "unlink", refuse)
+        sys.exit(4)
+    assert ended.value.code == 4
