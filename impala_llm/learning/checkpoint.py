@@ -175,8 +175,11 @@ class Checkpointer:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a checkpoint should be written soon: the best policy so far is in none."""
-        return self._wants_best and not self.is_busy
+        """Whether a checkpoint should be written soon: the best policy so far is in none.
+
+        Not after one that has failed, or a disk that refuses would be asked at each update: the next that is due counts.
+        """
+        return self._wants_best and not self.is_busy and not self.has_failed
 
     def begin(self) -> None:
         """Remove what a process that died amid a checkpoint left, and say so; put back a policy that it was replacing.
@@ -222,18 +225,23 @@ class Checkpointer:
     def mark_best(self, version: int, score: float) -> None:
         """Keep the checkpoint of this version, and no longer the one that was the best before. On rank 0.
 
-        Where there is none of this version the next one counts, and one is written soon.
+        Where there is none of this version the next one counts, and one is written soon. What the folder refuses is
+        only said.
 
         Args:
             score: in the evaluation that it was the best of.
         """
         with self._names:
             self._best, self._wants_best = (version, score), False
-            for path in folders_of(self._run_folder):
-                with suppress(CheckpointError):
-                    if read_manifest(path).version == version:
-                        mark_best(self._run_folder, path.name)
-                        return
+            try:
+                for path in folders_of(self._run_folder):
+                    with suppress(CheckpointError):
+                        if read_manifest(path).version == version:
+                            mark_best(self._run_folder, path.name)
+                            return
+            except OSError as error:
+                self._say_unmarked(error)
+                return
             self._wants_best = self.is_on
 
     # --- the thread
@@ -324,10 +332,19 @@ class Checkpointer:
             # One that was being written when a later version turned out to be the best is not it.
             if self._wants_best and self._best is not None and state.version >= self._best[0]:
                 self._wants_best = False
-                mark_best(self._run_folder, target.name)
+                try:
+                    mark_best(self._run_folder, target.name)
+                except OSError as error:
+                    self._say_unmarked(error)
             failed = remove_old(self._run_folder, self._num_kept)
         for reason in failed:
             say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")
+
+    def _say_unmarked(self, error: OSError) -> None:
+        say(
+            f"learner: the best checkpoint cannot be marked in {self._folder} ({error.strerror}), and goes as others "
+            "do: let this user make links there"
+        )
 
 
 class _Written:

@@ -57,6 +57,45 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_said_and_the_new_one_counts
     assert names(tmp_path) == ["update-000002", "update-000003"]
 
 
+def refuse_links(path: Path, target: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_folder_that_takes_no_links_does_not_end_training_for_the_best_checkpoint(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = write(tmp_path, policy, 1)
+    model, optimizer = make(policy)
+    monkeypatch.setattr(Path, "symlink_to", refuse_links)
+    said = f"the best checkpoint cannot be marked in {tmp_path}/checkpoints (Operation not permitted)"
+    checkpointer.mark_best(6, 0.5)  # of update 1
+    assert said in capsys.readouterr().out and not checkpointer.is_wanted
+    checkpointer.mark_best(7, 0.6)  # in no checkpoint
+    assert checkpointer.save(make_state(2, model, optimizer, policy)) and checkpointer.wait()
+    found = capsys.readouterr().out
+    assert said in found and "cannot be written" not in found
+    assert names(tmp_path) == ["update-000001", "update-000002"] and not checkpointer.is_wanted
+
+
+def test_a_disk_that_refuses_the_checkpoint_of_the_best_is_not_asked_at_every_update(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, 1)
+    model, optimizer = make(policy)
+    checkpointer.mark_best(6, 0.5)
+    assert checkpointer.is_wanted
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint, "write_file", no_room)
+        assert checkpointer.save(make_state(1, model, optimizer, policy)) and not checkpointer.wait()
+    assert not checkpointer.is_wanted
+    assert checkpointer.save(make_state(2, model, optimizer, policy)) and checkpointer.wait()  # due by time
+    assert checkpoint_files.best_of(tmp_path) == "update-000002"
+
+
 def test_the_best_checkpoint_is_not_removed_as_it_is_marked(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
