@@ -107,11 +107,15 @@ def name_of(update: int) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, and nothing else. Raises CheckpointError where there is none of this format."""
+    """Read a manifest, and nothing else. Raises CheckpointError where none of this format is whole."""
     try:
         values = json.loads((path / MANIFEST).read_bytes())
         if values["format"] != FORMAT:
             raise CheckpointError(f"{MANIFEST} has format {values['format']}, this program reads {FORMAT}")
+        if values.pop("crc32", None) not in (None, _crc(values)):  # earlier releases wrote none
+            raise CheckpointError(f"{MANIFEST} has another checksum")
+        if path.name.removesuffix(REPLACED) != name_of(values["update"]):
+            raise CheckpointError(f"{MANIFEST} is of update {values['update']}")
         return Manifest(
             path,
             int(values["update"]),
@@ -142,7 +146,12 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     values["tensors"] = {
         name: [[part.file, part.key, list(part.offsets)] for part in parts] for name, parts in manifest.tensors.items()
     }
-    return json.dumps(values, indent=1).encode()
+    return json.dumps(values | {"crc32": _crc(values)}, indent=1).encode()
+
+
+def _crc(values: dict[str, Any]) -> int:
+    """Checksum of what a manifest holds beside it."""
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[Manifest | None, list[str]]:
@@ -258,7 +267,8 @@ class VersionMark:
 
     def unused(self, version: int) -> int:
         """First number for the weights of a checkpoint of this version: its own, unless later ones may be known."""
-        return version if self.reserved <= version else self.reserved + 1
+        reserved = self.reserved if self.reserved >= 0 else version + RESERVED
+        return version if reserved <= version else reserved + 1
 
     def begin_life(self) -> None:
         """Note that the run goes on from a checkpoint alone: what it has left in any host's shared memory is stale."""
@@ -283,6 +293,8 @@ class VersionMark:
                 write_file(self._path, [content])
             except OSError:
                 self._overwrite(content)
+            else:
+                sync(self._path.parent)
         except OSError as error:
             self._warnings.log(
                 "the versions of the run cannot be noted",

@@ -15,13 +15,15 @@ from impala_llm.learning.cautions import cautions, other_value_head
 from impala_llm.learning.checkpoint import POLICY
 from impala_llm.learning.checkpoint_files import (
     FOLDER,
+    RESERVED,
+    VERSIONS,
     CheckpointError,
     VersionMark,
     checkpoints,
-    name_of,
     newest_whole,
     read_manifest,
     set_aside,
+    update_of,
 )
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
@@ -91,7 +93,8 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
         )
     checkpoint = None
     if update >= 0:
-        checkpoint = CheckpointReader(read_manifest(run_folder / FOLDER / name_of(update)))
+        folder = next(path for path in checkpoints(run_folder) if update_of(path) == update)
+        checkpoint = CheckpointReader(read_manifest(folder))
     if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
         version, ahead = on_board or 0, versions.ahead
         if versions.reserved < 0 and checkpoint is not None:  # versions.json is lost
@@ -100,6 +103,11 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
     saved, is_lost = checkpoint.manifest, on_board is None
     version = versions.unused(saved.version) if is_lost else saved.version
     if ranks.is_main:
+        if is_lost and versions.reserved < 0:
+            say(
+                f"learner: {run_folder / FOLDER / VERSIONS} is missing or damaged: {RESERVED} versions are left out, "
+                "as many as are reserved at a time"
+            )
         under = "" if version == saved.version else f", as version {version}: the {version - 1} before may be in use"
         say(f"learner: going on from update {update}, checkpoint {saved.path}{under}")
         if saved.num_ranks != ranks.world_size and is_lost:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -343,7 +344,7 @@ def test_checkpoints_can_be_switched_off(tmp_path: Path, policy: Path) -> None:
 def test_no_version_is_used_twice(tmp_path: Path) -> None:
     """Whoever goes on from an old checkpoint begins above all that the dead learner may have published."""
     mark = VersionMark(tmp_path)
-    assert mark.unused(7) == 7, "nothing was published under this folder"
+    assert mark.unused(7) == 7 + 256 + 1, "of a run that has a checkpoint a lost note says nothing"
     published = []
     for version in range(1000):
         mark.reserve(version, ahead=0)
@@ -422,3 +423,39 @@ def test_manifests_say_what_they_are(tmp_path: Path, policy: Path) -> None:
     (tmp_path / "checkpoints" / "update-000012" / "manifest.json").write_text(json.dumps(values | {"format": 9}))
     with pytest.raises(CheckpointError, match="format 9, this program reads 1"):
         read_manifest(tmp_path / "checkpoints" / "update-000012")
+
+
+@pytest.mark.parametrize("name", ["update", "version", "run_id", "num_ranks"])
+def test_a_manifest_with_another_number_than_was_written_is_damaged(tmp_path: Path, policy: Path, name: str) -> None:
+    write(tmp_path, policy, 12)
+    folder = tmp_path / "checkpoints" / "update-000012"
+    text = (folder / "manifest.json").read_text()
+    number = json.loads(text)[name]
+    (folder / "manifest.json").write_text(text.replace(f'"{name}": {number}', f'"{name}": {number + 100}', 1))
+    with pytest.raises(CheckpointError, match="manifest.json has another checksum"):
+        read_manifest(folder)
+
+
+def test_manifests_of_releases_without_a_checksum_in_them_are_read(tmp_path: Path, policy: Path) -> None:
+    write(tmp_path, policy, 12)
+    folder = tmp_path / "checkpoints" / "update-000012"
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["crc32"]
+    (folder / "manifest.json").write_text(json.dumps(values, indent=1))
+    assert read_manifest(folder).version == 17
+    folder.rename(folder.with_name("update-000013"))
+    with pytest.raises(CheckpointError, match="manifest.json is of update 12"):
+        read_manifest(folder.with_name("update-000013"))
+
+
+def test_the_note_of_versions_is_on_the_disk_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = set(), os.fsync
+
+    def note(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.add((path, (tmp_path / "versions.json").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    VersionMark(tmp_path).reserve(0, ahead=0)
+    assert (str(tmp_path), True) in synced

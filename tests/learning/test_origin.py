@@ -63,6 +63,34 @@ def test_versions_that_are_ahead_of_updates_stay_so_where_their_note_is_lost(tmp
     assert (origin.version, origin.update, origin.is_lost) == (300, 138, False)
 
 
+@pytest.mark.parametrize("content", [None, bytes(128), b'{"reserved": '])
+def test_no_version_is_used_twice_where_their_note_is_lost_with_the_host(
+    tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    make_checkpoint(tmp_path, 432)
+    VersionMark(folder).reserve(432, ahead=0)
+    last = VersionMark(folder).reserved
+    if content is None:
+        (folder / "versions.json").unlink()
+    else:
+        (folder / "versions.json").write_bytes(content)
+    origin = find_origin(tmp_path, None, VersionMark(folder), Ranks("cpu"))
+    assert (origin.update, origin.version) == (432, last + 1)
+    said = capsys.readouterr().out
+    assert f"{folder}/versions.json is missing or damaged" in said and f"as version {last + 1}" in said
+
+
+def test_a_checkpoint_under_the_number_of_another_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, 120)
+    make_checkpoint(tmp_path, 140).rename(tmp_path / "checkpoints" / name_of(240))
+    origin = find_origin(tmp_path, None, VersionMark(tmp_path / "checkpoints"), Ranks("cpu"))
+    assert origin.update == 120
+    assert "checkpoint update-000240: manifest.json is of update 140: it is passed over" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("fitted", "asked", "fix"), [(0, "32", "0"), (8, "null", "8"), (8, "0", "8")])
 def test_a_fitted_value_head_of_another_width_is_not_dropped_in_silence(
     tmp_path: Path, fitted: int, asked: str, fix: str, capsys: pytest.CaptureFixture[str]
