@@ -177,7 +177,7 @@ class Checkpointer:
     def is_wanted(self) -> bool:
         """Whether a checkpoint should be written soon: the best policy so far is in none.
 
-        Not after one that has failed, or a disk that refuses would be asked at each update: the next that is due counts.
+        Not after one that has failed: the next that is due counts, and a disk that refuses is not asked at each update.
         """
         return self._wants_best and not self.is_busy and not self.has_failed
 
