@@ -308,7 +308,7 @@ class Learner:
             self.trainer.num_updates = self.update
         self.trainer.before_change = saving.before_change
         self.stops.holds_back = lambda: saving.holds_signals_back
-        self.stops.waits_on = lambda: self.is_writing
+        self.stops.waits_on = lambda: self.is_writing or saving.outlasts_signals
         return saving
 
     # --- while it trains

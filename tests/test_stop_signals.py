@@ -1,9 +1,12 @@
 """Signals that come while other people's code runs: it is not the code that has failed."""
 
+import json
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,11 @@ import pytest
 from impala_llm.config import load
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Suite
+from impala_llm.learner import Learner
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.resume import Start
 from impala_llm.stop_signals import STOP_SIGNALS, StopSignals
+from impala_llm.supervised import PROGRESS
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +65,26 @@ def test_an_environment_is_not_called_broken_for_a_signal(when: str, user_folder
     with pytest.raises(SystemExit) as stop:
         make_suite(load([f"env={name}:make", "model=scratch"]).env)
     assert stop.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_amid_an_update_of_several_ranks_waits_for_its_end_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can only end, and save a checkpoint, together. The supervisor is told at once, so that it waits as well."""
+    heard, told = os.pipe()
+    os.set_blocking(heard, False)
+    stops, ranks = StopSignals(), Ranks("cpu")
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    with ExitStack() as stack:
+        learner = Learner(load(settings), ranks, stack, Start(), stops)
+        learner.saving.begin_update()
+        with monkeypatch.context() as several:
+            several.setattr(ranks, "num_processes", 2)
+            several.setenv(PROGRESS, str(told))
+            ask_to_stop()
+            assert json.loads(os.read(heard, 4096)) == {"saving": True}
+            os.kill(os.getpid(), signal.SIGALRM)  # as the timer does after STOP_PATIENCE_S
+            learner.saving.end_update()
+            with pytest.raises(SystemExit) as stop:  # beside the others it would not wait for ever
+                os.kill(os.getpid(), signal.SIGALRM)
+        assert stop.value.code == 128 + signal.SIGTERM

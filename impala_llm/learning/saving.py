@@ -118,6 +118,12 @@ class Saving:
         """Whether a signal waits for the end of the update: not while its gradient is computed on the only rank."""
         return self._before is None or self._is_changed or self._parts.ranks.num_processes > 1
 
+    @property
+    def outlasts_signals(self) -> bool:
+        """Whether a signal waits for the end of the update however long that takes, up to the launcher's limit: amid an
+        update of several ranks, which can only save a checkpoint together."""
+        return self._before is not None and self._parts.ranks.num_processes > 1
+
     # --- checkpoints
 
     def is_due_by_number(self, next_update: int) -> bool:
