@@ -6,12 +6,14 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -41,6 +43,10 @@ NEGLIGIBLE = 0.01
 """Difference of scores, which lie in [0, 1], below which policies count as equally good, however sure it is."""
 FEWEST_TASKS = 6
 """Tasks that a verdict needs: of policies that are equally good five tasks all rise, or all fall, in 6 % of cases."""
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs what plays, such as `asyncio.run`. Where several things are played, each of them in the same event loop: an
+environment or a verifier may keep a client that belongs to the first one."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,13 @@ class Example:
 
 
 def evaluate(
-    config: Config, policy: Path, suite: Suite, label: str, tasks_label: str, num_examples: int = 0
+    config: Config,
+    policy: Path,
+    suite: Suite,
+    label: str,
+    tasks_label: str,
+    num_examples: int = 0,
+    run: Run = asyncio.run,
 ) -> tuple[Result, list[Example]]:
     """Play the tasks greedily.
 
@@ -83,47 +95,17 @@ def evaluate(
         policy: Hugging Face directory.
         suite: whose split `config.evaluation.split` is played; sessions are not in training mode.
         num_examples: episodes to return as text: the first ones, in canonical order.
+
+    Raises ConfigError where the first observation of a task leaves no room for an answer.
     """
     tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
-    limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
-    timeout_s = config.actor.episode_timeout_s
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
     bar = _progress_bar()
     shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
-
-    async def play_all() -> list[Trajectory]:
-        playing: list[asyncio.Task[Trajectory]] = []
-        engine = make_engine(config, policy, version=0)
-        agents = AgentPlayer(config, policy, suite) if config.agent.is_set else None
-        streams = asyncio.Semaphore(config.actor.max_episodes)
-
-        async def play(number: int, task: int) -> Trajectory:
-            async with streams:
-                kind = contract.signature(suite, task)
-                spec = EpisodeSpec(f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", kind)
-                if agents is not None:
-                    return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
-                session = contract.Timed(contract.session(suite, training=False), timeout_s)
-                return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
-
-        try:
-            await engine.start()
-            if agents is not None:
-                await _start(agents, engine)
-            playing += [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
-            for ended in asyncio.as_completed(playing):
-                await ended
-                bar.advance(shown)
-            return [task.result() for task in playing]
-        finally:
-            if agents is not None:
-                await agents.close()  # first: it bounds the time that agents have for their end
-            await contract.end_episodes(playing)  # after a fault
-            await engine.close()
-
     with bar:
         chat = ChatFormat.of(policy, suite.system_prompt)
-        episodes = asyncio.run(play_all())
+        played = functools.partial(bar.advance, shown)
+        episodes: list[Trajectory] = run(_play_all(config, policy, suite, tasks, chat, transcripts, played))
     result = _result(
         label,
         tasks_label,
@@ -134,6 +116,58 @@ def evaluate(
     )
     examples = [Example(e.task_id, e.score, transcripts[e.task_id]) for e in episodes[:num_examples]]
     return result, examples
+
+
+async def _play_all(
+    config: Config,
+    policy: Path,
+    suite: Suite,
+    tasks: Sequence[int],
+    chat: ChatFormat,
+    transcripts: dict[int, list[Turn]],
+    played: Callable[[], None],
+) -> list[Trajectory]:
+    """Play tasks, all of them or none.
+
+    Args:
+        transcripts: a list for each task that is to be read; changed in place.
+        played: called after each task.
+    """
+    limits = EpisodeLimits(1.0, config.engine.max_new_tokens, config.engine.max_length, greedy=True)
+    timeout_s = config.actor.episode_timeout_s
+    playing: list[asyncio.Task[Trajectory]] = []
+    engine = make_engine(config, policy, version=0)
+    agents = AgentPlayer(config, policy, suite) if config.agent.is_set else None
+    streams = asyncio.Semaphore(config.actor.max_episodes)
+
+    async def play(number: int, task: int) -> Trajectory:
+        async with streams:
+            kind = contract.signature(suite, task)
+            spec = EpisodeSpec(f"evaluation-{number}", task, 0, number, 0, suite.name, "evaluation", kind)
+            if agents is not None:
+                return await _play_by_agent(agents, spec, engine, limits, transcripts.get(task), timeout_s)
+            session = contract.Timed(contract.session(suite, training=False), timeout_s)
+            try:
+                return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
+            except EnvironmentFault:
+                raise
+            except ValueError as error:  # there is no room for even the first answer
+                raise ConfigError(str(error)) from None
+
+    try:
+        await engine.start()
+        if agents is not None:
+            await _start(agents, engine)
+        playing += [asyncio.create_task(play(i, task)) for i, task in enumerate(tasks)]
+        for ended in asyncio.as_completed(playing):
+            await ended
+            played()
+        return [task.result() for task in playing]
+    finally:
+        if agents is not None:
+            await agents.close()  # first: it bounds the time that agents have for their end
+        await contract.end_episodes(playing)  # after a fault
+        await engine.close()
 
 
 async def _start(agents: AgentPlayer, engine: Engine) -> None:
@@ -168,7 +202,7 @@ async def _play_by_agent(
         raise EngineError(f"task {spec.task_id} was not played: {reason}") from error
 
 
-def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[Result]:
+def evaluate_baselines(config: Config, suite: Suite, tasks_label: str, run: Run) -> list[Result]:
     """Play the tasks with the scripts that the suite offers for comparison: none where it is not `Compared`."""
     if not config.evaluation.baselines or not isinstance(suite, Compared):
         return []
@@ -183,7 +217,7 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str) -> list[R
 
     results = []
     for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
-        scores, successes, turns = zip(*asyncio.run(play_all(make_script)), strict=True)
+        scores, successes, turns = zip(*run(play_all(make_script)), strict=True)
         results.append(_result(name, tasks_label, scores, sum(successes), float(np.mean(turns)), None))
     return results
 
@@ -254,17 +288,18 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             )
     results: list[Result] = []
     examples: list[Example] = []
-    for number, (suite, which) in enumerate(suites):
-        label = f"{suite.name}{which}, split {config.evaluation.split}"
-        said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
-        errors = Console(stderr=True)
-        errors.print(f"{label}: {said}", highlight=False, markup=False, soft_wrap=not errors.is_terminal)
-        results += evaluate_baselines(config, suite, label)
-        for name, path in policies.items():
-            wanted = config.evaluation.num_examples if number == 0 else 0
-            result, read = evaluate(config, path, suite, name, label, wanted)
-            results.append(result)
-            examples = read or examples
+    with asyncio.Runner() as runner:
+        for number, (suite, which) in enumerate(suites):
+            label = f"{suite.name}{which}, split {config.evaluation.split}"
+            said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
+            errors = Console(stderr=True)
+            errors.print(f"{label}: {said}", highlight=False, markup=False, soft_wrap=not errors.is_terminal)
+            results += evaluate_baselines(config, suite, label, runner.run)
+            for name, path in policies.items():
+                wanted = config.evaluation.num_examples if number == 0 else 0
+                result, read = evaluate(config, path, suite, name, label, wanted, runner.run)
+                results.append(result)
+                examples = read or examples
     return results, examples
 
 
@@ -359,7 +394,7 @@ def results_json(results: Sequence[Result]) -> str:
 def compare(config: Config) -> list[Result]:
     """After a run: the starting policy beside the trained one; the table is printed and kept in `run.dir`.
 
-    Raises EngineError or EnvironmentFault where they cannot be played.
+    Raises ConfigError, EngineError or EnvironmentFault where they cannot be played.
     """
     policies = {"before": resolve_policy(config), "after": Path(config.run.dir) / "policy"}
     results, examples = evaluate_policies(config, policies)

@@ -404,6 +404,47 @@ def test_faults_of_the_environment_are_named(
         play_letters(config, monkeypatch, broken)
 
 
+def test_an_observation_that_leaves_no_room_for_an_answer_is_a_sentence(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LetterSession, "reset", lambda self, task_id: ("a" * 10_000 if task_id == 2 else "say a", {}))
+    config.evaluation.baselines = False
+    with pytest.raises(ConfigError, match=r"task 2: its first observation has .* tokens .*engine.max_length"):
+        play_letters(config, monkeypatch)
+
+
+class Client:
+    """One that belongs to the event loop in which it was first used, as those of network libraries do."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def score(self) -> float:
+        self.loop = self.loop or asyncio.get_running_loop()
+        ready = self.loop.create_future()  # whoever awaits one of another loop gets a RuntimeError
+        self.loop.call_soon(ready.set_result, 1.0)
+        return float(await ready)
+
+
+def test_all_that_is_played_shares_an_event_loop_and_what_belongs_to_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client()
+
+    async def step(self: LetterSession, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        score = await client.score()
+        return "", score, True, False, {"score": score, "success": True}
+
+    suite = Letters()
+    monkeypatch.setattr(LetterSession, "step", step)
+    monkeypatch.setattr(suite, "baselines", lambda: {"one": SaysWhatItReads, "other": SaysWhatItReads}, raising=False)
+    monkeypatch.setattr(evaluation, "make_suite", lambda env: suite)
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    policies = dict.fromkeys(("before", "after"), resolve_policy(config))
+    results, _ = evaluation.evaluate_policies(config, policies)
+    assert [(r.label, r.score) for r in results] == [("one", 1.0), ("other", 1.0), ("before", 1.0), ("after", 1.0)]
+
+
 def test_a_start_is_played_too_and_the_difference_is_said(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
