@@ -40,7 +40,8 @@ class ChatFormat:
         system_prompt: first message; empty for none.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that drops or repeats messages.
+        ValueError: the tokenizer has no chat template, or one that drops or repeats messages, or that writes no special
+            token behind an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str = "") -> None:
@@ -64,12 +65,21 @@ class ChatFormat:
             raise ValueError("the chat template drops or repeats messages: it must show each message once")
         closing, prompt = middle.split(marks[1])[1].split(marks[2])
         self._before_first, self._after_first = (self._encode_template(piece) for piece in opening)
-        self._between, self._after_observation = self._encode_template(closing), self._encode_template(prompt)
+        between, self._after_observation = self._encode_template(closing), self._encode_template(prompt)
         self._observation_ids = _KnownTexts(self._encode_text)
-        stops = {tokenizer.eos_token_id, self._between[0] if self._between else None} - {None}
-        if not stops:
-            raise ValueError("the tokenizer has no eos_token and its chat template ends no answer: set eos_token")
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
+        # Tokenizers add runs of spaces as well, and encode what they do not know as a special token.
+        added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._ending_ids = {*tokenizer.all_special_ids, *added} - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
+        self._closing = self.closing_of(between)
+        if not self._closing:
+            raise ValueError(
+                f"the chat template writes {closing!r} behind an answer: no special token ends it, and a text may be a "
+                f"part of an answer; let it write eos_token={tokenizer.eos_token!r} or another special token there"
+            )
+        self._after_end, end = between[len(self._closing) :], self._closing[-1]
+        self.closing_text = closing.partition(str(tokenizer.convert_ids_to_tokens(end)))[0]
+        """Text of the template between an answer and the token that ends it; mostly empty."""
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
 
     @classmethod
     def of(cls, policy: Path, system_prompt: str) -> "ChatFormat":
@@ -89,21 +99,22 @@ class ChatFormat:
 
     def following(self, observation: str, last_token: int) -> list[int]:
         """Ids between an answer that ended with `last_token` and the next answer."""
-        closing = self._between
-        if last_token in self.stop_token_ids and closing and closing[0] in self.stop_token_ids:
-            closing = closing[1:]  # the policy generated it
-        return [*closing, *self._observation_ids(observation), *self._after_observation]
+        closing = () if last_token in self.stop_token_ids else self._closing  # which the policy did not generate
+        return [*closing, *self._after_end, *self._observation_ids(observation), *self._after_observation]
 
     def answer(self, text: str) -> list[int]:
-        """Ids of an answer that is not sampled, with the token that ends it."""
-        end = self._between[0] if self._between else self._tokenizer.eos_token_id
-        return [*self._encode_text(text), end]
+        """Ids of an answer that is not sampled, up to the token that ends it, as the template closes it."""
+        return [*self._encode_text(text), *self._closing]
 
     def text(self, answer: np.ndarray) -> str:
-        """Text of an answer without its stop token. For the environment only; it is never encoded again."""
+        """Text of an answer without what closes it. For the environment only; it is never encoded again."""
         text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)  # of one row
-        return text
+        return text.removesuffix(self.closing_text)
+
+    def closing_of(self, written: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids that close an answer, of those that the template writes behind it: up to the one that ends it, if any does."""
+        return next((written[:end] for end, token in enumerate(written, 1) if token in self._ending_ids), ())
 
     def _encode_template(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

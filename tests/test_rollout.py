@@ -5,7 +5,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from impala_llm.engines.base import Generation
 from impala_llm.learning.scratch import make_scratch_policy
@@ -207,6 +208,42 @@ def test_tokenizer_without_template_is_refused(tiny_model):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(tokenizer)
+
+
+# --- what ends an answer
+
+
+LLAMA = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '<s>[INST] ' + message.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message.content + ' </s>' }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+
+
+def make_byte_tokenizer(template):
+    """One token a byte, and <s> and </s>."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )  # fmt: skip
+
+
+def test_an_answer_ends_with_a_special_token_and_not_with_the_space_before_it():
+    tokenizer = make_byte_tokenizer(LLAMA)
+    chat, end = ChatFormat(tokenizer), tokenizer.eos_token_id
+    assert chat.stop_token_ids == (end,)
+    assert tokenizer.decode(chat.answer("a b")) == "a b </s>", "as the template has it"
+    assert chat.text(np.array(chat.answer("a b"))) == chat.text(np.array([*ids(tokenizer, "a b"), end])) == "a b"
+    assert tokenizer.decode(chat.following("c", end)) == "<s>[INST] c [/INST]"
+    assert tokenizer.decode(chat.following("c", ids(tokenizer, "b")[0])) == " </s><s>[INST] c [/INST]", "cut by length"
+
+
+def test_a_template_that_ends_an_answer_with_mere_text_is_refused():
+    with pytest.raises(ValueError, match=r"the chat template writes .*user: .* behind an answer: .*'</s>'"):
+        ChatFormat(make_byte_tokenizer(PLAIN))
 
 
 # --- unrolls

@@ -78,7 +78,8 @@ class ChatTokens:
         self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = "none", reasoning_parser: str = "none"
     ) -> None:
         self.tokenizer = tokenizer
-        self.stop_token_ids = ChatFormat(tokenizer).stop_token_ids
+        self._format = ChatFormat(tokenizer)
+        self.stop_token_ids = self._format.stop_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
@@ -104,18 +105,17 @@ class ChatTokens:
                 self._reasoning_parser = get_reasoning_parser(reasoning_parser, tokenizer)
         self._marks_speakers = False
         """Whether an answer is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
-        before_user, before_tool = self._first_after_answer("user"), self._first_after_answer("tool")
-        if before_user != before_tool and before_tool in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
+        before_user, before_tool = self._closing("user"), self._closing("tool")
+        if before_tool and before_user != before_tool and before_user[:-1] == before_tool[:-1]:
             self._marks_speakers = True
-            self.stop_token_ids = tuple(sorted({*self.stop_token_ids, before_tool}))
+            self.stop_token_ids = tuple(sorted({*self.stop_token_ids, before_tool[-1]}))
 
-    def _first_after_answer(self, role: str) -> int | None:
-        """The token behind an answer before a message of a role; None where the template cannot render that."""
-        message = {"role": role, "content": "q", "tool_call_id": "q", "name": "q"}
+    def _closing(self, role: str) -> tuple[int, ...]:
+        """Tokens that close an answer before a message of a role; none where the template cannot render that."""
         try:
-            return next(iter(self.following([message], [], last_token=-1)), None)
+            return self._behind_answer([{"role": role, "content": _mark(0), "tool_call_id": "q", "name": "q"}], [])[1]
         except TemplateRefused:
-            return None
+            return ()
 
     @property
     def finds_calls(self) -> bool:
@@ -138,14 +138,22 @@ class ChatTokens:
             TemplateRefused: the template cannot render them there.
         """
         marked, contents = _mark_contents(messages)
-        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
-        tokens = self._filled(self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER), contents)
-        stops = self.stop_token_ids
-        if not tokens or last_token not in stops:
+        pieces, closing = self._behind_answer(marked, tools)
+        tokens, stops = self._filled(pieces, contents), self.stop_token_ids
+        if not closing or last_token not in stops:
             return tokens
         # The policy generated the token that ends its answer; but one mark of a speaker does not stand for another.
-        is_there = tokens[0] == last_token if self._marks_speakers else tokens[0] in stops
-        return tokens[1:] if is_there else tokens
+        is_there = closing[-1] == last_token if self._marks_speakers else closing[-1] in stops
+        return tokens[len(closing) :] if is_there else tokens
+
+    def _behind_answer(
+        self, marked: list[dict[str, Any]], tools: Sequence[Any]
+    ) -> tuple[list[str | tuple[int, ...]], tuple[int, ...]]:
+        """What the template writes behind an answer up to the next one, with messages in between; and its first tokens,
+        which close the answer."""
+        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
+        pieces = self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER)
+        return pieces, self._format.closing_of(pieces[0]) if pieces and isinstance(pieces[0], tuple) else ()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text."""
@@ -188,10 +196,14 @@ class ChatTokens:
             ):
                 ids, calls = [*ids[:thoughts], *rest], [_tool_call(call.name, call.arguments) for call in parsed]
         if self._reasoning_parser is None:
-            return Reply(self.text(ids), None, calls)
+            return Reply(self._unclosed(ids), None, calls)
         whole = opened + self._whole_text(ids)
         reasoning, content = self._reasoning_parser.extract(whole)
-        return Reply(self.text(ids) if content == whole else content.strip(), reasoning, calls)
+        return Reply(self._unclosed(ids) if content == whole else content.strip(), reasoning, calls)
+
+    def _unclosed(self, tokens: Sequence[int]) -> str:
+        """Text of an answer without what the template writes to close it: it is written again with the message."""
+        return self.text(tokens).removesuffix(self._format.closing_text)
 
     def _num_thoughts(self, ids: list[int], opened: str) -> int:
         """How many tokens the reasoning has, with those that end it; 0 where none is looked for, or it has no end.

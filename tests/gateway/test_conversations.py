@@ -195,6 +195,19 @@ def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: Cha
     assert asyncio.run(asyncio.wait_for(play(), 60)) == 4 + 5 * 4 * 3
 
 
+def test_a_space_before_the_end_of_an_answer_is_no_part_of_it(chat: ChatTokens) -> None:
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<|end|>'", "' <|end|>'")
+    spaced, end = ChatTokens(tokenizer), tokenizer.eos_token_id
+    assert spaced.stop_token_ids == (end,)
+    for said in ("a b", "a b "):
+        assert spaced.reply([*spaced.encode(said), end]).content == "a b"
+    asked = [{"role": "user", "content": "c"}]
+    after = chat.following(asked, [], end)
+    assert spaced.following(asked, [], end) == after
+    assert spaced.following(asked, [], spaced.encode("b")[0]) == [*spaced.encode(" "), end, *after], "cut by length"
+
+
 def test_a_template_that_leaves_out_what_a_tool_says_is_refused(chat: ChatTokens) -> None:
     """Else the policy learns from answers to what it never read."""
     tokenizer = copy.deepcopy(chat.tokenizer)
