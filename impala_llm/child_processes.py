@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import psutil
 
@@ -136,7 +136,7 @@ class Child:
         if self.forks is not None and self.num_ranks in (None, 1):  # several are told apart by their environment
             return self.forks.start(self.command, environment, self.log, told)
         # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
-        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as out:
+        with contextlib.nullcontext() if self.log is None else self._open_log(self.log) as out:
             return OwnProcess(
                 self.command,
                 env={**environment, PROGRESS: str(told), SUPERVISOR: str(os.getpid())},
@@ -145,6 +145,14 @@ class Child:
                 start_new_session=True,
                 pass_fds=(told,),
             )
+
+    def _open_log(self, path: Path) -> BinaryIO:
+        """The log, or the null device where it cannot be written."""
+        try:
+            return path.open("ab")
+        except OSError as error:
+            say(f"{path} cannot be written ({error.strerror}): what {self.name} prints is lost")
+            return open(os.devnull, "ab")
 
     def poll(self) -> int | None:
         """Exit code; of several ranks one that is not 0. None while it runs."""
@@ -301,4 +309,6 @@ def _relatives(families: set[str]) -> list[psutil.Process]:
 
 
 def say(text: str) -> None:
-    print(f"impala-llm: {text}", file=sys.stderr, flush=True)
+    """Print a line for the user. On a full disk it is lost, and the run goes on."""
+    with contextlib.suppress(OSError):
+        print(f"impala-llm: {text}", file=sys.stderr, flush=True)

@@ -221,6 +221,18 @@ def test_no_signal_goes_to_the_number_of_a_process_that_ended_long_ago(monkeypat
     assert signalled.count(ended) == 0 and signalled.count(dying) <= 1, "at once, for what is left of its group"
 
 
+def test_a_process_whose_log_cannot_be_written_starts_without_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").touch()  # a file, where the folder should be
+    log = tmp_path / "logs" / "actor-0.log"
+    child = Child("actor 0", [sys.executable, "-c", "print('said'); exit(7)"], log, dict(os.environ) | {FAMILY: "x"})
+    child.start()
+    assert child.processes[0].wait() == 7
+    out, said = capfd.readouterr()
+    assert f"{log} cannot be written (Not a directory): what actor 0 prints is lost" in said and "said" not in out
+
+
 def test_who_was_told_to_end_stays_ended() -> None:
     for code in (0, 3):
         actor = PlayedChild(code)
