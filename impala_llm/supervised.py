@@ -70,9 +70,13 @@ def tell(**message: object) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line for the user: above the live view, where a supervisor shows one, and in the log that it keeps."""
+    """Print a line for the user: above the live view, where a supervisor shows one, and in the log that it keeps.
+
+    It is lost where it cannot be printed: standard output may lie on the disk whose being full is said.
+    """
     tell(say=text)
-    print(text, flush=True)
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _write(line: bytes) -> bool:

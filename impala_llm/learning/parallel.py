@@ -17,6 +17,7 @@ the policy run equally many passes through it, forward and backward: see `num_mi
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -271,8 +272,9 @@ def exit_process(status: int) -> NoReturn:
     Threads of gloo outlive `Ranks.close` where a device mesh still holds their group. One that frees the tensors of the
     last sums while the interpreter is finalized aborts the process (SIGABRT), after all its work is done.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # on a full disk the status stays as it is
+            stream.flush()
     os._exit(status)
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -121,7 +121,7 @@ class TerminalView:
         elif text != self._status and (self._last_line is None or self._clock() - self._last_line >= PLAIN_INTERVAL_S):
             self._status = text
             self._last_line = self._clock()
-            print(f"{_clock_text(self._last_line - self._started)} {text}", file=self._stream, flush=True)
+            self._print(f"{_clock_text(self._last_line - self._started)} {text}")
 
     def wait(self, what: str) -> None:
         """Shows what the next step waits for, once it has waited for `PATIENCE_S`."""
@@ -148,8 +148,12 @@ class TerminalView:
             self._live.refresh()
         elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:
             lines = render(self._seen, self._progress(now))
-            print(" | ".join(re.sub(" {3,}", " ", line) for line in lines[:3]), file=self._stream, flush=True)
+            self._print(" | ".join(re.sub(" {3,}", " ", line) for line in lines[:3]))
             self._last_line = now
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError):  # on a full disk the line is lost, and the run goes on
+            print(line, file=self._stream, flush=True)
 
     def _progress(self, now: float) -> str:
         remaining = "" if self._ends_at is None else f", about {_clock_text(max(0.0, self._ends_at - now))} to go"

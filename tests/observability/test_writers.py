@@ -187,6 +187,29 @@ def test_a_run_writes_with_the_users_own(own: Path) -> None:
     assert "tensorboard --logdir" not in done.stdout
 
 
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from impala_llm.learning.parallel import exit_process
+from impala_llm.observability.terminal import TerminalView
+from impala_llm.observability.writers import MetricWriter
+
+with MetricWriter(Path("."), ["my_writers:Full", "my_writers:NoRoom"]) as writer, TerminalView(2, sys.stdout) as view:
+    view.status("no batch yet")
+    for step in (1, 2):
+        writer.write(step, {"rollout/score": 0.5})
+        view.update(step, {"rollout/score": 0.5})
+exit_process(4)
+"""
+
+
+def test_standard_output_on_a_full_disk_ends_no_training_and_leaves_its_exit_code(own: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK], cwd=own, stdout=full, stderr=full)
+    assert ended.returncode == 4
+    assert [line["step"] for line in read_lines(own)] == [1, 2]
+
+
 def test_what_a_resumed_run_makes_again_replaces_what_was_there(tmp_path: Path) -> None:
     with MetricWriter(tmp_path) as writer:
         for step in range(1, 7):
