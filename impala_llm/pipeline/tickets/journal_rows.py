@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from impala_llm.config import ConfigError
 from impala_llm.pipeline.tickets.quarantine import count_crashes
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.tickets.ticket import Entry, State
@@ -165,7 +166,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
         version: newest one on a board: steps that made a later one do not count.
 
     Raises:
-        ValueError: the rows are of another task order, or damaged.
+        ConfigError: the rows are of another task order, or damaged.
     """
     past = Past()
     made = version
@@ -173,10 +174,15 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
     identity = order.identity()
     for row in rows:
         if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
-            raise ValueError(f"the journal is damaged: it has the row {row}. Start under another run.name")
+            raise ConfigError(f"the journal is damaged: it has the row {row}. Start under another run.name")
         if row[0] == _ORDER:
             if list(row[1:]) != list(identity.values()):
-                raise ValueError(
+                if row[1] != identity["num_tasks"]:
+                    raise ConfigError(
+                        f"the run has {identity['num_tasks']} training tasks, and {row[1]} before: give it those that "
+                        "it had (the same file or arguments of the environment), or set another run.name and run.dir"
+                    )
+                raise ConfigError(
                     f"the journal is of the task order {row[1:]}, this run has {identity}: start under another run.name"
                 )
         elif row[0] == _TAKEN:

@@ -364,7 +364,7 @@ class TicketLedger:
             Whether each of `received` is still wanted.
 
         Raises:
-            ValueError: the journal is of another task order.
+            ConfigError: the journal is of another task order.
         """
         with self._lock:
             recovery.restore(self._table, received)

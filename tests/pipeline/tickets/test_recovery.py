@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impala_llm.config import ConfigError
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -417,6 +418,15 @@ def test_the_journal_of_another_task_order_is_refused(tmp_path: Path) -> None:
     run.ledger.recover([])
     order = TaskOrder(range(100, 107), 1, seed=4)
     with pytest.raises(ValueError, match="another run.name"):
+        TicketLedger(order, 2, 1, journal=Journal(run.path)).recover([])
+
+
+def test_a_run_whose_tasks_have_become_more_says_what_to_do(tmp_path: Path) -> None:
+    """As a ConfigError, which the learner says in a sentence, and after which it is not started again."""
+    run = started(tmp_path)
+    run.ledger.recover([])
+    order = TaskOrder(range(100, 108), 1, seed=3)
+    with pytest.raises(ConfigError, match="8 training tasks, and 7 before: .* another run.name and run.dir"):
         TicketLedger(order, 2, 1, journal=Journal(run.path)).recover([])
 
 
