@@ -171,7 +171,7 @@ class ChatTokens:
         assert isinstance(text, str)  # of one row
         return text
 
-    def _whole_text(self, tokens: Sequence[int]) -> str:
+    def whole_text(self, tokens: Sequence[int]) -> str:
         """Text of tokens with special ones."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         assert isinstance(text, str)  # of one row
@@ -186,7 +186,7 @@ class ChatTokens:
         ids = list(tokens)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        opened = _THINK if self._whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK) else ""
+        opened = _THINK if self.whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK) else ""
         thoughts = self._num_thoughts(ids, opened)
         calls: list[dict[str, Any]] = []
         if self._tool_parser is not None:
@@ -197,7 +197,7 @@ class ChatTokens:
                 ids, calls = [*ids[:thoughts], *rest], [_tool_call(call.name, call.arguments) for call in parsed]
         if self._reasoning_parser is None:
             return Reply(self._unclosed(ids), None, calls)
-        whole = opened + self._whole_text(ids)
+        whole = opened + self.whole_text(ids)
         reasoning, content = self._reasoning_parser.extract(whole)
         return Reply(self._unclosed(ids) if content == whole else content.strip(), reasoning, calls)
 
@@ -212,12 +212,12 @@ class ChatTokens:
         """
 
         def is_over(number: int) -> bool:
-            return _THOUGHT in opened + self._whole_text(ids[:number])
+            return _THOUGHT in opened + self.whole_text(ids[:number])
 
         if self._reasoning_parser is None or not is_over(len(ids)):
             return 0
         number = bisect.bisect_left(range(len(ids)), True, key=is_over)
-        return number if (opened + self._whole_text(ids[:number])).startswith(_THINK) else 0
+        return number if (opened + self.whole_text(ids[:number])).startswith(_THINK) else 0
 
     def _render_pieces(self, messages: str, tools: str, after: str) -> list[str | tuple[int, ...]]:
         """Render a conversation whose contents are marks.

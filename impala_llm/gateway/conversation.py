@@ -34,7 +34,7 @@ class Conversation:
         self._after: dict[str, Answer] = {}
         """By the conversation up to and with it."""
         self._texts: list[tuple[str, Answer]] = []
-        """Answers of plain completions, each with the whole text up to its end."""
+        """Answers of plain completions whose texts show all their tokens, each with the whole text up to its end."""
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
         """The place of a chat request.
@@ -69,16 +69,18 @@ class Conversation:
         histories = [(answer.tokens, answer) for answer in self.tree.answers]
         agreeing = [(tokens, answer) for tokens, answer in histories if ids[: len(tokens)] == tokens]
         tokens, answer = max(agreeing, key=lambda each: len(each[0]), default=([], None))
-        return Place(answer, ids[len(tokens) :], self.chat.text(ids))
+        return Place(answer, ids[len(tokens) :], self.chat.whole_text(ids))
 
     def remember(self, place: Place, answer: Answer, message: Message) -> None:
         """Note the message as which an answer was given to the client."""
         self._after[_digest(place.key, _essence(message))] = answer
 
     def remember_text(self, place: Place, answer: Answer) -> None:
-        """Note the answer of a plain completion."""
-        assert answer.generation is not None
-        self._texts.append((place.key + self.chat.text(answer.generation.tokens.tolist()), answer))
+        """Note the answer of a plain completion, unless it has tokens that its text does not show, such as a last one
+        that ended it: a prompt with this text asks for what follows the text alone."""
+        text = self.chat.text(answer.sampled)
+        if text == self.chat.whole_text(answer.sampled):
+            self._texts.append((place.key + text, answer))
 
 
 def _digest(before: str, value: Any) -> str:

@@ -277,11 +277,13 @@ class GatewayEpisode:
             )
             parts.append(part)
             tokens += part.tokens.tolist()
-            if part.finish_reason != "length" or len(tokens) >= params.max_new_tokens:
+            if part.finish_reason != "length":
                 return
-            text = self.conversation.chat.text(tokens)
+            text = self.conversation.chat.text(tokens) if stop else ""
             if any(word in text for word in stop):
                 parts[-1] = replace(part, finish_reason="stop")
+                return
+            if len(tokens) >= params.max_new_tokens:
                 return
 
 

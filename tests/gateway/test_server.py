@@ -157,6 +157,59 @@ def test_completions_of_texts_and_of_tokens_go_on_where_they_ended(chat: ChatTok
     run(chat, use)
 
 
+class Reciting(RandomEngine):
+    """Says given tokens, whatever it is asked."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(random.Random(0), [])
+        self.left = list(tokens)
+
+    async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
+        ends = [place for place, token in enumerate(self.left, 1) if token in params.stop_token_ids]
+        number = min([params.max_new_tokens, *ends])
+        tokens, self.left = self.left[:number], self.left[number:]
+        serials = list(range(len(self.sampled), len(self.sampled) + number))
+        self.sampled += [(token, [*history, *tokens[:place]]) for place, token in enumerate(tokens)]
+        self.sessions[session_id] = [*history, *tokens]
+        return self._generation(tokens, serials, "stop" if number in ends else "length")
+
+
+def test_a_completion_of_a_text_is_sampled_behind_no_token_that_the_text_does_not_have(chat: ChatTokens) -> None:
+    end = chat.stop_token_ids[0]
+    engine = Reciting([end, end, *chat.encode("ab"), end, *chat.encode("cd"), *chat.encode("e"), end])
+
+    async def use(served: Served) -> None:
+        prompts = ["once", "once", "once", "onceab, then", "onceab, thenc", "onceab, thencd, and"]
+        answers = []
+        for prompt in prompts:
+            answer = await served.client.completions.create(
+                model="any", prompt=prompt, max_tokens=1 if "then" in prompt else 5
+            )
+            answers.append(answer.choices[0].text)
+            assert answer.usage.prompt_tokens == len(chat.encode(prompt))
+        assert answers == ["", "", "ab", "c", "d", "e"]
+        histories = [answer.history for answer in served.episode.conversation.tree.answers]
+        assert histories == [chat.encode(prompt) for prompt in prompts]
+        trajectory = await served.end()
+        assert_exact(trajectory, engine)
+        assert len(trajectory.context_lengths) == 4, "an answer that was cut is gone on with"
+
+    run(chat, use, engine)
+
+
+def test_a_stop_text_that_the_last_allowed_token_completes_is_named(chat: ChatTokens) -> None:
+    engine = Reciting(chat.encode("abcabc"))
+
+    async def use(served: Served) -> None:
+        found = []
+        for stop in ("bc", "x"):
+            choice = (await served.say(ASK, stop=[stop], max_tokens=3)).choices[0]
+            found.append((choice.message.content, choice.finish_reason, choice.model_extra["stop_reason"]))
+        assert found == [("a", "stop", "bc"), ("abc", "length", None)]
+
+    run(chat, use, engine)
+
+
 def test_an_answer_ends_at_a_stop_text_which_is_learned_and_not_shown(chat: ChatTokens) -> None:
     async def use(served: Served) -> None:
         for attempt in range(20):
