@@ -280,12 +280,13 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     with working("making the tasks"):
         suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
         is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
-        suites = [(suite, _hard_catalogue(config.env.webshop) if is_shop else "")]
-        if config.evaluation.unseen_seed is not None and is_shop:
-            shop = dataclasses.replace(config.env.webshop, catalogue_seed=config.evaluation.unseen_seed)
-            suites.append(
-                (make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {shop.catalogue_seed}")
+        shop, seed = config.env.webshop, config.evaluation.unseen_seed
+        suites = [(suite, _hard_catalogue(shop) if is_shop else "")]
+        if seed is not None and is_shop:
+            shop = dataclasses.replace(
+                shop, catalogue_seed=seed, goals="synthetic", items=None, attributes=None, human=None, nouns=None
             )
+            suites.append((make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {seed}"))
     results: list[Result] = []
     examples: list[Example] = []
     with asyncio.Runner() as runner:

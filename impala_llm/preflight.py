@@ -31,10 +31,12 @@ from impala_llm.learning.checkpoint_files import checkpoints
 from impala_llm.learning.resume import how_to_start
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
-from impala_llm.pipeline.shm.run_directory import RunDirectoryError, left_bytes, shared_memory
+from impala_llm.pipeline.shm.run_directory import ARENA, RunDirectoryError, left_bytes, shared_memory
 from impala_llm.settings import Config, model_directory, other_models
 
 MEGABYTE = 1 << 20
+RELAY_COPIES = 4
+"""Copies of the weights on a host of actors: three slots of the relay's board, and the version that arrives."""
 DISK_SPARE = 32 * MEGABYTE
 """For logs, metrics and a small policy."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -65,7 +67,8 @@ def check_evaluation(config: Config) -> None:
 def check_recording(config: Config) -> None:
     """Before `impala-llm demonstrate`. Raises ConfigError with all that was found."""
     by_policy = config.demonstrations.player == "policy"
-    _raise_for(config, {"player": (_no_agent,), "model": (_model,), **(_engine_checks() if by_policy else {})})
+    first = {"player": (_no_agent,), "catalogues": (_unseen_catalogue,), "model": (_model,)}
+    _raise_for(config, {**first, **(_engine_checks() if by_policy else {})})
 
 
 def check_warm_start(config: Config) -> None:
@@ -110,6 +113,7 @@ def actors_checks() -> Checks:
         **_engine_checks(),
         "keys": (_actor_keys,),
         "ports": (_learner_host,),
+        "shared memory": (_actors_memory,),
     }
 
 
@@ -130,6 +134,17 @@ def _no_agent(config: Config) -> list[str]:
     return [
         f"agent.{key}={getattr(config.agent, key)}: no agent plays demonstrations, which are of env.name="
         f"{config.env.name}: leave the agent out (agent.{key}=null)"
+    ]
+
+
+def _unseen_catalogue(config: Config) -> list[str]:
+    first, number = config.env.webshop.catalogue_seed, config.demonstrations.num_catalogues
+    seen, seed = range(first, first + number), config.evaluation.unseen_seed
+    if number == 1 or seed not in seen:  # a single one is that of the run, which settings_checks.py compares
+        return []
+    return [
+        f"evaluation.unseen_seed={seed} is one of the catalogues {first} to {seen[-1]} that "
+        f"demonstrations.num_catalogues={number} records: set another seed, or evaluation.unseen_seed=null"
     ]
 
 
@@ -397,14 +412,33 @@ def _memory(config: Config) -> list[str]:
         "pipeline.arena_mb": num_actors * config.pipeline.arena_mb * MEGABYTE,
         "pipeline.weight_slots": num_slots * weights,
     }
-    # What a dead owner has left of this run is used again, or goes first.
-    needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free + left_bytes(config.run.name)
+    return _shortage(parts, left_bytes(config.run.name))
+
+
+def _actors_memory(config: Config) -> list[str]:
+    """Beside a learner the arenas of actors lie in shared memory; on another host only what its relay fetches."""
+    pipeline, path = config.pipeline, config.model.path
+    if pipeline.connect is None:
+        parts = {"pipeline.arena_mb": config.actor.num_actors * pipeline.arena_mb * MEGABYTE}
+        return _shortage(parts, left_bytes(config.run.name, suffix=ARENA))
+    is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
+    parts = {f"model.path={path}": RELAY_COPIES * float32_bytes(path) // (2 if is_narrow else 1)}
+    return _shortage(parts, left_bytes(config.run.name))
+
+
+def _shortage(parts: dict[str, int], left: int) -> list[str]:
+    """A sentence where shared memory has no room for the bytes by setting.
+
+    Args:
+        left: bytes that a dead owner has left of this run: they are used again, or go first.
+    """
+    needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free + left
     if needed <= free:
         return []
     shares = ", ".join(f"{size / MEGABYTE:,.0f} MB for {key}" for key, size in parts.items())
     return [
         f"{shared_memory()} has {free / MEGABYTE:,.0f} MB free, and the run reserves {needed / MEGABYTE:,.0f} MB "
-        f"({shares}): lower these settings or enlarge it (Docker: --shm-size)"
+        f"({shares}): lower what these settings take, or enlarge it (Docker: --shm-size)"
     ]
 
 

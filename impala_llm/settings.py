@@ -502,7 +502,8 @@ class EvaluationConfig:
     num_tasks: int = bounded(500, least=1)
     """Tasks of the split, the first ones in canonical order."""
     unseen_seed: int | None = bounded(None, least=0, most=2**31 - 1)
-    """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen."""
+    """WebShop: also evaluate on the synthetic catalogue of this seed, whose products were never seen: not that of
+    env.webshop.catalogue_seed, and none that demonstrations are of."""
     baselines: bool = True
     """Show rules and scripts that the environment offers beside the policy, on the same tasks."""
     start: str | None = None

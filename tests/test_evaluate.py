@@ -472,3 +472,27 @@ def test_a_hard_catalogue_is_named(config: Config, capsys: pytest.CaptureFixture
     assert "webshop, hard catalogue 5, split test: 3 of" in capsys.readouterr().err
     results, _ = evaluation.evaluate_policies(load([*words, "agent.command=cat", f"run.dir={config.run.dir}"]), {})
     assert "agent, split test: 3 of" in capsys.readouterr().err and not any("hard" in r.tasks for r in results)
+
+
+def test_the_unseen_catalogue_is_a_synthetic_one_where_there_are_data_files(config: Config) -> None:
+    data = Path(__file__).parent / "fixtures" / "webshop" / "data"
+    files = {"items": "items_shuffle", "attributes": "items_ins_v2", "human": "items_human_ins", "nouns": "nouns"}
+    words = [
+        "evaluation.num_tasks=20",
+        "evaluation.split=train",
+        "env.webshop.num_products=40",
+        f"run.dir={config.run.dir}",
+    ]
+    of_files = [f"env.webshop.{key}={data / name}.json" for key, name in files.items()]
+    unseen = ["env.webshop.goals=human", "evaluation.unseen_seed=7"]
+    both, _ = evaluation.evaluate_policies(load([*words, *of_files, *unseen]), {})
+    alone, _ = evaluation.evaluate_policies(load([*words, "env.webshop.catalogue_seed=7"]), {})
+    found = [r for r in both if r.tasks == "webshop, unseen catalogue 7, split train"]
+    assert [(r.label, r.turns, r.scores) for r in found] == [(r.label, r.turns, r.scores) for r in alone] and found
+    load([*of_files, "evaluation.unseen_seed=0"])  # the files are not the catalogue of env.webshop.catalogue_seed=0
+
+
+def test_the_catalogue_of_the_run_is_refused_as_the_unseen_one() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.unseen_seed=7 .*env.webshop.catalogue_seed=7.*set another"):
+        load(["experiment=quickstart", "env.webshop.catalogue_seed=7"])
+    load(["env=parrot", "env.webshop.catalogue_seed=7", "evaluation.unseen_seed=7"])  # which has no catalogue

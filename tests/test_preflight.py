@@ -183,6 +183,34 @@ def test_an_actors_arenas_share_its_memory_however_many_ranks_there_are(
     assert "(300 MB for pipeline.arena_mb" in said or " 300 MB for pipeline.arena_mb" in said
 
 
+def test_arenas_of_actors_beside_a_learner_must_fit_into_shared_memory(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=299 << 20))
+    said = refused("actor.num_actors=3", "pipeline.arena_mb=100", command="actors")
+    assert "has 299 MB free" in said and "(300 MB for pipeline.arena_mb)" in said and "replay" not in said
+    config = load(["experiment=quickstart", f"run.name={uuid.uuid4().hex}", "actor.num_actors=2"])
+    config.pipeline.arena_mb = 149
+    assert [said for check in preflight.actors_checks()["shared memory"] for said in check(config)] == []
+
+
+@pytest.mark.parametrize(("words", "share"), [([], 1), (["engine.dtype=bfloat16", "pipeline.weights_dtype=engine"], 2)])
+def test_the_weights_that_a_host_of_actors_fetches_must_fit_into_its_shared_memory(
+    words: list[str], share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay's three slots, and what arrives; arenas are private memory of the actors there."""
+    words = ["experiment=quickstart", f"run.name={uuid.uuid4().hex}", "pipeline.connect=tcp://node-7:7400", *words]
+    config = load([*words, "pipeline.keys=keys", "pipeline.arena_mb=1000"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    (check,) = preflight.actors_checks()["shared memory"]
+    needed = 4 * preflight.float32_bytes(config.model.path) // share
+    free = needed
+    assert needed > 0 and check(config) == []
+    free = needed - 1
+    (said,) = check(config)
+    assert "model.path=tiny_shopper" in said and "arena_mb" not in said
+
+
 def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     config = load(["experiment=quickstart", f"run.dir={tmp_path}"])
@@ -209,6 +237,18 @@ def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monke
 def test_a_hard_catalogue_that_cannot_be_is_refused(refused: Callable[..., str], setting: str, limit: str) -> None:
     said = refused("env.webshop.catalogue=hard", f"env.webshop.{setting}")
     assert f"env.webshop.{setting}: " in said and limit in said
+
+
+@pytest.mark.parametrize("command", ["demonstrate", "sft"])
+def test_a_catalogue_that_is_learned_from_is_refused_as_the_unseen_one(
+    refused: Callable[..., str], tmp_path: Path, command: str
+) -> None:
+    words = ["demonstrations.num_catalogues=8", f"demonstrations.dir={tmp_path / 'new'}", f"sft.dir={tmp_path / 'sft'}"]
+    said = refused(*words, command=command)
+    assert (
+        "evaluation.unseen_seed=7 is one of the catalogues 0 to 7" in said and "demonstrations.num_catalogues=8" in said
+    )
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
