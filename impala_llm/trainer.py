@@ -23,8 +23,8 @@ from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, objective, score
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.own_parts import call_credit
-from impala_llm.learning.packing import TokenBudget, pack
+from impala_llm.learning.own_parts import call_batch_limit, call_credit, call_prepare
+from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.update import Update, optimizer_steps, reason_left_out
@@ -147,7 +147,7 @@ class Trainer:
         discount = algorithm.credit.discount
         returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
-        prepared = self.credit.prepare(self.episodes(trajectories, returns))
+        prepared = call_prepare(self.credit, self.episodes(trajectories, returns))
         finite = torch.tensor(returns).isfinite().tolist()
         endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
@@ -232,7 +232,7 @@ class Trainer:
         with self.timer.stage("forward"), torch.no_grad():
             trajectories = [update.batch.trajectories[i] for i in members]
             found = self.budget.run(trajectories, measure, take_part=self.take_part)
-        return loss.batch_limit(torch.cat([torch.zeros(0), *found]), self.ranks.sum)
+        return call_batch_limit(loss, torch.cat([torch.zeros(0), *found]), self.ranks.sum)
 
     def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
@@ -315,10 +315,10 @@ class Trainer:
             part: places of the step's trajectories in the batch.
             bad: of those that are known to have such a number.
         """
-        with self.timer.stage("backward"):
+        with self.timer.stage("backward"), memory_of_step():
             self.ranks.sum_gradients(self.model)
             num_culprits = self.ranks.sum([len(bad)])[0]
-        with self.timer.stage("optimize"):
+        with self.timer.stage("optimize"), memory_of_step():
             self.before_change()
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)

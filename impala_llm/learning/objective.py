@@ -24,7 +24,7 @@ from impala_llm.algorithms.interface import (
 )
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.own_parts import call_credit, call_loss
+from impala_llm.learning.own_parts import call_credit, call_loss, call_measure
 from impala_llm.learning.scoring import TokenScores
 from impala_llm.settings import AlgorithmConfig, Config
 
@@ -183,7 +183,7 @@ def measured(
 ) -> Tensor:
     """Return `BatchLoss.measure` of a micro-batch, float32[n], which the loss needs before it can judge any token."""
     scored, worth, keep = judged(config, model, batch, rows, rules)
-    return loss.measure(scored.select(keep), worth.advantages[keep])
+    return call_measure(loss, scored.select(keep), worth.advantages[keep])
 
 
 def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows, version: int) -> Scored:

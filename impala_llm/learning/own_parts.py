@@ -3,17 +3,30 @@ the run: the same call would fail again after a restart. Parts of this package a
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from impala_llm.algorithms.interface import Credit, Loss, LossOutput, PackedBatch, Scored, Worth
+from impala_llm.algorithms.interface import (
+    BatchLoss,
+    Credit,
+    Episodes,
+    Loss,
+    LossOutput,
+    PackedBatch,
+    Prepared,
+    Scored,
+    Worth,
+)
 from impala_llm.config import ConfigError
+from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
 
-_Result = TypeVar("_Result", LossOutput, Worth)
+_CALLED_BACK = (packing.__file__, parallel.__file__)
+"""Of what such a part may call. A RuntimeError from there is not its mistake: memory ran out, or another rank died."""
+_Result = TypeVar("_Result", LossOutput, Worth, Prepared)
 
 
 class PartFault(ConfigError):
@@ -29,7 +42,7 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     if _is_ours(loss):
         return loss(scored, advantages)
     name = f"algorithm.loss={loss.name}"
-    output = _call(name, LossOutput, lambda: loss(scored, advantages))
+    output = _require(name, LossOutput, _call(name, lambda: loss(scored, advantages)))
     _require_floats(f"{name} returned per_token", output.per_token, advantages)
     _require_floats(f"{name} returned weights", output.weights, advantages)
     if scored.log_probs.requires_grad and len(advantages) and not output.per_token.requires_grad:
@@ -37,6 +50,8 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
             f"{name} returned per_token without a gradient, so that nothing would be learned: compute it from "
             "scored.log_probs (scored.log_ratio is a constant)"
         )
+    if not isinstance(output.metrics, Mapping):
+        raise PartFault(f"{name} returned metrics = {_kind(output.metrics)}: a mapping of names to scalars is expected")
     for metric, value in output.metrics.items():
         if getattr(value, "shape", None) != torch.Size():
             raise PartFault(f"{name} returned metric {metric} = {_kind(value)}: a scalar tensor is expected")
@@ -52,33 +67,97 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     if _is_ours(credit):
         return credit(scored, batch, prepared)
     name = f"algorithm.credit={credit.name}"
-    worth = _call(name, Worth, lambda: credit(scored, batch, prepared))
+    worth = _require(name, Worth, _call(name, lambda: credit(scored, batch, prepared)))
     _require_floats(f"{name} returned advantages", worth.advantages, scored.log_probs)
+    _require_metrics(name, worth.metrics)
     return worth
+
+
+def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
+    """What a credit prepares for a batch of M episodes.
+
+    Raises:
+        PartFault: it is a user's, and raised, or its result is not as `Prepared` says.
+    """
+    if _is_ours(credit):
+        return credit.prepare(episodes)
+    name = f"algorithm.credit={credit.name}: prepare"
+    result = _call(name, lambda: credit.prepare(episodes))
+    if result is None:
+        return None
+    prepared = _require(name, Prepared, result)
+    _require_floats(f"{name} returned advantages", prepared.advantages, episodes.returns, "episode")
+    _require_metrics(name, prepared.metrics)
+    return prepared
+
+
+def call_measure(loss: BatchLoss, scored: Scored, advantages: Tensor) -> Tensor:
+    """What a loss measures of N action tokens, float[n].
+
+    Raises:
+        PartFault: it is a user's, and raised, or its result is no such tensor.
+    """
+    if _is_ours(loss):
+        return loss.measure(scored, advantages)
+    name = f"algorithm.loss={loss.name}: measure"
+    found = _call(name, lambda: loss.measure(scored, advantages))
+    if not isinstance(found, Tensor) or found.ndim != 1 or not found.is_floating_point():
+        raise PartFault(f"{name} returned {_kind(found)}: a float tensor of shape [n] is expected, of any n")
+    return found
+
+
+def call_batch_limit(
+    loss: BatchLoss, measured: Tensor, sum_over_ranks: Callable[[Sequence[float]], list[float]]
+) -> float:
+    """The limit that a loss finds over the batch.
+
+    Raises:
+        PartFault: it is a user's, and raised, or its result is no number.
+    """
+    if _is_ours(loss):
+        return loss.batch_limit(measured, sum_over_ranks)
+    name = f"algorithm.loss={loss.name}: batch_limit"
+    limit = _call(name, lambda: loss.batch_limit(measured, sum_over_ranks))
+    try:
+        return float(limit)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PartFault(f"{name} returned {_kind(limit)}: a number is expected") from error
 
 
 def _is_ours(part: object) -> bool:
     return type(part).__module__.startswith("impala_llm.")
 
 
-def _call(name: str, expected: type[_Result], call: Callable[[], Any]) -> _Result:
+def _call(name: str, call: Callable[[], Any]) -> Any:
     try:
-        result = call()
+        return call()
     except Exception as error:
-        if is_out_of_memory(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        is_from_below = isinstance(error, RuntimeError) and any(each.filename in _CALLED_BACK for each in frames)
+        if is_from_below or is_out_of_memory(error):
             raise
         traceback.print_exception(error)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise PartFault(f"{name} raised {type(error).__name__}: {error}, in {frame.filename}:{frame.lineno}") from error
+        where = f"{frames[-1].filename}:{frames[-1].lineno}"
+        raise PartFault(f"{name} raised {type(error).__name__}: {error}, in {where}") from error
+
+
+def _require(name: str, expected: type[_Result], result: object) -> _Result:
     if not isinstance(result, expected):
         raise PartFault(f"{name} returned {_kind(result)}: a {expected.__name__} is expected")
     return result
 
 
-def _require_floats(what: str, value: object, like: Tensor) -> None:
+def _require_metrics(name: str, metrics: object) -> None:
+    if not isinstance(metrics, Sequence) or not all(isinstance(each, tuple) and len(each) == 3 for each in metrics):
+        raise PartFault(f"{name} returned metrics = {_kind(metrics)}: a sequence of (name, value, weight) is expected")
+
+
+def _require_floats(what: str, value: object, like: Tensor, noun: str = "token") -> None:
     if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
         size = list(like.shape)
-        raise PartFault(f"{what} = {_kind(value)}: a float tensor of shape {size} is expected, a number for each token")
+        raise PartFault(
+            f"{what} = {_kind(value)}: a float tensor of shape {size} is expected, a number for each {noun}"
+        )
 
 
 def _kind(value: object) -> str:

@@ -9,7 +9,7 @@ beginning, in smaller micro-batches: what counts its results sees each trajector
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBa
 
 
 class OutOfMemory(RuntimeError):
-    """Memory does not suffice for a single row."""
+    """Memory does not suffice for a single row, or for the optimizer's step."""
 
 
 class TokenBudget:
@@ -246,6 +246,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = ("can't allocate memory", "not enough memory")  # on Linux and macOS; elsewhere
     of_allocator = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     return of_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+@contextmanager
+def memory_of_step() -> Iterator[None]:
+    """Around the optimizer's step. Raises OutOfMemory where memory runs out: nothing can begin again amid a change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "memory does not suffice for the optimizer's step, which keeps two values beside each parameter that is "
+            "trained: set learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or "
+            "model.lora.rank=16; where little is missing, a lower learner.token_budget may do"
+        ) from error
 
 
 def _sizes(total: int, longest: int) -> list[int]:

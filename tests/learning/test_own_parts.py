@@ -1,13 +1,21 @@
 """What an own loss or credit does wrong is named, with its setting and what is expected."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from impala_llm.algorithms.interface import Credit, Loss, LossOutput, Scored, Worth
-from impala_llm.learning.own_parts import PartFault, call_credit, call_loss
+from impala_llm.algorithms.interface import BatchLoss, Credit, Episodes, Loss, LossOutput, Prepared, Scored, Worth
+from impala_llm.learning.own_parts import (
+    PartFault,
+    call_batch_limit,
+    call_credit,
+    call_loss,
+    call_measure,
+    call_prepare,
+)
+from impala_llm.learning.parallel import Ranks
 
 N = 3
 
@@ -47,6 +55,7 @@ ONES = torch.ones(N)
         (lambda s, a: LossOutput(-a * s.log_probs, {}, ONES.long()), "weights = a tensor of shape .*dtype int64"),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, None), "weights = a NoneType"),
         (lambda s, a: LossOutput(-a * s.log_ratio, {}, ONES), "without a gradient.*compute it from scored.log_probs"),
+        (lambda s, a: LossOutput(-a * s.log_probs, None, ONES), "metrics = a NoneType: a mapping .*expected"),  # type: ignore[arg-type]
         (
             lambda s, a: LossOutput(-a * s.log_probs, {"x_share": ONES}, ONES),
             r"metric x_share = a tensor .*\[3\]",
@@ -65,6 +74,88 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
 def test_a_credit_s_mistake_is_named() -> None:
     with pytest.raises(PartFault, match=r"algorithm.credit=mine:OwnCredit returned advantages = .*\[2\].*\[3\]"):
         call_credit(OwnCredit("mine:OwnCredit"), scored(), None, None)  # type: ignore[arg-type]
+
+
+class OwnBatchLoss(OwnLoss, BatchLoss):
+    """A user's loss of the whole batch, each part of which does what it is told."""
+
+    def measure(self, scored: Scored, advantages: torch.Tensor) -> Any:
+        return self.act(scored, advantages)
+
+    def batch_limit(self, measured: torch.Tensor, sum_over_ranks: Any) -> Any:
+        return self.act(measured, sum_over_ranks)  # type: ignore[arg-type]
+
+
+class OwnEpisodeCredit(OwnCredit):
+    result: ClassVar[Callable[[Episodes], Any]]
+
+    def prepare(self, episodes: Episodes) -> Any:
+        return type(self).result(episodes)
+
+
+def dead(*_: object) -> Any:
+    raise RuntimeError("Connection closed by peer")
+
+
+def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
+    return Episodes([], ONES, ONES.long(), dead, sum_over_ranks)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda e: e.scores, "raised AttributeError: .*scores.*test_own_parts.py:[0-9]+"),
+        (lambda e: e.returns, "returned a tensor of .*a Prepared is expected"),
+        (lambda e: Prepared(e.returns[:2]), r"returned advantages = a tensor .*\[2\].*\[3\].* for each episode"),
+        (lambda e: Prepared(e.returns, None), "returned metrics = a NoneType: a sequence"),
+    ],
+)
+def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], Any], said: str) -> None:
+    OwnEpisodeCredit.result = staticmethod(result)
+    with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnEpisodeCredit: prepare {said}"):
+        call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes())
+
+
+def test_what_a_credit_may_prepare_comes_back_as_it_is() -> None:
+    for right in (None, Prepared(ONES), Prepared(ONES, [("mine/x", 1.0, 3.0)])):
+        OwnEpisodeCredit.result = staticmethod(lambda e, right=right: right)
+        assert call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes()) is right
+
+
+def test_a_rank_that_has_died_is_no_mistake_of_the_part_that_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner is started again after it, which a mistake would not be."""
+    ranks = Ranks("cpu")
+    OwnEpisodeCredit.result = staticmethod(lambda e: e.sum_over_ranks([1.0]))
+    with monkeypatch.context() as several:
+        several.setattr(ranks, "num_processes", 2)
+        several.setattr(torch.distributed, "all_reduce", dead)
+        with pytest.raises(RuntimeError, match="^Connection closed by peer"):
+            call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes(ranks.sum))
+    OwnEpisodeCredit.result = staticmethod(lambda e: e.sum_over_ranks(1.0))
+    with pytest.raises(PartFault, match="prepare raised TypeError"):
+        call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes(ranks.sum))
+
+
+def test_a_mistake_in_a_loss_of_the_whole_batch_is_named() -> None:
+    name = "algorithm.loss=mine:OwnLoss"
+    for act, said in (
+        (lambda s, a: s.logprobs, "raised AttributeError: .*logprobs.*test_own_parts.py:[0-9]+"),
+        (lambda s, a: s.log_probs.sum(), r"returned a tensor of shape \[\].*float tensor of shape \[n\]"),
+        (lambda s, a: 1.0, "returned a float"),
+    ):
+        with pytest.raises(PartFault, match=f"{name}: measure {said}"):
+            call_measure(OwnBatchLoss(act), scored(), ONES)
+    for act, said in (
+        (lambda m, total: m.nothing, "raised AttributeError: .*nothing.*test_own_parts.py:[0-9]+"),
+        (lambda m, total: None, "returned a NoneType: a number is expected"),
+        (lambda m, total: m, r"returned a tensor of shape \[3\].*a number is expected"),
+    ):
+        with pytest.raises(PartFault, match=f"{name}: batch_limit {said}"):
+            call_batch_limit(OwnBatchLoss(act), ONES, list)
+    assert call_measure(OwnBatchLoss(lambda s, a: ONES[:2]), scored(), ONES).tolist() == [1.0, 1.0]
+    assert call_batch_limit(OwnBatchLoss(lambda m, total: total([3.0])[0]), ONES, list) == 3.0
 
 
 def test_what_is_right_comes_back_as_it_is() -> None:

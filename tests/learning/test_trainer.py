@@ -18,7 +18,7 @@ from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_l
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import pack
+from impala_llm.learning.packing import OutOfMemory, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, declare
@@ -55,6 +55,21 @@ def test_one_old_item_in_the_draw_does_not_shrink_the_policy_gradient(tmp_path: 
         trainer.update(batch_of((weight,) * 6), version=3, progress=0.0)
         norms.append(trainer.log.flush()["optimizer/gradient_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["moments", "sum of gradients"])
+def test_memory_that_runs_out_in_the_step_is_said_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A smaller budget does not: the micro-batches are gone by then."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr(*((torch.optim.AdamW, "step") if where == "moments" else (Ranks, "sum_gradients")), full)
+    with pytest.raises(OutOfMemory, match="optimizer's step.* learner.sharding=fsdp2.* model.lora.rank"):
+        trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
 
 
 # --- one notion of return
