@@ -8,7 +8,7 @@ docs/demonstrations.md has every field. Nothing is pickled.
 
 Invariant: the lines of a part are renamed into place after its arrays, so a part that has lines is whole. Parts are
 never changed: who records further episodes adds one. The arrays carry a checksum of the lines, since only their order
-says whose tokens are whose.
+says whose tokens are whose, and one of their own, since a token that is damaged is a token.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ FORMAT = 1
 HEADER = "demonstrations.json"
 CHECKSUM = "lines_sha256"
 """Key of the lines' checksum in the metadata of the arrays. Parts of older versions have none."""
+ARRAYS_CHECKSUM = "arrays_sha256"
+"""Key of the arrays' own checksum there. Parts of older versions have none."""
 _PART = re.compile(r"part-([0-9]+)\.jsonl")
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that damaged JSON leads to, a TrajectoryError among them."""
@@ -123,7 +125,7 @@ def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
     arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in ARRAY_FIELDS}
     # In ASCII: some of Unicode's characters end a line for whoever reads one, and half a surrogate pair has no UTF-8.
     lines = "".join(json.dumps(_line(d)) + "\n" for d in demonstrations).encode("ascii")
-    metadata = {CHECKSUM: hashlib.sha256(lines).hexdigest()}
+    metadata = {CHECKSUM: hashlib.sha256(lines).hexdigest(), ARRAYS_CHECKSUM: _checksum(arrays)}
     path = folder / f"part-{number:05d}.jsonl"
     _put(path.with_suffix(".safetensors"), lambda aside: save_file(arrays, aside, metadata))
     _put(path, lambda aside: aside.write_bytes(lines))
@@ -151,7 +153,7 @@ def _read_part(path: Path) -> list[Demonstration]:
     try:
         with safe_open(arrays_path, "np") as file:
             arrays = {name: file.get_tensor(name) for name in ARRAY_FIELDS}
-            expected = (file.metadata() or {}).get(CHECKSUM, checksum)
+            metadata = file.metadata() or {}
     except (*_DAMAGES, SafetensorError) as error:
         raise DemonstrationError(
             f"{arrays_path} is missing or damaged ({_reason(error)}): copy it again, or remove {path.name} beside it"
@@ -164,6 +166,11 @@ def _read_part(path: Path) -> list[Demonstration]:
                 f"shape {list(array.shape)}: lines are missing or were added; copy both again, or remove this part "
                 "(`impala-llm demonstrations --out` filters)"
             )
+    if metadata.get(ARRAYS_CHECKSUM, own := _checksum(arrays)) != own:
+        raise DemonstrationError(
+            f"{arrays_path} has other arrays than were written (their SHA-256 differs): copy it again, or remove "
+            f"{path.name} beside it"
+        )
     found: list[Demonstration] = []
     token = turn = 0
     for number, values in enumerate(lines, 1):
@@ -178,12 +185,17 @@ def _read_part(path: Path) -> list[Demonstration]:
         except _DAMAGES as error:
             raise _no_demonstration(path, number, error) from None
         token, turn = ends
-    if checksum != expected:
+    if metadata.get(CHECKSUM, checksum) != checksum:
         raise DemonstrationError(
             f"{path} has other lines than {arrays_path.name} was written with (their SHA-256 differs): copy both "
             "again, or remove this part (`impala-llm demonstrations --out` filters)"
         )
     return found
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of the bytes of a part's arrays, in the order of their names."""
+    return hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], str]:

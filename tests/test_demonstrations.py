@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import save_file as save_torch
 from transformers import AutoTokenizer
@@ -261,6 +263,9 @@ def test_settings_that_are_left_out_make_a_folder_another_one(user_folder: Path,
 def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:
     folder = record(load(words(tmp_path, tiny_model)))
     arrays = load_file(folder / "part-00000.safetensors")
+    with safe_open(folder / "part-00000.safetensors", "np") as file:
+        checksum = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
+        assert file.metadata()["arrays_sha256"] == checksum
     lines = [json.loads(line) for line in (folder / "part-00000.jsonl").read_text().splitlines()]
     assert {name: array.dtype for name, array in arrays.items()} == ARRAY_FIELDS
     assert len(arrays["tokens"]) == sum(line["num_tokens"] for line in lines)
@@ -357,6 +362,22 @@ def test_lines_are_never_paired_with_the_arrays_of_others(noisy: Path) -> None:
     whole[0], whole[same] = whole[same], whole[0]
     path.write_text("".join(whole))
     assert "part-00000.jsonl has other lines than part-00000.safetensors was written with" in refused(noisy)
+
+
+def test_arrays_that_are_not_as_they_were_written_are_refused(noisy: Path) -> None:
+    path = noisy / "part-00000.safetensors"
+    written = path.read_bytes()
+    places = [written.index(load_file(path)[name].tobytes()) for name in ARRAY_FIELDS]
+    for place in (*places, len(written) - 1):
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        assert f"{path} has other arrays than were written" in refused(noisy)
+    path.write_bytes(written)
+    whole = list(read(noisy))
+    # A part of an older release has the checksum of the lines alone.
+    lines_sha256 = hashlib.sha256((noisy / "part-00000.jsonl").read_bytes()).hexdigest()
+    arrays = {name: torch.from_numpy(array) for name, array in load_file(path).items()}
+    save_torch(arrays, path, {"lines_sha256": lines_sha256})
+    assert [d.trajectory.tokens.tolist() for d in read(noisy)] == [d.trajectory.tokens.tolist() for d in whole]
 
 
 def with_line(change: dict[str, object]) -> Callable[[bytes], bytes]:
