@@ -93,7 +93,7 @@ def test_each_thing_that_is_wrong_is_named_with_what_to_do(
         "device": ["actor.num_actors=1 servers", "lower one of these settings"],
         "engine": ["has no sglang installed"],
         "ports": [f"port {port} cannot be listened at"],
-        "shared memory": ["lower these settings"],
+        "shared memory": ["lower what these settings take"],
     }.items():
         for word in words:
             assert word in found[part]["problems"][0], found[part]

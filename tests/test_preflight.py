@@ -196,11 +196,12 @@ def test_arenas_of_actors_beside_a_learner_must_fit_into_shared_memory(
 
 @pytest.mark.parametrize(("words", "share"), [([], 1), (["engine.dtype=bfloat16", "pipeline.weights_dtype=engine"], 2)])
 def test_the_weights_that_a_host_of_actors_fetches_must_fit_into_its_shared_memory(
-    words: list[str], share: int, monkeypatch: pytest.MonkeyPatch
+    words: list[str], share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay's three slots, and what arrives; arenas are private memory of the actors there."""
-    words = ["experiment=quickstart", f"run.name={uuid.uuid4().hex}", "pipeline.connect=tcp://node-7:7400", *words]
-    config = load([*words, "pipeline.keys=keys", "pipeline.arena_mb=1000"])
+    words = ["experiment=quickstart", f"run.name={uuid.uuid4().hex}", "pipeline.connect=tcp://127.0.0.1:7400", *words]
+    make_keys(tmp_path / "keys")
+    config = load([*words, f"pipeline.keys={tmp_path / 'keys'}", "pipeline.arena_mb=1000"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     (check,) = preflight.actors_checks()["shared memory"]
     needed = 4 * preflight.float32_bytes(config.model.path) // share

@@ -49,6 +49,8 @@ from impala_llm.supervised import SUPERVISED
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEARNER_FILE = "learner.json"
+ARENA = ".arena"
+"""Suffix of the file of an actor's arena."""
 _ATTACH_INTERVAL_S = 0.05
 # sun_path holds 108 bytes with its closing zero (unix(7)); 104 on the BSDs.
 _MAX_SOCKET_PATH = 103
@@ -208,7 +210,7 @@ class RunDirectory:
         Raises:
             ValueError: the id cannot be part of a file name.
         """
-        return self.path / f"{check_name('actor_id', actor_id)}.arena"
+        return self.path / f"{check_name('actor_id', actor_id)}{ARENA}"
 
     def replay_path(self, rank: int = 0) -> Path:
         """File of a learner rank's trajectory store."""
@@ -341,11 +343,11 @@ def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | N
     return (life, num_ranks) if isinstance(life, int) and isinstance(num_ranks, int) else None
 
 
-def left_bytes(run_name: str, base: Path | None = None) -> int:
-    """Bytes on disk, or in memory, of the files under this name."""
+def left_bytes(run_name: str, base: Path | None = None, suffix: str = "") -> int:
+    """Bytes on disk, or in memory, of the files under this name, or of those among them that end with a suffix."""
     total = 0
     for folder, _, names in os.walk(_run_path(run_name, base)):
-        for name in names:
+        for name in (name for name in names if name.endswith(suffix)):
             with contextlib.suppress(FileNotFoundError):
                 total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
     return total
