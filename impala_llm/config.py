@@ -379,7 +379,7 @@ def threads_per_process(config: Config) -> int:
 
     Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    return max(1, num_cores() // (config.learner.num_processes + config.actor.num_actors))
+    return max(1, num_cores() // max(1, config.learner_processes_here + config.actor.num_actors))
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:

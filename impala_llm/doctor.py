@@ -333,7 +333,7 @@ DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
 
 def processes(config: Config) -> Finding:
     """Processes on this host's cores."""
-    num_ranks = config.learner.num_processes if config.pipeline.connect is None else 0
+    num_ranks = config.learner_processes_here
     threads, number = threads_per_process(config), num_ranks + config.actor.num_actors
     cores = num_cores()
     state = f"learner ranks: {num_ranks}, actors: {config.actor.num_actors}, each with OpenMP threads: {threads}"

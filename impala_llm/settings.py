@@ -608,6 +608,12 @@ class Config:
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     sft: SftConfig = field(default_factory=SftConfig)
 
+    @property
+    def learner_processes_here(self) -> int:
+        """Processes of the learner on this host: none where actors alone run, with a learner elsewhere."""
+        is_here = self.pipeline.connect is None or self.pipeline.bind is not None
+        return self.learner.num_processes if is_here else 0
+
 
 def longest_record(config: Config) -> int:
     """Tokens of a trajectory at most."""

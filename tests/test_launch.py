@@ -14,6 +14,7 @@ from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason,
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.gpus import deal_gpus
 from impala_llm.launch import child_environment
+from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.supervised import HUGE_PAGES
 
@@ -80,6 +81,16 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
     assert {child.environment["OMP_NUM_THREADS"] for child in children} == {"3"}
     assert {child.environment["MKL_NUM_THREADS"] for child in children} == {"3"}
     assert launch.plan_actors(config, OVERRIDES, deal_gpus(config, []))[0].environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_learners_ranks_take_no_cores_of_a_host_of_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keys(tmp_path / "keys")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)), raising=False)
+    words = ["experiment=toy", "learner.num_ranks=4", f"pipeline.keys={tmp_path / 'keys'}"]
+    connect, bind = "pipeline.connect=tcp://127.0.0.1:7400", "pipeline.bind=tcp://127.0.0.1:7400"
+    assert threads_per_process(load([*words, connect, "actor.num_actors=1"])) == 32
+    assert threads_per_process(load([*words, connect, "actor.num_actors=0"])) == 32
+    assert threads_per_process(load([*words, connect, bind, "actor.num_actors=1"])) == 6
 
 
 def test_each_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
