@@ -229,9 +229,49 @@ class ChatTokens:
         Returns:
             Marks, and between them the tokens of the template.
         """
+        pieces: list[str | tuple[int, ...]] = []
+        for piece in _MARKS.split(self._render(json.loads(messages), tools, after)):
+            if _MARKS.fullmatch(piece):
+                pieces.append(piece)
+            elif piece:
+                pieces.append(self._ids(piece, splits_special=False))
+        for message in json.loads(messages):
+            if _MARKS.fullmatch(message["content"]) and message["content"] not in pieces:
+                raise _left_out(message)
+        self._check_shows_others(json.loads(messages), tools, after)
+        return pieces
+
+    def _check_shows_others(self, messages: list[dict[str, Any]], tools: str, after: str) -> None:
+        """Raise TemplateRefused where the template leaves out what other roles than user and tool say.
+
+        It may rewrite that, as many strip the reasoning from answers: so marks stand in its place here, which show
+        whether it is rendered at all. Some templates leave out the text beside calls by design.
+        """
+        probe = [dict(message) for message in messages]
+        others = [
+            message
+            for message in probe
+            if message["role"] not in ("user", "tool")
+            and message["content"] not in ("", after)
+            and not message.get("tool_calls")
+        ]
+        if not others:
+            return
+        for number, message in enumerate(others, len(probe)):
+            message["content"] = _mark(number)
+        try:
+            text = self._render(probe, tools, after)
+        except TemplateRefused:  # it refuses the marks alone
+            return
+        for message in others:
+            if message["content"] not in text:
+                raise _left_out(message)
+
+    def _render(self, messages: list[dict[str, Any]], tools: str, after: str) -> str:
+        """The text of a conversation behind `after`."""
         try:
             text = self.tokenizer.apply_chat_template(
-                json.loads(messages), tools=json.loads(tools) or None, tokenize=False, add_generation_prompt=True
+                messages, tools=json.loads(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is other people's code
             reason = " ".join(str(error).split())
@@ -240,16 +280,7 @@ class ChatTokens:
         _, found, rest = text.partition(after) if after else ("", "", text)
         if after and not found:
             raise TemplateRefused("the chat template drops an assistant's message")
-        pieces: list[str | tuple[int, ...]] = []
-        for piece in _MARKS.split(rest):
-            if _MARKS.fullmatch(piece):
-                pieces.append(piece)
-            elif piece:
-                pieces.append(self._ids(piece, splits_special=False))
-        for message in json.loads(messages):
-            if _MARKS.fullmatch(message["content"]) and message["content"] not in pieces:
-                raise TemplateRefused(f"the chat template leaves out what a message of role {message['role']!r} says")
-        return pieces
+        return rest
 
     def _filled(self, pieces: list[str | tuple[int, ...]], contents: Mapping[str, str]) -> list[int]:
         """Tokens with the contents in place of their marks."""
@@ -257,6 +288,13 @@ class ChatTokens:
         for piece in pieces:
             tokens += self.encode(contents[piece]) if isinstance(piece, str) else piece
         return tokens
+
+
+def _left_out(message: Message) -> TemplateRefused:
+    return TemplateRefused(
+        f"the chat template leaves out what a message of role {message['role']!r} says: say it in one of role 'user', "
+        "or set a chat_template that shows it there"
+    )
 
 
 def _frozen(value: object) -> str:

@@ -220,6 +220,32 @@ def test_a_template_that_leaves_out_what_a_tool_says_is_refused(chat: ChatTokens
     assert deaf.opening(messages[:1], []) == chat.opening(messages[:1], [])
 
 
+SYSTEM_FIRST = (
+    "{% for message in messages %}{% if message.role in ('user', 'assistant', 'tool') or loop.first %}"
+    "{% if not message.tool_calls %}{{ message.content.split('</think>')[-1] }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{{ '<|end|>' if message.role == 'assistant' else '<|act|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_of_another_role_that_the_template_leaves_out_is_refused(chat: ChatTokens) -> None:
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.chat_template = SYSTEM_FIRST
+    strict = ChatTokens(tokenizer)
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}
+    call = {"id": "1", "type": "function", "function": {"name": "d", "arguments": "{}"}}
+    for role, known in (("function", [user, answer]), ("system", [user]), ("system", [user, answer])):
+        with pytest.raises(TemplateRefused, match=f"leaves out what a message of role '{role}' says: .*'user'"):
+            strict.opening([*known, {"role": role, "content": "seven"}, user], [])
+    with pytest.raises(TemplateRefused, match="role 'system'"):
+        strict.following([{"role": "developer", "content": "in lower case"}, user], [], strict.stop_token_ids[0])
+    known = [{"role": "system", "content": "s"}, user, answer, user, {**answer, "tool_calls": [call]}, user]
+    rendered = tokenizer.apply_chat_template([*known, {"role": "system", "content": ""}], tokenize=False)
+    assert "c<|end|>" in rendered and "<think>" not in rendered
+    expected = tokenizer.encode(rendered, add_special_tokens=False)
+    assert strict.opening(known, []) == expected, "reasoning, and the text beside a call, are left out by design"
+
+
 def test_tasks_may_hold_any_text(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("a\u2028b", "\x85", "c\x0bd")]
     (tmp_path / "tasks.jsonl").write_text("\r\n".join(lines) + "\n", "utf-8")
