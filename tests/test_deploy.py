@@ -22,6 +22,7 @@ DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
 SBATCH_OPTIONS = {
     "cpus-per-task": r"\d+",
+    "exclusive": "",
     "gpus-per-node": r"\d+",
     "job-name": r"[\w-]+",
     "nodes": r"\d+",
@@ -67,6 +68,7 @@ def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path)
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
     found = [(number, line) for number, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert found and max(number for number, _ in found) < min(commands)  # sbatch reads no further
+    assert "#SBATCH --exclusive" in lines, "the shared memory of a node takes one job of a run"
     for _, line in found:
         option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
         assert option and re.fullmatch(SBATCH_OPTIONS[option[1]], option[2] or ""), line
@@ -74,10 +76,12 @@ def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path)
 
 def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, mounts: dict[str, Path]) -> None:
     (tmp_path / "bin").mkdir()
-    srun = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['WORDS'], 'w'))"
+    srun = "import json, os, sys; given = [sys.argv[1:], os.environ.get('SRUN_CPUS_PER_TASK')]; "
+    srun += "json.dump(given, open(os.environ['WORDS'], 'w'))"
     write_program(tmp_path / "bin" / "srun", srun)
     words = [f"experiment={mounts['settings']}", "run.name=shop", "learner.num_ranks=4"]
     called: dict[str, list[str]] = {}
+    cores = {}
     for script in sorted(SCRIPTS, reverse=True):  # the learner makes the keys
         environment = {
             **os.environ,
@@ -85,11 +89,15 @@ def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, m
             "PYTHONPATH": str(ROOT),
             "RUNS": str(tmp_path / "runs"),
             "WORDS": str(tmp_path / script.stem),
-            "SLURM_GPUS_ON_NODE": "4",
+            # The job asked for 4, and has all of an exclusive node.
+            "SLURM_GPUS_PER_NODE": "h100:4",
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_CPUS_PER_TASK": "32",
             "LEARNER_ADDRESS": "node-7",
         }
         subprocess.run(["bash", str(script), *words], cwd=ROOT, env=environment, check=True, timeout=120)
-        called[script.stem] = yaml.safe_load((tmp_path / script.stem).read_text())
+        called[script.stem], cores[script.stem] = yaml.safe_load((tmp_path / script.stem).read_text())
+    assert cores == {"learner": "32", "actors": "32"}
     assert (tmp_path / "runs/shop/learner").read_text() == "tcp://node-7:7400\n"
     learner, actors = called["learner"], called["actors"]
     assert "torchrun --standalone --nproc-per-node 4 " in " ".join(learner)

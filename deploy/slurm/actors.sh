@@ -6,8 +6,11 @@
 # learner.num_ranks must be what the learner has: its ports are counted from it. With engine=sglang each node has as many
 # actors as its GPUs hold servers; otherwise ACTORS says how many, by default one. A node that is lost, and a job of
 # actors that ends or joins, is no error: the learner goes on with those that it has.
+#
+# --exclusive: a node's /dev/shm takes the learner or one job of actors of a run, and is refused to a second.
 #SBATCH --job-name=impala-actors
 #SBATCH --nodes=1
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
@@ -31,6 +34,8 @@ done
 
 words=("$@" "pipeline.connect=@$run/learner" "pipeline.keys=$run/keys" run.terminal=false)
 [ -z "${ACTORS:-}" ] || words+=("actor.num_actors=$ACTORS")
+# Since Slurm 22.05 srun does not take the cores of a task over from sbatch.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # Each node has logs of its own: the folder of the run is shared, and actors of every node are numbered from 0.
 # shellcheck disable=SC2016  # the shell of each node expands it
 exec srun --kill-on-bad-exit=0 --no-kill \

@@ -6,8 +6,11 @@
 #
 # Both get the same settings. RUNS is a folder on a filesystem that all nodes share (default: outputs in the current
 # directory); in RUNS/RUN_NAME lie the run itself, the keys, and `learner`, the file that says where the learner is now.
+#
+# --exclusive: a node's /dev/shm takes the learner or one job of actors of a run, and is refused to a second.
 #SBATCH --job-name=impala-learner
 #SBATCH --nodes=1
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
@@ -25,7 +28,8 @@ for word in "$@"; do
 done
 run=$(realpath -m "${RUNS:-outputs}/$name")
 port=${PORT:-7400}
-ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-1}}
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} # those that srun gets: as many as the job asks for
+ranks=${RANKS:-${gpus##*:}}
 
 mkdir -p "$run"
 # Keys are made once. The folder is this user's alone, on every node.
@@ -38,6 +42,8 @@ mv "$run/learner.new" "$run/learner"
 # The ranks of a learner share the memory of one host, hence --standalone: one node. torchrun starts them again when one
 # dies, and passes the signal on that Slurm sends three minutes before the end of the job: time to save what was learned.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
+# Since Slurm 22.05 srun does not take the cores of a task over from sbatch.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 exec srun --ntasks=1 --kill-on-bad-exit=1 \
   torchrun --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
   "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
