@@ -154,6 +154,9 @@ def _present_word(word: str) -> str:
     engines; `env.options` is the older name of `env.args`.
     """
     key, equals, value = word.lstrip("+").partition("=")
+    if value.startswith("~/"):  # which no shell expands there, and Hydra does not read
+        value = os.path.expanduser(value)
+        word = f"{key}={value}"
     for kind in (ENVIRONMENTS, ENGINES):
         group = kind.key.partition(".")[0]
         is_named = key == group and (":" in value or value in installed_parts(kind))
@@ -193,8 +196,6 @@ def _hydra_words(overrides: Sequence[str]) -> list[str]:
             defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
             word = "experiment=file"
-        elif value.startswith("~/"):  # which no shell expands there, and Hydra does not read
-            word = f"{key}={os.path.expanduser(value)}"
         words.append(word)
     return words
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import threading
 from typing import Any
 
@@ -72,5 +73,6 @@ class FrozenPolicy:
 
 @functools.cache
 def _loaded(path: str) -> tuple[Any, ChatFormat]:
-    model: Any = AutoModelForCausalLM.from_pretrained(path)
-    return model.eval(), ChatFormat(AutoTokenizer.from_pretrained(path))
+    folder = os.path.expanduser(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval(), ChatFormat(AutoTokenizer.from_pretrained(folder))

@@ -7,6 +7,7 @@ The verifier `reward_model` of env=tasks:
 
 import asyncio
 import functools
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,7 @@ class RewardModel:
     """A classifier with a queue. Its arguments are those of `score`."""
 
     def __init__(self, path: str, label: int, batch_size: int, max_length: int, device: str) -> None:
+        path = os.path.expanduser(path)
         model: Any = AutoModelForSequenceClassification.from_pretrained(path)
         self._model = model.to(device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", padding_side="right")

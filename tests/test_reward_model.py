@@ -62,6 +62,25 @@ def test_answers_of_several_episodes_are_scored_together_and_as_one_by_one(
         assert asyncio.run(together()) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_files_and_models_may_lie_in_the_home_folder(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quote: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_classifier(tiny_model, tmp_path / "classifier", 1)
+    splits = ("train", "validation", "test")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"prompt": "a", "split": each}) + "\n" for each in splits))
+    words = [f"env.args.file={quote}~/t.jsonl{quote}", f"env.args.verifier_args.path={quote}~/classifier{quote}"]
+    suite = make_suite(load(["model=scratch", "env=tasks", "env.args.verifier=reward_model", *words]).env)
+
+    async def errors() -> float:
+        session = suite.session(training=True)
+        await contract.reset(session, 0, "tasks")
+        return float((await contract.step(session, "a", "tasks"))[4]["stats"]["scoring_errors"])
+
+    assert asyncio.run(errors()) == 0.0
+
+
 def test_an_answer_cannot_end_its_turn_by_a_special_token(tiny_model: Path, tmp_path: Path) -> None:
     from impala_llm.reward_model import RewardModel
 

@@ -108,7 +108,7 @@ class TaskFileSuite:
         file, verifier, path = self._options.file, self._options.verifier, self._options.verifier_args.get("path")
         if verifier == "maths":
             needed("math_verify", "maths")
-        if verifier == "reward_model" and not (Path(str(path)) / "config.json").is_file():
+        if verifier == "reward_model" and not (Path(str(path)).expanduser() / "config.json").is_file():
             raise ValueError(
                 f"env.args.verifier_args.path={path} has no config.json: give the directory of a sequence classifier"
             )

@@ -205,7 +205,7 @@ class TextArenaSession:
 def _check_policy(path: str, max_new_tokens: int = 32, max_length: int = 4096, **_: Any) -> None:
     """Raise ValueError for arguments of a frozen policy with which no episode would begin."""
     key = "env.args.opponent_args"
-    if not (Path(path) / "config.json").is_file():
+    if not (Path(path).expanduser() / "config.json").is_file():
         raise ValueError(f"{key}.path={path} has no config.json: give the directory of a policy")
     if max_length <= max_new_tokens:
         raise ValueError(f"{key}.max_length={max_length}: it must be above max_new_tokens={max_new_tokens}")

@@ -256,6 +256,17 @@ def test_a_frozen_policy_sees_the_latest_tokens_of_a_long_game(tiny_model: Path)
         FrozenPolicy(0, str(tiny_model), max_new_tokens=4, max_length=4)
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_frozen_policy_may_lie_in_the_home_folder(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, quote: str
+) -> None:
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    path = f"env.args.opponent_args.path={quote}~/{tiny_model.name}{quote}"
+    assert suite("env=textarena", "env.args.opponent=policy", path).tasks("test")
+    assert FrozenPolicy(0, f"~/{tiny_model.name}")
+
+
 @pytest.mark.system
 def test_textarena_plays_against_a_frozen_policy(tiny_model: Path) -> None:
     pytest.importorskip("textarena", reason="textarena is not installed")
