@@ -147,14 +147,25 @@ def _rows(path: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def given_splits(rows: Mapping[int, dict[str, Any]], file: str) -> dict[Split, list[int]] | None:
+    """The task ids of each split by the field `split`, which all lines must have or none; None: no line has it.
+
+    Args:
+        rows: by the number of their line.
+    """
+    given = [row.get("split") for row in rows.values()]
+    if all(split is None for split in given):
+        return None
+    for number, split in zip(rows, given, strict=True):
+        if split not in SPLITS:
+            raise ValueError(f"{file}, line {number}: split is {split!r}: write one of {', '.join(SPLITS)}")
+    return {split: [k for k, each in enumerate(given) if each == split] for split in SPLITS}
+
+
 def _splits(rows: Mapping[int, dict[str, Any]], prompts: Sequence[str], file: str) -> dict[Split, list[int]]:
     """The task ids of each split."""
-    given = [row.get("split") for row in rows.values()]
-    if any(split is not None for split in given):
-        for number, split in zip(rows, given, strict=True):
-            if split not in SPLITS:
-                raise ValueError(f"{file}, line {number}: split is {split!r}: write one of {', '.join(SPLITS)}")
-        return {split: [k for k, each in enumerate(given) if each == split] for split in SPLITS}
+    if (given := given_splits(rows, file)) is not None:
+        return given
     places = {prompt: _place(prompt) for prompt in prompts}
     if len(places) < 3:
         raise ValueError(f"{file} has {len(places)} different prompts: at least 3 are needed, one for each split")

@@ -1,5 +1,6 @@
 """The tasks of an agent: lines of a file, or mere numbers."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from impala_llm.envs import make_suite
 from impala_llm.envs.base import Session, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.json_lines import read_json_lines
+from impala_llm.envs.task_file import given_splits
 from impala_llm.settings import Config
 
 
@@ -26,9 +28,10 @@ class Task:
 
 
 class AgentSuite:
-    """Tasks of `agent.tasks`, or `agent.num_tasks` numbers. The last two tenths are validation and test.
+    """Tasks of `agent.tasks`, or `agent.num_tasks` numbers. They are played by the agent, not by sessions.
 
-    They are played by the agent, not by sessions.
+    The splits are those of the field `split`, in all lines or in none. Without it the last two tenths of the different
+    tasks are validation and test; equal lines are in one split, where the first of them is.
 
     Raises:
         EnvironmentFault: the file cannot be read, or has too few tasks.
@@ -38,16 +41,11 @@ class AgentSuite:
     system_prompt = ""
 
     def __init__(self, path: str | None, num_tasks: int) -> None:
-        self._data = None if path is None else _read(Path(path))
-        count = num_tasks if self._data is None else len(self._data)
-        if count < 3:
-            raise EnvironmentFault(f"agent.tasks={path} has {count} tasks: at least 3 are needed, one for each split")
-        tenth = max(1, count // 10)
-        self._splits: dict[Split, range] = {
-            "train": range(count - 2 * tenth),
-            "validation": range(count - 2 * tenth, count - tenth),
-            "test": range(count - tenth, count),
-        }
+        self._data: list[dict[str, Any]] | None = None
+        given = None
+        if path is not None:
+            self._data, given = _read(Path(path))
+        self._splits = given or _dealt(num_tasks, self._data, path)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -70,10 +68,30 @@ def suite_of(config: Config) -> Suite:
     return make_suite(config.env)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[Split, list[int]] | None]:
+    """The tasks of a file, and their splits where it says them."""
     try:
-        return list(read_json_lines(path.expanduser()).values())
+        rows = read_json_lines(path.expanduser())
+        return list(rows.values()), given_splits(rows, str(path))
     except OSError as error:
         raise EnvironmentFault(f"agent.tasks={path} cannot be read ({error}): correct the path") from error
     except ValueError as error:
         raise EnvironmentFault(f"agent.tasks: {error}") from error
+
+
+def _dealt(num_tasks: int, data: list[dict[str, Any]] | None, path: str | None) -> dict[Split, list[int]]:
+    """The task ids of each split, in the order of the file."""
+    tasks = [str(k) for k in range(num_tasks)] if data is None else [json.dumps(row, sort_keys=True) for row in data]
+    places = {task: place for place, task in enumerate(dict.fromkeys(tasks))}
+    count = len(places)
+    if count < 3:
+        raise EnvironmentFault(
+            f"agent.tasks={path} has {count} different tasks: at least 3 are needed, one for each split"
+        )
+    tenth = max(1, count // 10)
+    bounds: dict[Split, range] = {
+        "train": range(count - 2 * tenth),
+        "validation": range(count - 2 * tenth, count - tenth),
+        "test": range(count - tenth, count),
+    }
+    return {split: [k for k, task in enumerate(tasks) if places[task] in bounds[split]] for split in bounds}

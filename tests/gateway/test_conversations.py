@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation
 from impala_llm.envs import make_suite
+from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.chat import ChatTokens, TemplateRefused
 from impala_llm.gateway.conversation import Conversation
@@ -251,6 +252,26 @@ def test_tasks_may_hold_any_text(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("\r\n".join(lines) + "\n", "utf-8")
     suite = AgentSuite(str(tmp_path / "tasks.jsonl"), 3)
     assert [suite.data(number)["text"] for number in range(3)] == ["a\u2028b", "\x85", "c\x0bd"]
+
+
+def test_a_file_of_tasks_may_say_the_splits_and_equal_lines_are_in_one(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+
+    def splits(*rows: dict[str, Any]) -> list[list[int]]:
+        file.write_text("\n\n".join(map(json.dumps, rows)), "utf-8")
+        suite = AgentSuite(str(file), 3)
+        return [list(suite.tasks(split)) for split in SPLITS]
+
+    names = ["test", "train", "validation", "train"]
+    assert splits(*({"question": "2+2", "split": name} for name in names)) == [[1, 3], [2], [0]]
+    with pytest.raises(EnvironmentFault, match="agent.tasks: .*tasks.jsonl, line 3: split is None: write one of train"):
+        splits({"question": "a", "split": "train"}, {"question": "b"}, {"question": "c", "split": "test"})
+    one, *others = ({"question": question, "kind": "sum"} for question in "abcd")
+    assert splits(one, *others) == [[0, 1], [2], [3]]
+    again = dict(reversed(one.items()))
+    assert splits(one, others[0], again, *others[1:], one) == [[0, 1, 2, 5], [3], [4]]
+    with pytest.raises(EnvironmentFault, match="has 2 different tasks: at least 3"):
+        splits(one, others[0], again)
 
 
 def test_files_of_tasks_have_one_reader(tmp_path: Path) -> None:
