@@ -282,7 +282,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
         is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
         shop, seed = config.env.webshop, config.evaluation.unseen_seed
         suites = [(suite, _hard_catalogue(shop) if is_shop else "")]
-        if seed is not None and is_shop:
+        is_another = seed != shop.catalogue_seed or shop.items is not None
+        if seed is not None and is_shop and is_another:
             shop = dataclasses.replace(
                 shop, catalogue_seed=seed, goals="synthetic", items=None, attributes=None, human=None, nouns=None
             )

@@ -96,7 +96,7 @@ def training_checks() -> Checks:
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
         "model": (_starting_policy, _model, _adapters, _other_models),
-        "environment": (_catalogue, _task_file),
+        "environment": (_catalogue, _unseen_catalogue, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "ports": (_ports,),
@@ -138,13 +138,14 @@ def _no_agent(config: Config) -> list[str]:
 
 
 def _unseen_catalogue(config: Config) -> list[str]:
-    first, number = config.env.webshop.catalogue_seed, config.demonstrations.num_catalogues
-    seen, seed = range(first, first + number), config.evaluation.unseen_seed
-    if number == 1 or seed not in seen:  # a single one is that of the run, which settings_checks.py compares
+    shop, number = config.env.webshop, config.demonstrations.num_catalogues
+    seen, seed = range(shop.catalogue_seed, shop.catalogue_seed + number), config.evaluation.unseen_seed
+    if config.env.name != "webshop" or config.agent.is_set or shop.items is not None or seed not in seen:
         return []
+    of_demonstrations = f" and demonstrations.num_catalogues={number}" if number > 1 else ""
     return [
-        f"evaluation.unseen_seed={seed} is one of the catalogues {first} to {seen[-1]} that "
-        f"demonstrations.num_catalogues={number} records: set another seed, or evaluation.unseen_seed=null"
+        f"evaluation.unseen_seed={seed} is a catalogue that is learned from: env.webshop.catalogue_seed="
+        f"{shop.catalogue_seed}{of_demonstrations}; set another seed, or evaluation.unseen_seed=null"
     ]
 
 

@@ -381,14 +381,8 @@ def _run_problems(config: Config) -> list[str]:
 
 
 def _evaluation_problems(config: Config) -> list[str]:
-    """Evaluations that would never be, or would find nothing new."""
-    evaluation, shop, found = config.evaluation, config.env.webshop, []
-    is_synthetic = config.env.name == "webshop" and shop.items is None and not config.agent.is_set
-    if is_synthetic and evaluation.unseen_seed == shop.catalogue_seed:
-        found.append(
-            f"evaluation.unseen_seed={evaluation.unseen_seed} is the catalogue of env.webshop.catalogue_seed="
-            f"{shop.catalogue_seed}, which would be played twice: set another seed, or evaluation.unseen_seed=null"
-        )
+    """Evaluations inside of the run that would never be, or would find nothing new."""
+    evaluation, found = config.evaluation, []
     if evaluation.patience is not None and not evaluation.inside_run:
         found.append(
             f"evaluation.patience={evaluation.patience} counts evaluations inside of the run, and there are none: set "

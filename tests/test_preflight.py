@@ -246,10 +246,13 @@ def test_a_catalogue_that_is_learned_from_is_refused_as_the_unseen_one(
 ) -> None:
     words = ["demonstrations.num_catalogues=8", f"demonstrations.dir={tmp_path / 'new'}", f"sft.dir={tmp_path / 'sft'}"]
     said = refused(*words, command=command)
-    assert (
-        "evaluation.unseen_seed=7 is one of the catalogues 0 to 7" in said and "demonstrations.num_catalogues=8" in said
-    )
-    assert not (tmp_path / "new").exists()
+    assert "evaluation.unseen_seed=7 is a catalogue that is learned from" in said
+    assert "demonstrations.num_catalogues=8" in said and not (tmp_path / "new").exists()
+
+
+def test_the_catalogue_of_training_is_refused_as_the_unseen_one(refused: Callable[..., str]) -> None:
+    said = refused("env.webshop.catalogue_seed=7")
+    assert "evaluation.unseen_seed=7" in said and "env.webshop.catalogue_seed=7;" in said
 
 
 def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
