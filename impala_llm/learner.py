@@ -12,9 +12,8 @@ optimizer and warm-ups begin anew. What a step trained on counts once the step's
 board: that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone,
 before the trajectories that wait for it fill the trajectory store.
 
-Where shared memory is gone as well, after a lost host or at the end of a run, all of it comes from the newest whole
-checkpoint (learning/checkpoint.py): the updates from there on are made again, under versions that were never published.
-So versions may be ahead of updates; metrics and schedules count updates.
+Where shared memory is gone as well, all of it comes from the newest whole checkpoint (learning/checkpoint.py): the
+updates from there on are made again, under versions that were never published. Metrics and schedules count updates.
 """
 
 import gc
@@ -309,6 +308,7 @@ class Learner:
         self.trainer.before_change = saving.before_change
         self.stops.holds_back = lambda: saving.holds_signals_back
         self.stops.waits_on = lambda: self.is_writing or saving.outlasts_signals
+        self.stops.on_wait = lambda: tell(saving=True)  # the supervisor then waits longer
         return saving
 
     # --- while it trains

@@ -3,8 +3,6 @@
 import signal
 from collections.abc import Callable
 
-from impala_llm.supervised import tell
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_PATIENCE_S = 4.0
 """Seconds for which a signal waits for the end of an update. The supervisor waits for five."""
@@ -28,13 +26,14 @@ class ToldToStop(SystemExit):
 class StopSignals:
     """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
     memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most, or for as long as
-    `waits_on` says so, which the supervisor is told, so that it waits as well. A second one does not cut that short."""
+    `waits_on` says so, and then `on_wait` is called. A second one does not cut that short."""
 
     def __init__(self) -> None:
         self.number = 0
         """Signal that has come."""
         self.holds_back: Callable[[], bool] = lambda: False
         self.waits_on: Callable[[], bool] = lambda: False
+        self.on_wait: Callable[[], object] = lambda: None
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._receive)
@@ -52,7 +51,7 @@ class StopSignals:
         self.number = number
         if self.holds_back():
             if self.waits_on():
-                tell(saving=True)
+                self.on_wait()
             signal.setitimer(signal.ITIMER_REAL, STOP_PATIENCE_S)
         else:
             self.check()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from impala_llm.config import ConfigError
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.quarantine import count_crashes
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.tickets.ticket import Entry, State
@@ -166,7 +166,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
         version: newest one on a board: steps that made a later one do not count.
 
     Raises:
-        ConfigError: the rows are of another task order, or damaged.
+        RunDirectoryError: the rows are of another task order, or damaged.
     """
     past = Past()
     made = version
@@ -174,15 +174,15 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
     identity = order.identity()
     for row in rows:
         if row[0] != _ORDER and not 0 <= row[1] < MAX_TICKETS:
-            raise ConfigError(f"the journal is damaged: it has the row {row}. Start under another run.name")
+            raise RunDirectoryError(f"the journal is damaged: it has the row {row}. Start under another run.name")
         if row[0] == _ORDER:
             if list(row[1:]) != list(identity.values()):
                 if row[1] != identity["num_tasks"]:
-                    raise ConfigError(
+                    raise RunDirectoryError(
                         f"the run has {identity['num_tasks']} training tasks, and {row[1]} before: give it those that "
                         "it had (the same file or arguments of the environment), or set another run.name and run.dir"
                     )
-                raise ConfigError(
+                raise RunDirectoryError(
                     f"the journal is of the task order {row[1:]}, this run has {identity}: start under another run.name"
                 )
         elif row[0] == _TAKEN:

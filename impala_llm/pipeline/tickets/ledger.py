@@ -364,7 +364,7 @@ class TicketLedger:
             Whether each of `received` is still wanted.
 
         Raises:
-            ConfigError: the journal is of another task order.
+            RunDirectoryError: the journal is of another task order.
         """
         with self._lock:
             recovery.restore(self._table, received)

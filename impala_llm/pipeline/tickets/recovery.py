@@ -22,7 +22,7 @@ def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> Non
         received: (ticket_id, episode_id, unroll_index) of the trajectories in the trajectory store.
 
     Raises:
-        ConfigError: the journal is of another task order, or damaged.
+        RunDirectoryError: the journal is of another task order, or damaged.
     """
     rows = [] if table.journal is None else table.journal.rows().tolist()
     past = journal_rows.read(rows, table.order, table.slots.version)

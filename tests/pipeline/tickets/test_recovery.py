@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.config import ConfigError
 from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.trajectory import unroll_id
@@ -417,16 +417,16 @@ def test_the_journal_of_another_task_order_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path)
     run.ledger.recover([])
     order = TaskOrder(range(100, 107), 1, seed=4)
-    with pytest.raises(ValueError, match="another run.name"):
+    with pytest.raises(RunDirectoryError, match="another run.name"):
         TicketLedger(order, 2, 1, journal=Journal(run.path)).recover([])
 
 
 def test_a_run_whose_tasks_have_become_more_says_what_to_do(tmp_path: Path) -> None:
-    """As a ConfigError, which the learner says in a sentence, and after which it is not started again."""
+    """As a RunDirectoryError, which the learner says in a sentence, and after which it is not started again."""
     run = started(tmp_path)
     run.ledger.recover([])
     order = TaskOrder(range(100, 108), 1, seed=3)
-    with pytest.raises(ConfigError, match="8 training tasks, and 7 before: .* another run.name and run.dir"):
+    with pytest.raises(RunDirectoryError, match="8 training tasks, and 7 before: .* another run.name and run.dir"):
         TicketLedger(order, 2, 1, journal=Journal(run.path)).recover([])
 
 
@@ -464,7 +464,7 @@ def test_a_journal_with_impossible_numbers_is_refused_at_once(tmp_path: Path, ki
     row = {"taken": (1, number, 0, 0, 0, 0), "live": (2, number, 0, 0, 0, 0), "trained": (3, number, 0, 0, 0, 1)}[kind]
     run = started(tmp_path)
     Journal(run.path).append([row])
-    with pytest.raises(ValueError):
+    with pytest.raises(RunDirectoryError):
         run.new_ledger().recover([])
 
 
