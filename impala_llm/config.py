@@ -23,7 +23,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from impala_llm.familiar_names import meant_by, suggestion
+from impala_llm.familiar_names import meant_by
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -316,12 +316,12 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
     """A sentence with the setting that an unknown key may stand for, and, of an option, the parts that have it."""
-    meant = meant_by(key, known)
-    kind = _kind_of(meant) if meant else None
-    having = parts_with(kind, meant.rpartition(".")[2]) if kind and meant else []
-    if not having:
-        return suggestion(key, known)
-    return f"did you mean {meant}, which {' and '.join(having)} {'has' if len(having) == 1 else 'have'}?"
+    if (meant := meant_by(key, known)) is None:
+        return "`impala-llm train --help WORD` searches all keys"
+    kind = _kind_of(meant)
+    having = parts_with(kind, meant.rpartition(".")[2]) if kind else []
+    owners = f", which {' and '.join(having)} {'has' if len(having) == 1 else 'have'}" if having else ""
+    return f"did you mean {meant}{owners}?"
 
 
 def _unknown_in(file: str, known: Mapping[str, object]) -> list[str]:

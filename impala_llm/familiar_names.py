@@ -36,12 +36,6 @@ FAMILIAR_NAMES = {
 """Names that other trainers have for some of our settings, by the last part of the key."""
 
 
-def suggestion(key: str, known: Sequence[str]) -> str:
-    """A sentence with the setting that an unknown key may stand for."""
-    meant = meant_by(key, known)
-    return f"did you mean {meant}?" if meant else "`impala-llm train --help WORD` searches all keys"
-
-
 def meant_by(key: str, known: Sequence[str]) -> str | None:
     """The setting that an unknown key may stand for."""
     last = key.rsplit(".", 1)[-1]

@@ -113,7 +113,7 @@ class ChatFormat:
         return text.removesuffix(self.closing_text)
 
     def closing_of(self, written: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the ids that the template writes behind an answer, those up to the one that ends it; none without one."""
+        """Ids that close an answer: those that the template writes behind it up to the one that ends it, or none."""
         return next((written[:end] for end, token in enumerate(written, 1) if token in self._ending_ids), ())
 
     def _encode_template(self, text: str) -> tuple[int, ...]:

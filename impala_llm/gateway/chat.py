@@ -149,8 +149,8 @@ class ChatTokens:
     def _behind_answer(
         self, marked: list[dict[str, Any]], tools: Sequence[Any]
     ) -> tuple[list[str | tuple[int, ...]], tuple[int, ...]]:
-        """What the template writes behind an answer up to the next one, with messages in between; and its first tokens,
-        which close the answer."""
+        """The template's text between an answer and the next one, with messages in between; and the first tokens of
+        it, which close the answer."""
         before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
         pieces = self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER)
         return pieces, self._format.closing_of(pieces[0]) if pieces and isinstance(pieces[0], tuple) else ()

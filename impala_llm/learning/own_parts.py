@@ -25,7 +25,7 @@ from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
 
 _CALLED_BACK = (packing.__file__, parallel.__file__)
-"""Of what such a part may call. A RuntimeError from there is not its mistake: memory ran out, or another rank died."""
+"""Modules that such a part may call. A RuntimeError from there is not its mistake: memory ran out, or a rank died."""
 _Result = TypeVar("_Result", LossOutput, Worth, Prepared)
 
 
@@ -74,7 +74,7 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
 
 
 def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
-    """What a credit prepares for a batch of M episodes.
+    """Result of `Credit.prepare` for a batch of M episodes.
 
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `Prepared` says.
@@ -92,7 +92,7 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
 
 
 def call_measure(loss: BatchLoss, scored: Scored, advantages: Tensor) -> Tensor:
-    """What a loss measures of N action tokens, float[n].
+    """Result of `BatchLoss.measure` for N action tokens, float[n].
 
     Raises:
         PartFault: it is a user's, and raised, or its result is no such tensor.
