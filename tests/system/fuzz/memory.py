@@ -15,6 +15,7 @@ from impala_llm.pipeline.shm import copy_kernels, record, record_kernels, record
 from impala_llm.pipeline.shm.journal import ROW_WIDTH, Journal
 from impala_llm.pipeline.shm.record import RecordError
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -258,4 +259,4 @@ def ledger_decoder(source: Source, folder: Path) -> Decoder:
         except Exception as error:
             raise AssertionError(f"it broke after the recovery: {error!r}") from error
 
-    return Decoder(make, decode, (ValueError,))
+    return Decoder(make, decode, (RunDirectoryError,))
