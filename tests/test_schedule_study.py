@@ -82,8 +82,15 @@ def test_the_time_to_a_score_lies_between_two_points(level: float, seconds: floa
 
 
 def run_with(points: list[tuple[float, float]]) -> dict[str, object]:
-    """A run of 1,200 s, whose stretches are of 60 s, with these (seconds, score)."""
-    return {"minutes": 20, "curve": [(seconds, 1, score, 0.0) for seconds, score in points]}
+    """A run of 1,200 s, whose stretches are of 60 s, with these (seconds, score); updates take no time."""
+    curve = [(seconds, 1, score, 0.0) for seconds, score in points]
+    return {"minutes": 20, "updates": math.inf, "staleness": 0.0, "curve": curve}
+
+
+def test_a_point_is_of_a_policy_that_was_published_before() -> None:
+    """Of two versions before the newest, which is one update before the end of the step: three updates of 120 s."""
+    run = run_with([(130.0, 0.1), (600.0, 0.2)]) | {"updates": 10, "staleness": 2.0}
+    assert study.by_policy(run, study.SCORE) == [(0.0, 0.1), (240.0, 0.2)]
 
 
 def test_running_means_are_of_three_stretches_of_time_however_many_points_there_are() -> None:
@@ -104,15 +111,18 @@ def test_where_a_run_ends_is_the_mean_of_its_last_quarter_of_time() -> None:
 
 @pytest.mark.parametrize(("points", "noise"), [((20, 20), (0.02, 0.02)), ((9, 20), (0.02, 0.04))])
 def test_arms_that_are_as_fast_take_as_long(points: tuple[int, int], noise: tuple[float, float]) -> None:
-    """Whatever the number and the noise of their points: of two equal arms neither is slower, nor never there."""
+    """Whatever the number and the noise of their points, and how long an update takes behind which they are written: of
+    two equal arms neither is slower, nor never there."""
     generator = np.random.default_rng(5)
     results = []
     for seed in range(200):
         for arm, num_points, spread in zip(("synchronous", "η = 4"), points, noise, strict=True):
             seconds = (np.arange(num_points) + 0.5) * 480 / num_points
-            scores = 0.65 + 0.2 * (1 - np.exp(-seconds / 200)) + generator.normal(0, spread, num_points)
+            published = np.maximum(seconds - 480 / num_points, 0)
+            scores = 0.65 + 0.2 * (1 - np.exp(-published / 200)) + generator.normal(0, spread, num_points)
             curve = [(at, 1, score, 0.0) for at, score in zip(seconds.tolist(), scores.tolist(), strict=True)]
-            results.append(result(arm, seed, 0.9) | {"curve": curve, "minutes": 8})
+            of_arm = {"curve": curve, "minutes": 8, "updates": num_points, "staleness": 0.0}
+            results.append(result(arm, seed, 0.9) | of_arm)
     [row] = [line for line in study.speed_table(results).splitlines() if "η = 4" in line]
     assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row), row
     assert int(row.split("|")[-2]) <= 2
@@ -157,7 +167,7 @@ def line_to_1(seconds: float) -> list[tuple[float, int, float, float]]:
 def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: float = 60.0) -> dict[str, object]:
     of_run = {"task": task, "speed": "long-tailed", "arm": arm, "seed": seed}
     return {
-        "settings": of_run, "score": score, "minutes": 2, "updates": 10, "learner_idle": 0.5, "staleness": 1.5,
+        "settings": of_run, "score": score, "minutes": 2, "updates": 10**9, "learner_idle": 0.5, "staleness": 1.5,
         "success": 0.0, "curve": line_to_1(seconds),
     }  # fmt: skip
 

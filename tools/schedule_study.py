@@ -54,12 +54,12 @@ WINDOW = 3
 GAIN = 0.8
 """Share of what an arm gains from its start to its end: the level whose time is measured."""
 SMALLEST_GAIN = 0.05
-"""Of less there is no such level: it would be a level of noise."""
+"""An arm that gains less sets no level, which noise alone would reach."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What one of the runs that are compared has of its own."""
+    """One side of a comparison: the settings that are its own."""
 
     words: tuple[str, ...]
     """Settings."""
@@ -69,7 +69,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, for how long, and how it is scored."""
+    """A training task: its settings, its length, and how it is scored."""
 
     environment: str
     words: tuple[str, ...]
@@ -306,7 +306,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def gain_table(results: Sequence[dict[str, Any]]) -> str:
-    """What an arm has over another on the test tasks after the same time, paired by seed; Student's 95 % intervals."""
+    """Differences of two arms on the test tasks after the same time, paired by seed; Student's 95 % intervals."""
     rows = []
     for (task, speed, arm, other), pairs in paired(results).items():
         gains = []
@@ -333,6 +333,16 @@ def seconds_to(level: float, points: Sequence[tuple[float, float]]) -> float:
     return math.inf
 
 
+def by_policy(run: dict[str, Any], column: int) -> list[tuple[float, float]]:
+    """(seconds, value): points of a run's curve, each at the time when the policy that it is of was published.
+
+    A step's metrics are written at its end; the episodes were played by a policy of (age + 1) updates before, which is
+    seconds where updates are many, and a minute where each waits for five batches. Means of the run stand for both.
+    """
+    delay = (run["staleness"] + 1) * 60 * run["minutes"] / run["updates"]
+    return [(max(point[0] - delay, 0.0), point[column]) for point in run["curve"]]
+
+
 def running_means(run: dict[str, Any], column: int) -> list[tuple[float, float]]:
     """(seconds, value) of a run at the end of each stretch: the mean of the points of the last `WINDOW` stretches.
 
@@ -340,10 +350,12 @@ def running_means(run: dict[str, Any], column: int) -> list[tuple[float, float]]
     they make: more points, or noisier ones, would reach any level sooner. A stretch without an update has no point.
     """
     stretch = 60 * run["minutes"] / NUM_POINTS
-    values = {min(int(point[0] / stretch), NUM_POINTS - 1): point[column] for point in run["curve"]}
+    values: dict[int, list[float]] = {}
+    for seconds, value in by_policy(run, column):
+        values.setdefault(min(int(seconds / stretch), NUM_POINTS - 1), []).append(value)
     means = []
     for last in range(WINDOW - 1, NUM_POINTS):
-        inside = [values[place] for place in range(last - WINDOW + 1, last + 1) if place in values]
+        inside = [np.mean(values[place]) for place in range(last - WINDOW + 1, last + 1) if place in values]
         if inside:
             means.append(((last + 1) * stretch, float(np.mean(inside))))
     return means
@@ -351,8 +363,9 @@ def running_means(run: dict[str, Any], column: int) -> list[tuple[float, float]]
 
 def end_of(run: dict[str, Any], column: int) -> float:
     """Mean over the last quarter of a run's time."""
+    points = by_policy(run, column)
     begin = 0.75 * 60 * run["minutes"]
-    return float(np.mean([point[column] for point in run["curve"] if point[0] >= begin] or [run["curve"][-1][column]]))
+    return float(np.mean([value for seconds, value in points if seconds >= begin] or [points[-1][1]]))
 
 
 def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
@@ -360,7 +373,8 @@ def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
 
     The level of a seed is `GAIN` of the way from where that arm starts, in the mean over seeds, to where it ends: the
     mean of its last quarter, since the highest of many noisy points is reached late, or never, by an arm that is as
-    fast. An arm that gains less than `SMALLEST_GAIN` in a seed has no level there.
+    fast. An arm that gains less than `SMALLEST_GAIN` in a seed has no level there, nor one whose running means do not
+    reach its own level.
 
     Args:
         column: of a curve's points.
@@ -372,8 +386,10 @@ def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
         for ours, theirs in pairs:
             if (gain := end_of(theirs, column) - start) >= SMALLEST_GAIN:
                 level = start + GAIN * gain
-                times.append([seconds_to(level, running_means(run, column)) for run in (theirs, ours)])
-        ratios = [before / own if before < math.inf else math.nan for before, own in times]
+                before, own = (seconds_to(level, running_means(run, column)) for run in (theirs, ours))
+                if before < math.inf:
+                    times.append([before, own])
+        ratios = [before / own for before, own in times]
         rows.append([
             task, speed, arm, other, f"{len(times)} of {len(pairs)}",
             *(
@@ -398,11 +414,11 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
         for colour, ((arm,), of_arm) in enumerate(reporting.group_by(runs, "arm").items()):
             for number, run in enumerate(of_arm):
-                minutes, scores = ([point[k] / unit for point in run["curve"]] for k, unit in ((0, 60), (2, 1)))
+                seconds, scores = zip(*by_policy(run, SCORE), strict=True)
                 name = "" if number else arm
-                axis.plot(minutes, scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
+                axis.plot([at / 60 for at in seconds], scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
         axis.set_title(f"{task}, {speed} environment", fontsize=10)
-        axis.set_xlabel("minutes of training")
+        axis.set_xlabel("minutes of training, of the policy that plays")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("score of the training episodes")
