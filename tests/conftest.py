@@ -1,4 +1,4 @@
-"""What every test gets: one thread a process, no network, and a tiny random policy on request."""
+"""Fixtures of all tests: one thread a process, no network, and a tiny random policy on request."""
 
 import os
 

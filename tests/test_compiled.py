@@ -30,7 +30,7 @@ print(double(21), sum(double.stats.cache_hits.values()))
 
 
 def run(folder: Path, *arguments: str, inside: Sequence[str] = (), cache: str = "cache") -> tuple[str, str]:
-    """What the module prints and says with its cache in `folder`. inside: command before its own."""
+    """Output and errors of the module with its cache in `folder`. inside: command before its own."""
     script = folder / "module.py"
     if not script.exists():
         script.write_text(MODULE)

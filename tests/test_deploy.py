@@ -33,12 +33,12 @@ SBATCH_OPTIONS = {
     "signal": r"(B:)?[A-Z0-9]+@\d+",
     "time": r"\d+:\d\d:\d\d",
 }
-"""Of sbatch(1), with what each takes."""
+"""Options of sbatch(1), with the values that each takes."""
 
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> dict[str, Path]:
-    """What the paths in containers stand for here."""
+    """Paths here that stand for those in containers."""
     learner, actor = tmp_path / "learner-keys", tmp_path / "actor-keys"
     make_keys(learner)
     actor.mkdir(mode=0o700)

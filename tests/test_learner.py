@@ -1,4 +1,4 @@
-"""What a learner that is started again knows of its run."""
+"""A learner that is started again knows of its run."""
 
 import json
 import subprocess

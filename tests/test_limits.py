@@ -29,7 +29,7 @@ from impala_llm.trajectory import Trajectory
 from tests.learning.builders import NoPriorities
 
 HOPE = 0.7
-"""What the critic expects of every state."""
+"""The value that the critic gives every state."""
 SPEC = EpisodeSpec("e", task_id=0, group_id=0, ticket_id=0, seed=0, env="webshop", actor_id="a", signature="")
 
 

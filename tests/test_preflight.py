@@ -1,4 +1,4 @@
-"""What is refused before any process exists: through the command line, with exit code 2 and a sentence or two."""
+"""Runs that are refused before any process exists: through the command line, with exit code 2 and a sentence or two."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is committed as a result can be run again: today's tree takes its settings."""
+"""Committed results can be run again: today's tree takes their settings."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import load
+from tools import quickstart_results
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SETTINGS = sorted(RESULTS.rglob("*.yaml"))
@@ -38,3 +39,25 @@ def test_settings_of_a_study_load(path: Path) -> None:
 
 def test_there_are_results() -> None:
     assert len(SETTINGS) >= 5 and len(STUDIES) >= 5
+
+
+def test_an_evaluation_is_kept_with_the_scores_from_which_gains_are_paired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def result(label: str, scores: list[float]) -> dict:
+        means = {"score": sum(scores) / 3, "success": 0.0, "turns": 3.0}
+        intervals = {"score_interval": [0.0, 1.0], "success_interval": [0.0, 0.5]}
+        return {"label": label, "tasks": "shop", "num_tasks": 3, **means, **intervals, "scores": scores}
+
+    rows = [result("before", [0.5, 0.25, 0.0]), result("after", [0.75, 0.5, 0.25])]
+    run, out = tmp_path / "run", tmp_path / "out"
+    (run / "tensorboard").mkdir(parents=True)
+    (run / "tensorboard" / "metrics.jsonl").write_text('{"step": 1, "time_s": 0.0}\n')
+    (run / "evaluation.json").write_text(json.dumps(rows))
+    (run / "config.yaml").write_text("run: {}\n")
+    monkeypatch.setattr(quickstart_results, "OUT", out)
+    monkeypatch.setattr(quickstart_results, "plot", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["quickstart_results.py", str(run)])
+    quickstart_results.main()
+    assert json.loads((out / "run.json").read_text()) == rows
+    assert "| after, run | 0.500 [0.000, 1.000] | +0.250 [+0.250, +0.250] |" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
 
 
 def test_bootstrap_intervals_have_the_width_that_theory_gives_them() -> None:
-    """Of a mean: 1.96 standard errors; of a constant: none; of pairs: draws keep them together."""
+    """Intervals of a mean have 1.96 standard errors on each side, of a constant no width; pairs are drawn together."""
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
     low, high = stats.bootstrap_interval(values, lambda drawn: drawn.mean(axis=-1))
     half = 1.96 * values.std() / 20
@@ -60,7 +60,7 @@ def test_the_p_value_of_many_pairs_is_small_where_they_differ_and_even_where_the
 
 
 def test_holm_is_its_worked_example() -> None:
-    """Of 0.01, 0.04, 0.03 and 0.005: 4 · 0.005, 3 · 0.01, 2 · 0.03, and no less than that before it."""
+    """In rising order 0.005, 0.01, 0.03 and 0.04 become 4, 3, 2 times as much, and no less than the one before."""
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.6, 0.7]) == [1.0, 1.0] and stats.holm([]) == []
 
@@ -110,7 +110,7 @@ def test_the_rivals_are_those_that_bear_a_lag_of_64_best_beside_the_fixed_method
     assert {run.lag for run in reported} == set(plan.LAGS)
 
 
-def test_what_is_reported_was_not_looked_at_when_it_was_chosen() -> None:
+def test_phases_that_choose_and_phases_that_report_share_no_seed_and_no_split() -> None:
     finished = as_scored({"TOPR": 0.9})
     choosing = [
         *plan.rates(range(5)), *plan.screen(range(5), finished), *shop.rates(range(2), finished),

@@ -44,7 +44,7 @@ CONTRASTS = (
 
 
 def rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    """What `main` compares, but what part (b) has built in the place of the second rival."""
+    """Runs of the methods of `main`, with the loss that part (b) has built in the place of the second rival."""
     _, methods = plan.rates_and_methods(finished)
     return [
         _run("shop-rates", 16, method, rate, plan.VALIDATION_SEEDS_FROM + seed, policy)
@@ -94,8 +94,8 @@ def at_256(seeds: Sequence[int], finished: Finished, policy: str | None = None) 
 
 
 def default(finished: Finished, policy: str | None = None) -> str:
-    """What becomes the default, by the rule of the plan: what was built, where it is not worse than both others in
-    `shop` and not behind TOPR in `shop-256`."""
+    """The method that becomes the default, by the rule of the plan: the one that was built, where it is not worse than
+    both others in `shop` and not behind TOPR in `shop-256`; TOPR otherwise."""
     of_shop = _scores(finished(shop(range(plan.SEEDS["shop"]), finished, policy)))
     of_256 = _scores(finished(at_256(range(plan.SEEDS["shop-256"]), finished, policy)))
     lost = [_mean(of_shop, other, lag) - _mean(of_shop, BUILT, lag) for other in CONTENDERS[1:] for lag in (16, 64)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Statistic = Callable[[np.ndarray], np.ndarray]
-"""Of the last axis."""
+"""A function that reduces the last axis."""
 RESAMPLES = 10_000
 """Bootstrap samples, or random signs of a test where there are too many to try all."""
 LARGEST_EXACT = 13

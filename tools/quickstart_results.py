@@ -41,6 +41,11 @@ def load_run(run: Path) -> tuple[list[dict], list[dict]]:
     return steps, json.loads((run / "evaluation.json").read_text())
 
 
+def write_evaluation(results: list[dict], path: Path) -> None:
+    """Write the results as JSON, one a line, with the scores of single goals: paired gains are computed from these."""
+    path.write_text("[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]\n")
+
+
 def write_csv(steps: list[dict], path: Path) -> None:
     started = steps[0]["time_s"]
     with path.open("w", newline="") as out:
@@ -122,8 +127,7 @@ def main() -> None:
         steps, results = load_run(run)
         curves[run.name], evaluations[run.name] = steps, results
         write_csv(steps, OUT / f"{run.name}.csv")
-        kept = [{key: value for key, value in result.items() if key != "scores"} for result in results]
-        (OUT / f"{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        write_evaluation(results, OUT / f"{run.name}.json")
         shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
     plot(curves, OUT / args.picture)
     print(table(evaluations))

@@ -8,7 +8,8 @@ Writing that outlasts the block ends before the next block begins, off the clock
     ours            Checkpointer: copied while the next batch is computed, written by a thread with CRCs and fsync,
                     weights as a plain Hugging Face export
     torch_save      torch.save of both state dicts, which the learner waits for; without fsync
-    async_save      torch.distributed.checkpoint.async_save of both: copied before it returns, written by a thread
+    async_save      torch.distributed.checkpoint.async_save of both with its defaults: copied before it returns, written
+                    by a thread; neither a stager that is kept nor a process that writes was tried
 
 Figures: `share_<contender>`, the cost over a minute, that is for one checkpoint a minute, of which `share_ours` is the
 main one; `cost_s_<contender>`, seconds; `ratio_<peer>`, its cost over ours, and `ratio_worst`, the smallest of these.

@@ -1,7 +1,7 @@
 """Episodes a second through the gateway, over those of the direct way.
 
 One embedded engine plays the same episodes of the toy corridor (three turns, answers of up to --tokens tokens, same
-seeds) in turn in every round, --episodes of them at once:
+seeds) in turn in every round, --episodes of them at once; which way begins changes from round to round:
 
     direct              `impala_llm.rollout.play_episode`: reset and step
     gateway             `impala_llm.gateway`: agents with the unmodified `openai` client in --processes processes
@@ -109,12 +109,13 @@ async def _measure(rounds: int, episodes: int, tokens: int, hidden: int, process
             ]
             return list(await asyncio.gather(*map(way, specs)))
 
+        ways = [("direct", direct), ("gateway", gateway)]
         try:
             await engine.start()
             await player.start(engine)
             for number in range(-1, rounds):
                 played = {}
-                for name, way in {"direct": direct, "gateway": gateway}.items():
+                for name, way in ways if number % 2 == 0 else ways[::-1]:
                     begin, own, others = time.perf_counter(), time.process_time(), _children_seconds()
                     played[name] = await play(way, number + 1)
                     taken = (time.perf_counter() - begin, time.process_time() - own, _children_seconds() - others)

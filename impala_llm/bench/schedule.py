@@ -2,8 +2,10 @@
 
 Two whole runs take turns, each with one learner and one actor process. With `algorithm.max_staleness=0` the learner
 waits for every episode of its batch, the slowest included, and the actor for the learner; otherwise both go on. All
-else is the same: a policy with random weights, as many episodes at once as tickets allow, as many updates, each of as
-many episodes. The environment is the toy parrot, whose `reset` and `step` wait for a log-normal time.
+else is the same: a policy with random weights, as many updates, each of as many episodes, and as many episodes at once
+as tickets allow. That is (max_staleness + 1) batches of 64: by default up to 320 asynchronously against 64 in turn, so
+that the ratio is what both differences do together. The environment is the toy parrot, whose `reset` and `step` wait
+for a log-normal time.
 
 Figures: `async_over_sync`, updates an hour of the asynchronous run over those of the synchronous one, median over the
 rounds; `learner_idle_share` of the asynchronous run; `score_async` and `score_sync`, greedy on 200 held-out tasks,

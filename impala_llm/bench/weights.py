@@ -1,8 +1,9 @@
 """Speed of weights from the learner's tensors to a reader's own, beside other transports and the memory's limit.
 
 Two processes, one thread each; all contenders in turn in every round of one run, in an order that rotates. The time of
-a contender is the writer's part plus the reader's; where both sides work at once, from the first start to the
-last end. Each is checked once, before the rounds that count: all tensors arrived, by the checksums of their bytes.
+a contender is the writer's part plus the reader's, without the time in which the reader learns of a version; where both
+sides work at once (gloo, zmq), from the first start to the last end. Each is checked once, before the rounds that
+count: all tensors arrived, by the checksums of their bytes.
 
     bound_whole         memcpy into resident shared memory and out of it, all tensors at once
     bound_tensors       the same, tensor by tensor. The faster of the two is the bound; ours may be faster yet where

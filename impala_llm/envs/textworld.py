@@ -132,7 +132,8 @@ class TextWorldSession:
 
 
 def _for_script(state: Any) -> dict[str, Any]:
-    """For `TextWorldSuite.script`: the next action of the library's way to win, None where it knows none."""
+    """Info for `TextWorldSuite.script`: the next action of the library's way to win, None where it knows none, and all
+    that are possible."""
     return {"reference": next(iter(state.policy_commands or ()), None), "possible": state.admissible_commands}
 
 

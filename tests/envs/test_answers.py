@@ -1,4 +1,4 @@
-"""What counts of an answer: neither thoughts nor, in a text game, what follows the command."""
+"""The part of an answer that counts: neither thoughts nor, in a text game, the words behind the command."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What an environment must return, and what is said of one that does not."""
+"""The contract of an environment's returns, and the messages about one that breaks it."""
 
 import asyncio
 from pathlib import Path

@@ -144,6 +144,6 @@ def endless(t: Trajectory) -> Trajectory:
 
 
 def group_advantages(batch: Batch) -> np.ndarray:
-    """Of each trajectory: its return less the mean return of all, which are one group."""
+    """The return of each trajectory less the mean return of all, which are one group."""
     returns = np.array([float(t.rewards.sum()) for t in batch.trajectories])
     return returns - returns.mean()

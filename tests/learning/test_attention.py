@@ -51,7 +51,7 @@ class PlayedFlash:
         self.calls: list[dict[str, Any]] = []
         self.forgets_rows = False
         self.backward: Callable[[Tensor], Tensor] | None = None
-        """Of the gradients of queries and keys, what is passed on."""
+        """Maps the gradients of queries and keys to those that are passed on."""
 
     def attend(
         self,

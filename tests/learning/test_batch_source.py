@@ -30,7 +30,7 @@ GROUP, BATCH = 4, 8
 
 
 def make_record(ticket: Ticket | None = None) -> Trajectory:
-    """Of the same size for all tickets."""
+    """A trajectory whose record has the same size for all tickets."""
     name = f"episode {0 if ticket is None else ticket.ticket_id:3}"
     return make_played(ticket, num_tokens=100, episode_id=name)
 
@@ -42,7 +42,7 @@ def run_dir() -> Iterator[RunDirectory]:
 
 
 class PlayedReceiver:
-    """What the source asks of a receiver; the test says what arrives and what is lost."""
+    """The part of a receiver that the source asks; the test says what arrives and what is lost."""
 
     def __init__(self) -> None:
         self.arriving: list[Trajectory] = []
@@ -281,7 +281,7 @@ def test_the_oldest_incomplete_group_yields_when_nothing_more_can_come_in(caplog
 
 
 def test_groups_that_fill_the_replay_arena_do_not_stall_a_run(run_dir: RunDirectory) -> None:
-    """Of each group three members come, then the arena is full and the last ones wait outside."""
+    """Three members of each group come, then the arena is full and the last ones wait outside."""
     order = TaskOrder(range(50), GROUP, seed=1)
     ledger = TicketLedger(order, BATCH, max_staleness=2)
     size = -(-8 * len(words_of(make_record())) // 64) * 64
@@ -393,7 +393,8 @@ def test_a_run_goes_on_with_less_reuse() -> None:
 
 
 def test_a_wait_for_the_reuse_to_fall_names_its_setting() -> None:
-    source, receiver = make_source(*REPLAY, "replay.samples_per_insert=0.5", stall_timeout_s=0.0)
+    settings = "replay=prioritised", "replay.samples_per_insert=0.5", "algorithm.max_staleness=null"
+    source, receiver = make_source(*settings, stall_timeout_s=0.0)
     receiver.arriving = members(0) + members(1) + members(2)
     assert source.next_batch(version=0) is not None
     wanted = r": 3 of 2 groups \(replay.samples_per_insert=0.5 asks for 12 more trajectories first\), 3 episodes"

@@ -1,4 +1,4 @@
-"""What is said, once, of settings that are likely to be regretted."""
+"""Cautions, given once, about settings that are likely to be regretted."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What follows the training: the entropy bonus, the scale of rewards, the alarm of a collapse."""
+"""Controllers that follow the training: the entropy bonus, the scale of rewards, the alarm of a collapse."""
 
 import logging
 
@@ -148,7 +148,7 @@ def test_scores_that_fall_while_the_entropy_rises_are_a_collapse_to_noise(caplog
 
 
 def test_controllers_go_on_from_their_state() -> None:
-    """What follows is the same with the state of the first half as without a break."""
+    """The second half, from the state of the first, is the same as without a break."""
     config = AlgorithmConfig(entropy_coef=0.1, entropy_target=1.0, entropy_rate=0.05)
     rng = np.random.default_rng(2)
     returns, entropies = rng.normal(0.0, 2.0, (12, 40)), [2.0] * 6 + [0.01] * 6

@@ -1,4 +1,4 @@
-"""What leaves the learner as a Hugging Face directory, whatever the policy came with."""
+"""Exports of the learner: Hugging Face directories, whatever the policy came with."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ DEADLINE_S = 20.0
 
 
 def wait(folder: Path) -> list[str]:
-    """What is said while another learner is waited for."""
+    """Messages while another learner is waited for."""
     said: list[str] = []
     wait_for_owner(folder, said.append, "end it first, or set another run.dir", SILENCE_S, BEAT_S)
     return said

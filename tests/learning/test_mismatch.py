@@ -351,7 +351,7 @@ def num_tensors() -> int:
 
 
 def test_a_synchronous_batch_needs_no_probe(tmp_path: Path) -> None:
-    """What a batch compares by itself is enough: nothing else is looked at, and arrivals are left to the next one."""
+    """The comparison of the batch's own tokens is enough: nothing else is probed, and arrivals are left to the next."""
     run = Run(save_lm(tmp_path), settings())
     run.trainer.monitor.begin([], VERSION)
     run.arriving = sampled_by(run.model)

@@ -1,4 +1,4 @@
-"""What a learner goes on from, by what its run has left on the disk and in shared memory."""
+"""The state that a learner goes on from, by what its run has left on the disk and in shared memory."""
 
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,4 +1,4 @@
-"""What an own loss or credit does wrong is named, with its setting and what is expected."""
+"""Mistakes of an own loss or credit are named, with its setting and what is expected."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -23,7 +23,7 @@ from tests.learning.builders import save_lm
 
 @dataclass
 class Receiver:
-    """What a publisher asks of the receiver, and tells it."""
+    """The part of a receiver that a publisher asks and tells."""
 
     needs_any: bool = False
     is_crowded: bool = False
@@ -133,7 +133,7 @@ class Meetings(Ranks):
         self.rank = self.process = rank
         self.held = threading.Semaphore(0)
         self.totals: list[list[float]] = []
-        """What the next sums come to, where it is not this rank's numbers."""
+        """Results of the next sums, where they are not this rank's numbers."""
 
     def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
         self.held.release()
@@ -301,7 +301,7 @@ def test_a_number_without_dimensions_is_rank_0s_to_write(tmp_path: Path) -> None
 
 
 def test_engines_get_the_weights_in_their_type(tmp_path: Path) -> None:
-    """What a version on the board holds is the policy, converted; what is kept for the learner is not."""
+    """A version on the board holds the policy converted; the one that is kept for the learner is not converted."""
     model = PolicyModel.from_pretrained(save_lm(tmp_path / "policy"))
     boards = [WeightPublisher(tmp_path / name, num_slots=2) for name in ("board", "kept")]
     publisher = VersionPublisher(Ranks("cpu"), model, *boards, interval=1, max_staleness=2, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ def settings(tmp_path: Path) -> Iterator[list[str]]:
 def make_run(
     settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0, patience: int = 0
 ) -> Path:
-    """What a run has left on the disk, with a checkpoint or without."""
+    """The folder that a run has left on the disk, with a checkpoint or without; returns its path."""
     config = load([*settings, *others])
     folder = Path(config.run.dir)
     (folder / "tensorboard").mkdir(parents=True)
@@ -40,7 +40,7 @@ def make_run(
 
 
 def leave_in_memory(settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1) -> int:
-    """What a killed learner leaves in shared memory; returns its run id. life: None: of an earlier release."""
+    """Leave in shared memory what a killed learner leaves; returns its run id. life: None: of an earlier release."""
     name = settings[1].partition("=")[2]
     note = "" if life is None else f".note_learner({life}, {num_ranks})"
     code = (

@@ -214,7 +214,7 @@ def advantages_of_turns(trainer: Trainer, loss: Watching, batch: Batch) -> list[
 
 @pytest.mark.parametrize("granularity", ["turn", "token"])
 def test_an_overlong_episode_loses_reward_at_its_end(tmp_path: Path, granularity: str) -> None:
-    """Of the six, episodes 1 and 3 have 33 and 40 of at most 40 tokens: 0.3 and 1 of a margin of 10."""
+    """Two of the six, episodes 1 and 3, have 33 and 40 of at most 40 tokens: 0.3 and 1 of a margin of 10."""
     batch = varied()
     trainer, loss = watching_trainer(tmp_path, GAE(granularity=granularity), overlong_tokens=10, overlong_penalty=2.0)
     found = advantages_of_turns(trainer, loss, batch)

@@ -140,7 +140,7 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
 def test_only_the_steps_that_have_a_bad_row_are_left_out_of_an_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two epochs of three minibatches each one has the row, and two have not."""
+    """In each of two epochs one minibatch of three has the bad row."""
     steps = ("learner.epochs=2", "learner.minibatches=3", "learner.warmup_updates=0")
     trainer = trainer_with(tmp_path, "algorithm=ppo", *steps)
     good = make_batch()

@@ -21,7 +21,7 @@ CAPACITY = 1 << 16
 
 
 def open_rank(folder: Path, version: int) -> tuple[TrajectoryStore, TicketLedger, list[int], list[int]]:
-    """What a rank has at its start; tickets that it found and wants, and those it found and does not want."""
+    """Arena and ledger of a rank at its start; tickets that it found: wanted ones, and others."""
     arena = TrajectoryStore(folder / "rank.replay", CAPACITY, 256)
     ledger = TicketLedger(
         TaskOrder(range(50), 2, 1), BATCH_SIZE, 2, version=version, journal=Journal(folder / "rank.journal")

@@ -1,4 +1,4 @@
-"""What cannot work, told to a user: through the real command, with its exit code, in at most three lines that name the
+"""Refusals of what cannot work: through the real command, with its exit code, in at most three lines that name the
 key, the value and the fix, and with nothing left behind. Nothing is started, which the folder of the logs shows."""
 
 import contextlib

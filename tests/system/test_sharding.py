@@ -60,7 +60,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rank makes of it."""
+    """Output of the same training by one rank."""
     output = tmp_path_factory.mktemp("sharding") / "alone"
     train(start, 1, policy, output, *STEPS, f"keep={output / 'moments'}")
     return output
@@ -159,7 +159,7 @@ def save_kind(directory: Path, kind: str, **settings: object) -> Path:
 def test_a_model_that_computes_or_learns_otherwise_once_it_is_divided_is_refused(
     start: Start, tmp_path: Path, kind: str, settings: dict[str, object], reason: str
 ) -> None:
-    """What lies between a divided matrix and the next is whole, and a process has only a part of its gradient."""
+    """Parameters between a divided matrix and the next are whole, and a process has only a part of their gradient."""
     policy = save_kind(tmp_path / "policy", kind, **settings)
     result = start(2, [str(policy), str(tmp_path), "learner.tensor_parallel=2"])
     assert result.returncode != 0

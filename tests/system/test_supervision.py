@@ -37,7 +37,7 @@ def make_child(name: str, code: str, log: Path | None = None) -> Child:
 
 
 def first_line(log: Path, child: Child) -> str:
-    """What the child said first, once it has."""
+    """First line of the child's log, once it is there."""
     while not log.exists() or "\n" not in log.read_text():
         assert child.poll() is None
         try:
@@ -226,8 +226,8 @@ def test_the_lines_of_a_log_are_timed_and_a_full_disk_takes_them_from_nobody(tmp
 
 @pytest.mark.system
 def test_messages_arrive_whole_and_in_order_among_reports_of_progress(tmp_path: Path) -> None:
-    """What does not fit into the pipe, by its own length or for all that is in there already, is lost and blocks
-    nobody."""
+    """A message that does not fit into the pipe, by its own length or for all that is in there already, is lost and
+    blocks nobody."""
     code = """
 from impala_llm.supervised import report_progress, say, tell
 assert not tell(say="x" * 5000)

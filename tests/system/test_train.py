@@ -25,7 +25,7 @@ from tests.system.runs import ROOT, Run, column
 
 ENDLESS = "learner.total_updates=100000"
 STOP_S = 30.0
-"""What the design allows from a signal to the end of everything."""
+"""Seconds that the design allows from a signal to the end of everything."""
 
 
 @pytest.mark.system
@@ -48,8 +48,8 @@ def test_a_learner_and_two_actors_learn_and_leave_nothing(experiment: str, out_o
 
 @pytest.mark.system
 def test_it_learns_from_unrolls_of_episodes_that_go_on(tmp_path: Path) -> None:
-    """Of one turn each, so that the reward, which comes after the last, reaches the first two by the values alone: that
-    takes longer, and here it is only seen to begin."""
+    """Unrolls have one turn each, so that the reward, which comes after the last, reaches the first two by the values
+    alone: that takes longer, and here it is only seen to begin."""
     settings = ("experiment=corridor", "actor.unroll_turns=1", "learner.batch_size=192", "run.seed=1")
     pace = ("learner.total_updates=160", "learner.decay=constant", "learner.learning_rate=1e-3")
     with Run(tmp_path, *settings, *pace, "model.value_trunk_gradient=true") as run:

@@ -24,7 +24,7 @@ import psutil
 import pyte
 
 ROWS = 200
-"""Of both terminals: nothing of a short run scrolls away."""
+"""Rows of both terminals: nothing of a short run scrolls away."""
 WIDE = 1000
 
 

@@ -33,10 +33,11 @@ def play(suite, make_script, task):
 
 
 def test_rules_fail_and_who_reads_succeeds_alike_on_every_seed(catalogues):
+    # As docs/environments.md has them, and one more of its last digit on each side.
     bounds = {
-        "rule: first hit": ((0.40, 0.55), (0.0, 0.12)),
-        "rule with options": ((0.0, 0.65), (0.0, 0.30)),
-        "scripted shopper": ((0.95, 1.0), (0.8, 1.0)),
+        "rule: first hit": ((0.40, 0.45), (0.0, 0.01)),
+        "rule with options": ((0.61, 0.65), (0.06, 0.12)),
+        "scripted shopper": ((0.97, 0.99), (0.88, 0.94)),
     }
     found = {name: [] for name in bounds}
     for catalogue in catalogues.values():
@@ -61,7 +62,7 @@ def hits_of_rules(catalogue, goal):
     words = set(analyze(goal.instruction_text))
 
     def likelihood(hit):
-        """Of the price limit, the larger of two of the four tens above the price."""
+        """Likelihood of the price limit, up to a factor, as the larger of two of the four tens above the price."""
         place = goal.price_upper // 10 - catalogue.prices[hit.asin] // 10
         return place - 1 if place <= 4 else 0
 

@@ -23,12 +23,13 @@ from tests.system.chaos.settings import ARENA_BYTES, Settings, die_with_parent, 
 
 WANT = 8
 EPISODE_S = (0.01, 0.15)
-"""Of an unroll, where there are several."""
+"""Least and most seconds of an episode, or of an unroll where it has several."""
 MAX_UNROLLS = 4
 FAIL_SHARE = 0.03
 FLAWED_SHARE = 0.015
 FLAW_WEIGHTS = {"vocabulary": 10, "group": 10, "scribbled": 10, "future": 1}
-"""What is of a version to come is waited for, and what its actor sends after it waits, too: seldom."""
+"""How often each flaw is made. A trajectory of a version to come is waited for, and so is all that its actor sends
+after it: that one is seldom made."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the chaos test sends about, so that every byte of it can be checked."""
+"""Trajectories and weights of the chaos test, made so that every byte of them can be checked."""
 
 import hashlib
 import mmap
@@ -17,7 +17,7 @@ NUM_WORDS = 500_000
 
 
 def digest(trajectory: Trajectory) -> str:
-    """Of everything in a trajectory."""
+    """Digest of everything in a trajectory."""
     total = hashlib.sha256()
     for name in ARRAY_FIELDS:
         array = getattr(trajectory, name)

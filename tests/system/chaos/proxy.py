@@ -29,8 +29,8 @@ RATES = {
     "cut": 0.003,
     "half": 0.002,
 }
-"""Of messages: lost; sent twice; sent again later; sent after the next one; cut short; a bit changed; noise in the
-stream, then cut; connection cut; connection cut in the middle of the message."""
+"""Share of messages: lost; sent twice; sent again later; sent after the next one; cut short; a bit changed; noise in
+the stream, then cut; connection cut; connection cut in the middle of the message."""
 MAX_DELAY_S = 6.0
 NOISE_S = (0.1, 2.0)
 
@@ -140,7 +140,7 @@ class Proxy:
             self.latest[connection.identity] = connection
 
     def choose(self) -> str:
-        """What happens to a message; mostly nothing."""
+        """Choose the fault of a message; mostly none."""
         if self.settings.calm.exists():
             return ""
         kinds = [*RATES, ""]

@@ -1,4 +1,4 @@
-"""What all processes of a chaos run must agree on, and where they find each other."""
+"""Settings on which all processes of a chaos run must agree, and the paths by which they find each other."""
 
 import ctypes
 import json
@@ -14,7 +14,7 @@ NUM_ENGINES = 2
 GROUP_SIZE = 2
 MAX_STALENESS = 2
 BATCH_SIZE = 16
-"""Of a rank."""
+"""Trajectories of a rank's batch."""
 NUM_TASKS = 300
 WEIGHT_SLOTS = NUM_ENGINES + 2
 """As many as readers that may be stopped in the middle, the latest, and one to write to."""
@@ -60,7 +60,7 @@ class Settings:
         return self.directory / f"{name}.events"
 
     def output_path(self, name: str) -> Path:
-        """What a process printed."""
+        """File of the output of a process."""
         return self.directory / f"{name}.out"
 
     def proxy_path(self, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""What the fuzzer feeds decoders with: the same for the same seed."""
+"""Inputs of the fuzzer for decoders: the same for the same seed."""
 
 from __future__ import annotations
 

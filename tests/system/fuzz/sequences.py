@@ -43,7 +43,7 @@ CANARY_EVERY = 50
 """Sequences from one sound actor to the next."""
 PATIENCE_S = 20.0
 INCARNATIONS = (1, 2, 3)
-"""Of a peer; the first one has an arena."""
+"""Incarnations of a peer; the first one has an arena."""
 EVALUATED = range(6)
 """Tasks of an evaluation."""
 NUMBERS = [0, 1, 2, 3, 5, 8, 20, 63, 64, 255, 1000, 65535, 65536, 2**31, 2**32, 2**53, 2**62, 2**63 - 1]
@@ -244,7 +244,7 @@ class World:
 
 
 class Errors(logging.Handler):
-    """What the program logs as an error of its own."""
+    """Handler that keeps all that the program logs as an error of its own."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -360,7 +360,7 @@ def goodbye(rng: random.Random, talker: Talker) -> None:
 
 
 def reverse(rng: random.Random, talker: Talker) -> None:
-    """What only a learner says."""
+    """Say one of the messages that only a learner sends."""
     ticket = Ticket(number(rng), 1, 1, 1, 0)
     talker.say(
         rng.choice(
