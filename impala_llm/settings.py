@@ -456,7 +456,8 @@ class ReplayConfig:
     max_replays: int = bounded(1, least=1)
     """Updates that may use a trajectory; 1: each is used once."""
     samples_per_insert: float = bounded(1.0, least=0.001)
-    """Reuse: samples drawn per trajectory inserted, on average at most."""
+    """Reuse: samples drawn per trajectory inserted, on average at most. Below 1, so that some are not used at all, only
+    with algorithm.max_staleness=null."""
     max_replayed_share: float | None = bounded(None, least=0, most=1)
     """Share of a batch that may have been used before; None: as the priorities draw it."""
     target_ess: float = bounded(0.0, least=0, most=1)
@@ -479,7 +480,9 @@ class PipelineConfig:
     actor_timeout_s: float = bounded(20.0, least=0.1)
     """Silence after which an actor counts as dead and its tickets are granted again; at least three heartbeats."""
     ticket_timeout_s: float = bounded(600.0, least=0.1)
-    """An episode that has brought nothing for so long is taken from its actor and played again."""
+    """An episode that has brought nothing for so long is taken from its actor and played again. With
+    algorithm.max_staleness=0, where an actor holds its share of a whole batch: once none of it has brought anything for
+    so long."""
     learner_timeout_s: float | None = bounded(None, least=0.1)
     """Silence of the learner after which an actor ends itself; None: it waits for as long as its run is there, on
     another host for ever."""
@@ -524,7 +527,8 @@ class EvaluationConfig:
     """Share of actor.max_episodes that an actor plays of them at once, instead of as many training episodes; at least
     one."""
     run_timeout_s: float = bounded(600.0, least=1)
-    """How long their results are waited for, since the first one was at an actor; those that came by then count."""
+    """How long their results are waited for, since the first one was at an actor. Those that came by then are shown;
+    with fewer than 95 % the evaluation is neither the best one nor counted for patience."""
     patience: int | None = bounded(None, least=1)
     """The run ends early after so many evaluations in a row that were no better than the best one; None: never."""
 

@@ -313,6 +313,14 @@ def _replay_problems(config: Config) -> list[str]:
             f"replay.samples_per_insert={replay.samples_per_insert} cannot be reached with replay.max_replays="
             f"{replay.max_replays}: set replay.max_replays to at least {math.ceil(replay.samples_per_insert)}"
         )
+    if replay.samples_per_insert < 1 and algorithm.max_staleness is not None:
+        # After k batches of B, k·B·(1/S - 1) of them lie in the buffer, and hold tickets, of which there are (η + 1)·B.
+        # Draws by priority leave some to become too old, which suffices for an S near 1 alone.
+        found.append(
+            f"replay.samples_per_insert={replay.samples_per_insert} asks for trajectories that no update uses, and "
+            f"with algorithm.max_staleness={algorithm.max_staleness} no more are played than updates can use in time: "
+            "the learner would come to wait for ever; set replay.samples_per_insert=1, or algorithm.max_staleness=null"
+        )
     if replay.max_replayed_share is not None and replay.max_replays == 1:
         found.append(
             f"replay.max_replayed_share={replay.max_replayed_share} bounds what replay.max_replays=1 forbids: raise "

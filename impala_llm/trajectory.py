@@ -33,6 +33,8 @@ CONTEXT_START = -2
 """Version of a token that no policy sampled and with which a context begins anew, see `Trajectory`."""
 MAX_TICKETS = 1 << 48
 """Ticket ids lie below."""
+MAX_UNROLLS = 1 << 15
+"""Indices of unrolls lie below, so that an `unroll_id` is a number of 63 bits."""
 
 
 _new, _set = object.__new__, object.__setattr__
@@ -187,8 +189,8 @@ class Trajectory:
                 raise TrajectoryError(f"{name} is {value!r}, a {type(value).__name__}: {kind.__name__} is expected")
         if not self.episode_id:
             raise TrajectoryError("episode_id is empty: it names the episode for ever")
-        if self.unroll_index < 0:
-            raise TrajectoryError(f"unroll_index is {self.unroll_index}: it counts from 0")
+        if not 0 <= self.unroll_index < MAX_UNROLLS:
+            raise TrajectoryError(f"unroll_index is {self.unroll_index}: it must lie in [0, {MAX_UNROLLS})")
         if self.continues and not self.bootstrap:
             raise TrajectoryError(
                 "continues is True and bootstrap is False: an episode that goes on has a value to come"

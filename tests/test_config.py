@@ -269,6 +269,10 @@ def test_none_is_null_on_the_command_line() -> None:
         (["learner.token_budget=most"], ["learner.token_budget=most", "auto", "at least 2"]),
         (["engine.max_new_tokens=4096"], ["engine.max_new_tokens=4096", "lower"]),
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),
+        (
+            ["replay.samples_per_insert=0.5"],
+            ["replay.samples_per_insert=0.5", "algorithm.max_staleness=2", "algorithm.max_staleness=null"],
+        ),
         (["replay.max_replays=2", "algorithm.max_staleness=0"], ["replay.max_replays=2", "algorithm.max_staleness=0"]),
         (["env.webshop.items=nowhere.json"], ["env.webshop.items=nowhere.json", "not a file"]),
         (["model.path=nowhere"], ["model.path=nowhere", "does not exist"]),
@@ -373,6 +377,7 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         ["algorithm=icepop"],
         ["algorithm.entropy_rate=1", "algorithm.entropy_target=1"],
         ["algorithm.overlong_penalty=5", "algorithm.overlong_tokens=9"],
+        ["replay.samples_per_insert=0.5", "algorithm.max_staleness=null"],
     ],
 )
 def test_settings_that_have_an_effect_together_are_taken(words: list[str]) -> None:

@@ -81,6 +81,7 @@ def test_every_field_is_an_array_or_metadata():
         ({"success": 1}, "success is 1"),
         ({"ticket_id": True}, "ticket_id is True"),
         ({"unroll_index": -1}, "unroll_index is -1"),
+        ({"unroll_index": 2**15}, "unroll_index is 32768"),
         ({"stats": {"a": "b"}}, "stats\\['a'\\]"),
     ],
 )

@@ -37,7 +37,7 @@ class Moment:
 
     items: Items
     signatures: list[str]
-    """By the number that stands for each."""
+    """Signatures, each at the place of the number that stands for it."""
     generator: str
     version: int
     next_id: int
@@ -142,8 +142,8 @@ class ReplayBuffer:
     ) -> tuple[EvictedItem, ...]:
         """Add items.
 
-        Their |A| is not known before they were trained on; until then it counts as large as the largest known one in
-        the buffer (1 if none is), so that they are likely to be tried.
+        Their |A| is not known before they were trained on; until then it counts as the largest that is known in the
+        buffer when they come (1 if none is), so that they are likely to be tried.
 
         Args:
             items: each holds at least one trajectory; they stay together.

@@ -1,4 +1,4 @@
-"""What several files of these tests start from."""
+"""Fixtures of several files of these tests."""
 
 import tempfile
 from collections.abc import Iterator

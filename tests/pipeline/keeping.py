@@ -25,7 +25,7 @@ def words_of(trajectory: Trajectory) -> np.ndarray:
 
 
 def checksum_of(words: np.ndarray) -> int:
-    """Of uint64[n], as int64: as descriptors and the index hold it."""
+    """Checksum of uint64[n], as int64: as descriptors and the index hold it."""
     return int(np.array(int(copy_kernels.checksum(words)), np.uint64).view(np.int64))
 
 

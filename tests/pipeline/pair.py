@@ -46,10 +46,11 @@ class Pair:
         published: int | None = None,
         heartbeats_per_s: int = 100,
         max_remembered: int = 1 << 14,
+        group_size: int = 1,
     ) -> Receiver:
         """A later one goes on from what an earlier one left."""
         self.ledger = TicketLedger(
-            TaskOrder(range(50), seed=1),
+            TaskOrder(range(50), group_size, seed=1),
             batch_size,
             max_staleness,
             max_open=64,

@@ -1,4 +1,4 @@
-"""What the tests of the pipeline build."""
+"""Builders for the tests of the pipeline."""
 
 import contextlib
 import itertools

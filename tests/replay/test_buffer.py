@@ -1,4 +1,4 @@
-"""What the buffer keeps, gives up, hands out and remembers."""
+"""The buffer: items that it keeps, gives up, hands out and remembers."""
 
 import dataclasses
 import math

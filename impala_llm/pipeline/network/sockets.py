@@ -7,6 +7,7 @@ raises before a socket is opened.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket as system
 import stat
@@ -230,10 +231,19 @@ def _numeric_localhost(endpoint: TcpEndpoint) -> TcpEndpoint:
 def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
     """Return whether a host has no IPv4 address; False for a name that cannot be looked up now."""
     try:
-        found = system.getaddrinfo(endpoint.host, None, type=system.SOCK_STREAM)
+        return _families(endpoint.host) == {system.AF_INET6}
     except OSError:
         return False
-    return all(family == system.AF_INET6 for family, *_ in found)
+
+
+@functools.lru_cache
+def _families(host: str) -> set[int]:
+    """Address families of a host. Looked up until it succeeds, and not again: whoever connects anew would wait for it.
+
+    Raises:
+        OSError: it cannot be looked up now.
+    """
+    return {family for family, *_ in system.getaddrinfo(host, None, type=system.SOCK_STREAM)}
 
 
 def _refuse_if_taken(path: Path) -> None:

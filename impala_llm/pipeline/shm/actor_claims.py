@@ -1,13 +1,15 @@
 """Claims of supervisors of one host, which know nothing of each other: indices of actors, and servers for them.
 
-A claim is a socket with a name outside of the file system (unix(7)), to which nobody connects. Where there are none,
-nothing is claimed.
+A claim is a socket with a name outside of the file system (unix(7)), to which nobody connects. Where there are none, or
+no name can be bound, nothing is claimed. The names are those of a network namespace: containers with namespaces of
+their own know nothing of each other's claims.
 
 Invariant: what is claimed has one living owner at most; the kernel frees it with the owner, whatever ends that.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
@@ -19,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
-    """Claim the lowest free indices of a run's actors on this host while the context is open.
+    """Claim the lowest free indices of a run's actors on this host, one after another, while the context is open.
 
     Args:
         count: number of actors.
@@ -31,6 +33,9 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
                 break
             if _claim(stack, f"{run_name}-actor-{index}"):
                 found.append(index)
+            else:  # what is dealt by index has one share for each: a gap could give two the same
+                found.clear()
+                stack.close()
         yield found
 
 
@@ -57,7 +62,7 @@ def _claim(stack: ExitStack, name: str) -> bool:
     claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     try:
         claim.bind(f"\0impala_llm-{os.getuid()}-{name}")
-    except OSError:
+    except OSError as error:
         claim.close()
-        return False
+        return error.errno != errno.EADDRINUSE
     return True

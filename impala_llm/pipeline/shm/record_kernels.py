@@ -49,7 +49,7 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
-from impala_llm.trajectory import CONTEXT_START, NO_VERSION, TOKEN_BYTES, TURN_BYTES
+from impala_llm.trajectory import CONTEXT_START, MAX_UNROLLS, NO_VERSION, TOKEN_BYTES, TURN_BYTES
 
 _MAX_LOGPROB = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
@@ -303,7 +303,7 @@ def _check_metadata(record: np.ndarray, block_start: int) -> bool:
     score = record[SCORE_WORD : SCORE_WORD + 1].view(np.float64)[0]
     num_episode = np.int64(record[TEXTS_WORD] & np.uint64(0xFFFF))
     ticket_id, unroll_index = np.int64(record[TICKET_ID_WORD]), np.int64(record[UNROLL_INDEX_WORD])
-    if ticket_id < 0 or unroll_index < 0 or not (0.0 <= score <= 1.0) or num_episode == 0:
+    if ticket_id < 0 or not (0 <= unroll_index < MAX_UNROLLS) or not (0.0 <= score <= 1.0) or num_episode == 0:
         return False
     text = record[HEADER_WORDS + num_stats : block_start].view(np.uint8)
     # Each text by itself: a character may not begin in one text and end in the next.

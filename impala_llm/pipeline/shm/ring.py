@@ -11,11 +11,13 @@ does not fit before the end of the ring starts at 0. Space is reclaimed in the o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import stat
 import struct
+import time
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +33,8 @@ _HEADER = struct.Struct("<8sQQQ")  # magic, format, incarnation, capacity in byt
 _HEADER_BYTES = 4096
 _UNIT = 8
 """Words of 8 bytes to which records are aligned."""
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 5, 0.02
 # linux/mman.h; the mmap module of Python 3.11 does not name them.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -99,6 +103,30 @@ def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
     return mapping
 
 
+def _refuse_if_in_use(path: Path) -> None:
+    """Check that no living writer has an arena: it would lose its file.
+
+    Raises:
+        ArenaError: one has.
+    """
+    try:
+        handle = os.open(path, _READ_FLAGS)
+    except OSError:
+        return  # there is none, or something else, which is replaced
+    try:
+        for _ in range(_LOCK_ATTEMPTS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_LOCK_PAUSE_S)  # a reader holds the lock for a moment, see `has_writer`
+    finally:
+        os.close(handle)
+    raise ArenaError(
+        f"{path} belongs to another process, which is alive: give each actor an index of its own. Actors in containers "
+        "that share /dev/shm find one by themselves where they share the network as well"
+    )
+
+
 class ArenaWriter:
     """The writer of an arena. One for each arena, for one thread.
 
@@ -113,7 +141,7 @@ class ArenaWriter:
 
     Raises:
         ValueError: the capacity is too small for any record.
-        ArenaError: the file system has no room.
+        ArenaError: the file system has no room, or the file is that of a living writer.
     """
 
     def __init__(self, path: Path | None, capacity: int, incarnation: int = 0) -> None:
@@ -127,6 +155,7 @@ class ArenaWriter:
             self._map = mmap.mmap(-1, num_bytes)
             populate(self._map, write=True)
         else:
+            _refuse_if_in_use(path)
             self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
             self._lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +263,7 @@ class ArenaReader:
     def __init__(self, path: Path, incarnation: int | None = None) -> None:
         self.path = path
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            handle = os.open(path, _READ_FLAGS)
         except OSError as error:
             raise ArenaError(f"cannot open the arena {path}: {error}") from error
         try:

@@ -303,13 +303,13 @@ class TicketLedger:
             self._table.note_made(self._table.over)
 
     def lost_members(self, group_id: int) -> int:
-        """Count the tickets of a group that can never bring a trajectory: the group is complete without them.
+        """Count the tickets of a group that have ended: what was received of it is complete without them.
 
         0 for a group of which every ticket has ended.
         """
         with self._lock:
             group = self._table.groups.get(group_id)
-            return 0 if group is None else group.num_lost
+            return 0 if group is None else self._table.order.group_size - group.under_way
 
     def needs_newer_than(self, version: int) -> bool:
         """Return whether all tickets that may still bring a trajectory demand later weights than this version."""

@@ -39,7 +39,8 @@ class Verdict(Enum):
     """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is unchanged."""
     UNKNOWN_TICKET = auto()
     NOT_AS_GRANTED = auto()
-    """The trajectory is of another task or group than its ticket, or of older weights than the ticket demands."""
+    """The trajectory is of another task or group than its ticket or of older weights than the ticket demands, or it
+    is an unroll and its ticket one of a group, which is for a whole episode."""
 
 
 Claim = tuple[str, int, int, int, int, int, int]
@@ -166,6 +167,7 @@ class TicketTable:
         verdicts = []
         entries, open_at, changed = self.entries, self.open_at, self.changed
         num_received = 0
+        is_grouped = self.order.group_size > 1
         for episode_id, flags, ticket_id, unroll_index, task_id, group_id, oldest_version in claims:
             entry = entries.get(ticket_id)
             if entry is None:
@@ -174,7 +176,8 @@ class TicketTable:
                 verdicts.append(verdict)
                 continue
             ticket = entry.ticket
-            if ticket.task_id != task_id or ticket.group_id != group_id or ticket.min_version > oldest_version:
+            is_other = ticket.task_id != task_id or ticket.group_id != group_id or ticket.min_version > oldest_version
+            if is_other or (is_grouped and (unroll_index or flags & CONTINUES)):
                 verdicts.append(Verdict.NOT_AS_GRANTED)
                 continue
             is_new = entry.episode_id is None

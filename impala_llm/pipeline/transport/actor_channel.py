@@ -53,8 +53,8 @@ class ActorChannel:
 
     Args:
         endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host.
-        actor_id: unique among living actors; a later process of the same id takes over once the first is dead or
-            silent.
+        actor_id: unique among living actors; a later process of the same id takes over once the first is dead or, on
+            another host, silent.
         run_dir: run directory with the arena, shared with the learner; None on another host: records travel over the
             wire.
         arena_bytes: room for trajectories under way (config: pipeline.arena_mb).
@@ -65,6 +65,7 @@ class ActorChannel:
 
     Raises:
         ValueError: an endpoint on another host without keys, or a name that cannot be part of a file name.
+        ArenaError: no room for the arena, or a living process has it.
     """
 
     def __init__(

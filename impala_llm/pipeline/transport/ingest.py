@@ -337,7 +337,12 @@ class Ingest:
                 f"task_id and group_id are {task_id} and {group_id}, ticket {ticket_id} is for {ticket.task_id} and "
                 f"{ticket.group_id}"
             )
-        return f"versions goes down to {oldest}, ticket {ticket_id} demands {ticket.min_version}"
+        if oldest < ticket.min_version:
+            return f"versions goes down to {oldest}, ticket {ticket_id} demands {ticket.min_version}"
+        return (
+            f"it is unroll {facts[UNROLL_INDEX]} of an episode, and ticket {ticket_id} is of a group, for a whole one: "
+            "give its actor the learner's actor.unroll_turns and actor.unroll_tokens"
+        )
 
     def _refuse(self, row: list[int], actor_id: str, reason: str, settled: Settled) -> None:
         self.totals["trajectories_refused"] += 1

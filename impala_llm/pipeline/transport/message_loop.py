@@ -51,6 +51,8 @@ _RETRY_S = 0.1
 _DEAL_S = 0.5
 """Seconds between two times that evaluation tasks are dealt to actors that have come, from others that have left."""
 _MAX_REASON = 1000
+_MAX_WAITING_BYTES = 256 << 20
+"""Size of the records of an actor on another host that wait here for room, beyond which no further ones are taken."""
 
 
 class MessageLoop:
@@ -229,14 +231,17 @@ class MessageLoop:
     # --- trajectories
 
     def _handle_offer(self, session: Session, offer: DescriptorBatch, frames: list[bytes]) -> None:
-        rows = offer.array
-        if session.offers.reader is None and not frames:
+        rows, travels = offer.array, session.offers.reader is None
+        # What is dropped here unseen is asked for after a reminder, once there is room.
+        has_room = not travels or session.offers.num_bytes <= min(_MAX_WAITING_BYTES, self._arena.capacity)
+        settled: list[int] = []
+        if travels and not frames:
             settled, lacking = session.offers.look_up(rows[:, 0].tolist())
-            if lacking:
+            if lacking and has_room:
                 self._actors.send(session.address, RecordsWanted(tuple(lacking)))
-        elif len(frames) != (len(rows) if session.offers.reader is None else 0):
+        elif len(frames) != (len(rows) if travels else 0):
             raise WireError(f"{len(rows)} records of {session.actor_id} came with {len(frames)} frames")
-        else:
+        elif has_room:
             settled = session.offers.add(rows, frames)
             self._offered[session.address] = session
         for sequence in settled:
@@ -272,6 +277,7 @@ class MessageLoop:
         while session.offers.queue:
             settled = self._ingest.take(session.offers, session.actor_id)
             if settled.acks:
+                session.brought_at = self._registry.clock.now
                 self._acks[session.address] += settled.acks
                 self._send_acks()
             for sequence, reason in settled.refusals:

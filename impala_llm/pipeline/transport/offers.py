@@ -112,9 +112,11 @@ class Offers:
         lacking = {s for s in sequences if s >= self._seen_below and s not in self._seen}
         return [s for s in sequences if s not in waiting and s not in lacking], sorted(lacking)
 
+    def _unsettled(self) -> list[Chunk]:
+        return [*self.queue, *(chunk for _, chunk in self.early)]
+
     def _waiting(self) -> set[int]:
-        unsettled = (*self.queue, *(chunk for _, chunk in self.early))
-        return {sequence for chunk in unsettled for sequence in chunk.rows[:, 0].tolist()}
+        return {sequence for chunk in self._unsettled() for sequence in chunk.rows[:, 0].tolist()}
 
     def answered_below(self, sequence: int) -> None:
         """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
@@ -142,6 +144,11 @@ class Offers:
             return chunks[0]
         frames = [frame for chunk in chunks for frame in chunk.frames]
         return Chunk(np.concatenate([chunk.rows for chunk in chunks]), frames)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the frames that wait."""
+        return sum(len(frame) for chunk in self._unsettled() for frame in chunk.frames)
 
     @property
     def num_gaps(self) -> int:

@@ -287,7 +287,7 @@ class Receiver:
         self._ledger.interrupted()
 
     def lost_members(self, group_id: int) -> int:
-        """Number of a group's tickets that can bring no trajectory, see `TicketLedger.lost_members`."""
+        """Number of a group's tickets that bring nothing more, see `TicketLedger.lost_members`."""
         return self._ledger.lost_members(group_id)
 
     def actor_stats(self) -> dict[str, dict[str, float]]:

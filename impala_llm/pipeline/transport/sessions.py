@@ -40,7 +40,7 @@ class SessionLimits:
             noticed within about a second.
         grant_resend_s: seconds after which a granted ticket that its actor does not list as held is sent again.
         ticket_timeout_s: seconds after which a ticket without a trajectory is taken from a living actor, and counts as
-            failed.
+            failed; with max_staleness 0 seconds in which none of the actor's tickets has brought one.
         heartbeats_per_s: heartbeats of all actors together; each of many actors is asked for fewer.
         max_remembered: limit of refusals, and of sequences out of order, that are remembered of an actor.
     """
@@ -65,6 +65,8 @@ class Session:
     seems_dead: bool = False
     has_ended: bool = False
     granted_at: dict[int, float] = field(default_factory=dict)
+    brought_at: float = 0.0
+    """Time of the last trajectory that was taken in."""
     evaluation_want: int = 0
     """Number of evaluation tasks that it wants to have at a time."""
 
@@ -247,7 +249,9 @@ class SessionRegistry:
         still_open = [ticket.ticket_id for ticket in self._ledger.open_tickets(session.actor_id)]
         # Tickets that it brought along (`resumed`) count from their first check here.
         session.granted_at = {ticket_id: session.granted_at.get(ticket_id, now) for ticket_id in still_open}
-        late = [i for i, granted_at in session.granted_at.items() if now - granted_at > timeout_s]
+        # Of a batch that is granted at once most tickets wait at the actor until it has played the others.
+        waited_until = session.brought_at if self._ledger.max_staleness == 0 else 0.0
+        late = [i for i, granted_at in session.granted_at.items() if now - max(granted_at, waited_until) > timeout_s]
         if late:
             _log.warning("%d tickets at %s brought nothing in %g s", len(late), session.actor_id, timeout_s)
             self.totals["tickets_expired"] += len(late)

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,22 +70,16 @@ class Download:
                 self._chunks.append(ChunkPlace(len(self._chunks), name, offset, length, position + offset))
             self._sections[name] = (position, position + size)
             position += size
-        self._handle = os.open(self._source, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            self._data = self._map(total)
-        except OSError as error:
-            os.close(self._handle)
-            raise WeightsError(f"cannot reserve {total} bytes for {self._source}: {error}. Free memory") from error
-        self._progress = os.open(directory / _PROGRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        # The number of the request differs each time.
-        identity = encode(dataclasses.replace(contents, request=0)) + chunk_bytes.to_bytes(8, "little")
-        digest = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
-        known = os.pread(self._progress, _DIGEST_BYTES + len(self._chunks), 0)
-        if known[:_DIGEST_BYTES] != digest:
-            os.ftruncate(self._progress, 0)
-            os.pwrite(self._progress, digest, 0)
-            known = b""
-        received = known[_DIGEST_BYTES:].ljust(len(self._chunks), b"\0")
+        with ExitStack() as opened:
+            self._handle = _open(self._source, opened)
+            self._lock(opened)
+            try:
+                self._data = self._map(total)
+            except OSError as error:
+                raise WeightsError(f"cannot reserve {total} bytes for {self._source}: {error}. Free memory") from error
+            self._progress = _open(directory / _PROGRESS, opened)
+            received = self._received_before(chunk_bytes)
+            self._opened = opened.pop_all()
         self._missing = {chunk.index: chunk for chunk in self._chunks if received[chunk.index] != 1}
 
     def missing(self) -> list[ChunkPlace]:
@@ -132,20 +127,40 @@ class Download:
 
     def close(self) -> None:
         """Close the files; they keep the received chunks."""
-        # The mapping, which may live on, has a descriptor of its own to the same lock.
-        fcntl.flock(self._handle, fcntl.LOCK_UN)
-        os.close(self._handle)
-        os.close(self._progress)
+        self._opened.close()
 
-    def _map(self, num_bytes: int) -> np.ndarray:
+    def _lock(self, opened: ExitStack) -> None:
+        """Lock the download until the stack is closed."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(self._handle)
             raise WeightsError(f"{self._source} is in use: one relay a host is enough, end the other one") from error
+        # The mapping, which may live on, has a descriptor of its own to the same lock.
+        opened.callback(fcntl.flock, self._handle, fcntl.LOCK_UN)
+
+    def _received_before(self, chunk_bytes: int) -> bytes:
+        """A byte for each chunk, 1 where an earlier download has received it; that of other contents is forgotten."""
+        # The number of the request differs each time.
+        identity = encode(dataclasses.replace(self.contents, request=0)) + chunk_bytes.to_bytes(8, "little")
+        digest = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
+        known = os.pread(self._progress, _DIGEST_BYTES + len(self._chunks), 0)
+        if known[:_DIGEST_BYTES] != digest:
+            os.ftruncate(self._progress, 0)
+            os.pwrite(self._progress, digest, 0)
+            known = b""
+        return known[_DIGEST_BYTES:].ljust(len(self._chunks), b"\0")
+
+    def _map(self, num_bytes: int) -> np.ndarray:
         if os.fstat(self._handle).st_size != num_bytes:
             os.ftruncate(self._handle, 0)
         os.posix_fallocate(self._handle, 0, num_bytes)
         mapping = mmap.mmap(self._handle, num_bytes)
         populate(mapping, write=True)
         return np.frombuffer(mapping, np.uint8)
+
+
+def _open(path: Path, opened: ExitStack) -> int:
+    """Open or create a file. Returns its descriptor, which the stack closes."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    opened.callback(os.close, descriptor)
+    return descriptor

@@ -43,23 +43,6 @@ _POLL_MS = 100
 
 
 @dataclass
-class ServerStats:
-    """Counters since the start.
-
-    Attributes:
-        requests: answered.
-        bytes_sent: of chunks.
-        malformed: messages that were no valid request.
-        unsent: answers that could not be sent because their relay does not read, or is gone.
-    """
-
-    requests: int = 0
-    bytes_sent: int = 0
-    malformed: int = 0
-    unsent: int = 0
-
-
-@dataclass
 class _Held:
     """A leased version.
 
@@ -91,7 +74,6 @@ class WeightServer(RelayThread):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("weight server")
-        self.stats = ServerStats()
         self._reader = WeightReader(directory)
         self._socket = socket
         self._idle_s = idle_s
@@ -116,7 +98,6 @@ class WeightServer(RelayThread):
                 raise RelayWireError(f"{len(frames)} frames: 2 are expected")
             reply, data = self._reply(frames[0], decode_request(frames[1]))
         except RelayWireError as error:
-            self.stats.malformed += 1
             self._warnings.log("malformed request for weights", f"from {frames[0][:32]!r}: {error}")
             return
         except (WeightsError, OSError) as error:
@@ -125,11 +106,7 @@ class WeightServer(RelayThread):
         try:
             self._socket.send_multipart([frames[0], encode(reply), *data], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            self.stats.unsent += 1
             self._warnings.log("a relay does not take its answer", f"{frames[0][:32]!r}: {error}")
-            return
-        self.stats.requests += 1
-        self.stats.bytes_sent += sum(len(part) for part in data)
 
     def _reply(
         self, relay: bytes, request: LatestRequest | ManifestRequest | ChunkRequest

@@ -19,8 +19,9 @@ from impala_llm.pipeline.weights.relay_client import WeightRelay
 from impala_llm.pipeline.weights.relay_messages import MAX_FRAME_BYTES
 from impala_llm.pipeline.weights.relay_server import WeightServer
 
-_QUEUE = 64
-"""Maximum of messages that wait for a peer; a chunk of weights has some megabytes."""
+_QUEUE = 8
+"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice what a relay asks for at a
+time."""
 
 
 @contextlib.contextmanager

@@ -71,6 +71,24 @@ def test_an_endpoint_in_a_file_is_read_anew_by_each_socket_and_needs_keys_as_any
         check_talk(listener, dealer(context, f"@{file}+2", b"a", MAX_BYTES))
 
 
+def test_the_family_of_a_learners_address_is_looked_up_until_it_is_known(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at each connection: whoever connects anew would wait for a name server that does not answer."""
+    looked_up: list[str] = []
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        looked_up.append(host)
+        if len(looked_up) == 1:
+            raise OSError("the name server does not answer")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for _ in range(4):
+        dealer(context, "tcp://127.0.0.77:7400", b"a", MAX_BYTES)
+    assert looked_up == ["127.0.0.77"] * 2
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", "localhost"])
 def test_this_host_is_served_in_clear_text(context: zmq.Context, address: str) -> None:
     try:

@@ -146,6 +146,7 @@ def test_malformed_records_are_errors_that_name_the_field() -> None:
         (changed(data, "names", 2**32 - 1), "stats"),
         (changed(data, "ticket_id", -1), "ticket_id is -1"),
         (changed(data, "unroll_index", -1), "unroll_index is -1"),
+        (changed(data, "unroll_index", 2**15), "unroll_index is 32768"),
         (changed(data, "score", 1.5), "score is 1.5"),
         (changed(data, "score", float("nan")), "score is nan"),
         (changed(data, "flags", 8), "flags is 8"),

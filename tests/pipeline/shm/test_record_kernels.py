@@ -73,7 +73,7 @@ def signed(checksum: int) -> int:
 
 
 def verdict(data: bytes, vocab_size: int = VOCAB_SIZE) -> tuple[int, int, int]:
-    """Of one record that is whole."""
+    """Verdict on one record that is whole."""
     words = np.frombuffer(data, np.uint64)
     place = (0, len(words), signed(defined_checksum(words.tolist())))
     verdicts, target = take(words, [place], len(words), vocab_size)
@@ -214,7 +214,7 @@ def test_places_and_checksums_of_any_kind_touch_nothing_outside(data: st.DataObj
 
 
 def slow_rules(data: bytes, vocab_size: int = VOCAB_SIZE) -> tuple[int, int, int]:
-    """What the rules written in Python say."""
+    """Verdict of the rules written in Python."""
     try:
         trajectory = decode_record(data)
         trajectory.validate_vocabulary(vocab_size)
@@ -242,7 +242,10 @@ def sample(num_tokens: int = NUM_TOKENS) -> Trajectory:
 
 VALID = record_bytes(sample())
 BLOCK = len(VALID) - 8 * -(-(17 * NUM_TOKENS + 8 * 2) // 8)
-INT64S = [0, 1, 2, 3, 4, 5, NUM_TOKENS, NUM_TOKENS + 1, 255, MAX_TOKENS, MAX_TOKENS + 1, 2**31, 2**32, 2**61, 2**62]
+INT64S = [
+    *(0, 1, 2, 3, 4, 5, NUM_TOKENS, NUM_TOKENS + 1, 255, 2**15 - 1, 2**15, MAX_TOKENS, MAX_TOKENS + 1),
+    *(2**31, 2**32, 2**61, 2**62),
+]
 BITS64 = [n % 2**64 for n in (*INT64S, -1, -2, -(2**63), 2**63 - 1)]
 FLOAT64S = [struct.unpack("<Q", struct.pack("<d", x))[0] for x in (0.0, -0.0, 1.0, 1 + 2**-52, -1e-300, np.inf, np.nan)]
 ONE_HUNDREDTH_OF_A_PERCENT = int(np.float32(1e-4).view(np.uint32))

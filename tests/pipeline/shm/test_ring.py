@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def record(num_words: int, value: int = 0) -> EncodedTrajectory:
-    """Of words that depend on `value` alone, split somewhere."""
+    """A record of words that depend on `value` alone, split somewhere."""
     words = np.random.default_rng(value).integers(0, 2**63, num_words, np.uint64)
     middle = min(num_words, 1 + value % 11)
     return EncodedTrajectory(words[:middle].tobytes(), words[middle:], num_words)
@@ -195,11 +195,22 @@ def test_a_new_arena_of_the_same_name_leaves_the_readers_of_the_old_one_alone(pa
     old_writer = ArenaWriter(path, 256)
     old = old_writer.write(record(5, 1))
     reader = ArenaReader(path)
+    old_writer.close()
     new = ArenaWriter(path, 256).write(record(5, 2))
     assert old and new
     assert read(reader, old) == content(record(5, 1))
     assert read(ArenaReader(path), new) == content(record(5, 2))
     reader.check_size()
+
+
+def test_the_arena_of_a_living_writer_is_not_replaced(path: Path) -> None:
+    writer = ArenaWriter(path, 256, incarnation=1)
+    with pytest.raises(ArenaError, match="another process, which is alive: give each actor an index of its own"):
+        ArenaWriter(path, 256, incarnation=2)
+    assert ArenaReader(path, 1).has_writer()
+    writer.close()
+    ArenaWriter(path, 256, incarnation=2)
+    assert ArenaReader(path, 2).has_writer()
 
 
 def test_an_arena_without_a_path_is_memory_of_this_process_alone(tmp_path: Path) -> None:
@@ -259,3 +270,5 @@ def test_a_reader_sees_whether_the_writer_still_has_the_arena(tmp_path: Path) ->
     writer.kill()
     writer.wait()
     assert [reader.has_writer() for reader in readers] == [False, False]
+    ArenaWriter(path, 4096, incarnation=1)
+    assert ArenaReader(path, 1).has_writer()

@@ -1,4 +1,4 @@
-"""What is committed stays, whole and in order, until it has ended and nobody views it any more."""
+"""Committed trajectories stay, whole and in order, until they have ended and nobody views them any more."""
 
 import gc
 import logging

@@ -17,7 +17,7 @@ KINDS = {task: ("easy", "hard", "new")[task % 3] for task in range(300)}
 
 
 def measured(least: float = 0.1, seed: int = 0) -> Curriculum:
-    """Of `easy` all episodes have succeeded, of `hard` all have failed, of `new` none were played."""
+    """A curriculum that has seen all episodes of `easy` succeed, all of `hard` fail, and none of `new`."""
     curriculum = Curriculum(KINDS, least, seed)
     for _ in range(500):
         curriculum.observe("easy", True)

@@ -147,8 +147,8 @@ def test_several_actors_get_equal_shares_of_whole_groups() -> None:
 
 
 def test_a_batch_has_room_beside_what_is_left_of_the_one_before_it() -> None:
-    """Of a run that had a larger batch, or a larger max_staleness, before it was resumed: whether what is left is too
-    old, the learner decides. If the ledger waited for it, and the learner for a batch, neither would go on."""
+    """A run had a larger batch, or a larger max_staleness, before it was resumed: the learner decides whether what is
+    left is too old. If the ledger waited for it, and the learner for a batch, neither would go on."""
     ledger = make_ledger(4, 0)
     ledger.request("a", 1)
     first = grant(ledger)["a"]
@@ -243,6 +243,17 @@ def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
     ledger.trained([first.ticket_id])
     assert ledger.received_all(claims[:2]) == [Verdict.DUPLICATE, Verdict.DUPLICATE]
     assert ledger.counters()["duplicates"] == 2
+
+
+def test_a_ticket_of_a_group_is_for_a_whole_episode() -> None:
+    ledger = make_ledger(group_size=4)
+    ledger.request("a", 4)
+    tickets = grant(ledger)["a"]
+    for index, continues in ((0, True), (1, False), (1, True)):
+        assert ledger.received(tickets[0].ticket_id, "x", index, continues) is Verdict.NOT_AS_GRANTED
+    assert ledger.open_tickets("a") == tickets
+    receive(ledger, tickets)
+    assert ledger.received(tickets[0].ticket_id, f"episode of {tickets[0].ticket_id}", 1) is Verdict.NOT_AS_GRANTED
 
 
 def test_trajectories_are_taken_once_by_episode_and_unroll() -> None:

@@ -1,4 +1,4 @@
-"""What ends its actors, or the learner, each time that it is tried is set aside and named after a few times."""
+"""A task that ends its actors, or the learner, each time that it is tried is set aside and named after a few times."""
 
 from collections import Counter
 from pathlib import Path

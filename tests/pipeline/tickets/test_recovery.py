@@ -114,10 +114,13 @@ class Run:
                     self.lengths.append(unroll + 1)
 
     def receive_unroll(self) -> None:
-        self.receive(more=True)
+        if self.group_size == 1:  # others are of whole episodes
+            self.receive(more=True)
 
     def receive_late_unroll(self) -> None:
-        """Of an episode that counts as whole, or was cut."""
+        """Receive an unroll of an episode that counts as whole, or was cut."""
+        if self.group_size > 1:
+            return
         waiting = [key for key in self.stored if unroll_id(key[0], key[2]) not in self.in_step]
         if closed := [key for key in waiting if key[0] not in self.open_at]:
             ticket_id, episode_id, _ = self.rng.choice(closed)
@@ -274,13 +277,14 @@ class Run:
         of_live_groups = Counter(ticket_id // self.group_size for ticket_id in live)
         lost = Counter(i // self.group_size for i in self.refused if i // self.group_size in of_live_groups)
         assert counters["charged"] == len(live) + lost.total()
+        ended = Counter(ticket_id // self.group_size for ticket_id in self.ended)
         assert {group: self.ledger.lost_members(group) for group in of_live_groups} == {
-            group: lost[group] for group in of_live_groups
+            group: ended[group] for group in of_live_groups
         }
 
     def check_load(self) -> None:
-        """What admission counts: the unrolls that wait to be trained on, and those that are forecast for the tickets
-        that are not whole, one each at least."""
+        """Check what admission counts: the unrolls that wait to be trained on, and those that are forecast for the
+        tickets that are not whole, one each at least."""
         if self.group_size == 1:  # no slots of lost members
             counters = self.ledger.counters()
             num_playing = counters["ready"] + counters["open"]

@@ -1,4 +1,4 @@
-"""What an actor's channel and a learner rank's receiver pass on: once, equal, and nothing that breaks a rule."""
+"""An actor's channel and a learner rank's receiver pass on trajectories once, equal, and none that breaks a rule."""
 
 import asyncio
 import dataclasses

@@ -5,6 +5,7 @@ import socket
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -12,7 +13,7 @@ import zmq
 from impala_llm.pipeline.network import sockets
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.run_directory import RunDirectory
-from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport import messages, sessions
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, LearnerLost
 from tests.pipeline.pair import ARENA_BYTES, Pair, counter, drain
@@ -67,10 +68,10 @@ def test_a_leaving_actor_gives_its_tickets_back_at_once(pair: Pair) -> None:
 
 def test_a_new_process_of_the_same_name_takes_over(pair: Pair) -> None:
     receiver = pair.receiver()
-    old = pair.actor()
+    old = pair.actor(is_shared=False)
     tickets = pair.tickets(old, 2)
     pair.actors.remove(old)
-    new = pair.actor()
+    new = pair.actor(is_shared=False)
     assert pair.tickets(new, 2) == tickets
     assert receiver.counters()["actors_lost"] == 1
     old.close()
@@ -80,7 +81,7 @@ def test_two_living_processes_of_one_name_do_not_take_turns(pair: Pair, caplog: 
     receiver = pair.receiver()
     first = pair.actor()
     tickets = pair.tickets(first, 2)
-    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", pair.run_dir, ARENA_BYTES, times=ChannelTimes(0.05))
+    second = ActorChannel(pair.run_dir.endpoint(0), "actor-0", None, ARENA_BYTES, times=ChannelTimes(0.05))
     second.hello()
     second.request(2)
     turns_until(lambda: "two processes have the name" in caplog.text, first, second)
@@ -197,6 +198,26 @@ def test_a_ticket_that_takes_too_long_is_taken_away(pair: Pair) -> None:
     events = turns_until(lambda: not slow.held and ticket in other.held, slow, other)
     assert messages.Revoked((ticket.ticket_id,)) in events
     assert receiver.counters()["tickets_expired"] >= 1
+
+
+def test_tickets_of_a_batch_that_wait_at_their_actor_are_not_late_while_it_brings_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, tick=lambda: None)
+    monkeypatch.setattr(sessions, "ActiveClock", lambda max_gap_s: clock)
+    receiver = pair.receiver(max_staleness=0, batch_size=4, ticket_timeout_s=600.0, heartbeat_timeout_s=1e9)
+    actor = pair.actor(want=1)
+    *quick, hanging = pair.tickets(actor, 4)
+    actor.request(0)
+    for ticket in quick:  # one after the other, each in less than the time limit and all in more
+        clock.now += 400.0
+        actor.send(make_trajectory(ticket))
+        turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    assert receiver.counters()["tickets_expired"] == 0
+    clock.now += 601.0
+    events = turns_until(lambda: not actor.held, actor)
+    assert messages.Revoked((hanging.ticket_id,)) in events
+    assert receiver.counters()["tickets_expired"] == 1
 
 
 def test_a_grant_that_got_lost_is_sent_again(pair: Pair) -> None:

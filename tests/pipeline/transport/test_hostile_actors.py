@@ -1,4 +1,4 @@
-"""What one actor may say or be, by mistake or on purpose, and the learner goes on for all others."""
+"""Whatever one actor says or is, by mistake or on purpose, the learner goes on for all others."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -96,10 +97,25 @@ def test_a_record_longer_than_an_episode_may_be_is_refused_with_the_setting_to_c
     assert [t.ticket_id for t in drain(receiver, 1, actor)] == [fits.ticket_id]
 
 
+def test_an_unroll_for_a_ticket_of_a_group_is_refused_with_the_settings_to_change(pair: Pair) -> None:
+    receiver, actor = pair.receiver(group_size=2), pair.actor(want=2)
+    [ticket, other] = pair.tickets(actor, 2)
+    actor.request(0)
+    for index in (0, 1):
+        actor.send(make_trajectory(ticket, episode_id="x", unroll_index=index, continues=index == 0))
+    actor.send(make_trajectory(other))
+    events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    [first, _] = [event.reason for event in events if isinstance(event, messages.Refused)]
+    assert "is of a group" in first and "actor.unroll_turns and actor.unroll_tokens" in first
+    assert [t.ticket_id for t in drain(receiver, 1, actor)] == [other.ticket_id]
+    assert receiver.lost_members(other.group_id) == 1, "the group is not waited for"
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
 def test_a_long_record_that_an_earlier_process_took_is_dropped_by_one_with_a_smaller_limit(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    first, actor = pair.receiver(), pair.actor(want=2)
+    first, actor = pair.receiver(group_size=group_size), pair.actor(want=2)
     long, fits = pair.tickets(actor, 2)
     actor.request(0)
     for ticket, size in ((long, 51), (fits, 50)):
@@ -108,9 +124,10 @@ def test_a_long_record_that_an_earlier_process_took_is_dropped_by_one_with_a_sma
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     pair.receivers.remove(first)
     first.close()
-    second = pair.receiver(max_tokens=50)
+    second = pair.receiver(max_tokens=50, group_size=group_size)
     assert [t.ticket_id for t in second.drain(0.0)] == [fits.ticket_id]
     assert second.counters()["evicted"] == 1
+    assert second.lost_members(fits.group_id) == group_size - 1, "its group does not wait for the one that was dropped"
     assert f"ticket {long.ticket_id} has 51 tokens, the learner's engine.max_length is 50" in caplog.text
 
 
@@ -161,6 +178,43 @@ def test_an_error_over_a_record_ends_the_session_and_takes_no_space(
     turns_until(counter(receiver, "sessions_broken"))
     peer.close()
     still_serves(pair)
+
+
+def test_frames_beyond_what_may_wait_are_dropped_unseen_and_asked_for_once_there_is_room(pair: Pair) -> None:
+    receiver = pair.receiver(batch_size=16, replay_bytes=1 << 13)  # room for nine of 32 records, and about as many wait
+    peer = pair.peer(receiver)
+    peer.request(32)
+    tickets = peer.granted().tickets
+    records = [words_of(make_trajectory(ticket)) for ticket in tickets]
+    rows = [
+        messages.Descriptor(i, ticket.ticket_id, 0, len(record), checksum_of(record))
+        for i, (ticket, record) in enumerate(zip(tickets, records, strict=True))
+    ]
+
+    def offer(sequences: Iterable[int]) -> None:
+        for i in sequences:
+            peer.say(messages.DescriptorBatch.of([rows[i]]), records[i].tobytes())
+
+    offer(range(32))
+    peer.say(messages.Heartbeat((), {}))
+    peer.hear_until(messages.WeightsAnnounced)  # its answer: all offers have been looked at
+    wanted: list[int] = []
+    arrived: list[int] = []
+
+    def are_all_there() -> bool:
+        peer.say(messages.DescriptorBatch.of(rows))  # a reminder
+        while peer.socket.poll(50):
+            message = peer.hear()
+            if isinstance(message, messages.RecordsWanted):
+                wanted.extend(message.sequences)
+                offer(message.sequences)
+        for trajectory in receiver.drain(0.0):
+            arrived.append(trajectory.ticket_id)
+            receiver.evicted([trajectory.unroll_id])
+        return len(arrived) >= 32
+
+    turns_until(are_all_there)
+    assert wanted and sorted(arrived) == [ticket.ticket_id for ticket in tickets]
 
 
 LEARNER = """

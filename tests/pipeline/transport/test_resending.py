@@ -1,4 +1,4 @@
-"""What an actor says again while the learner does not answer: names of records, ever more rarely, and no records."""
+"""While the learner does not answer, an actor repeats the names of records, ever more rarely, and no records."""
 
 from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.transport import messages

@@ -26,7 +26,7 @@ def numbers(count: int) -> np.ndarray:
 
 
 def as_torch(source: np.ndarray) -> np.ndarray:
-    """What torch makes of them; what is no number has many forms."""
+    """The conversion by torch; NaN has many forms."""
     return torch.from_numpy(source).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
