@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +33,7 @@ from typing import NoReturn
 from impala_llm.actor_metrics import Reporter
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
-from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused
+from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract
@@ -67,7 +68,7 @@ RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
 """Longest pause between two attempts to start an engine, in seconds."""
 ABORT_GRACE_S = 5.0
-"""Seconds after the time limit of an episode in which its aborted answer ends and its turns are sent."""
+"""Seconds after the time limit of an episode in which its aborted answer or its step ends and its turns are sent."""
 
 
 class Actor:
@@ -101,6 +102,8 @@ class Actor:
         """Whether the engine has been started."""
         self.starting: asyncio.Task[None] | None = None
         self.failed_starts = 0
+        self.engine_restarts = 0
+        """Restarts inside of engines that were given up, and how often one was given up or did not start."""
         self.start_at = 0.0
         """Monotonic time before which it is not restarted."""
         # Without a value past its end a part of an episode teaches nothing.
@@ -126,7 +129,7 @@ class Actor:
         self.failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Play until the learner says stop, or is silent for too long. Raises ModelRefused, and own errors."""
+        """Play until the learner says stop, or is silent for too long. Raises ModelRefused, ServerUnfit, own errors."""
         self.channel.hello()
         reporter = Reporter(self.engine.stats())
         try:
@@ -190,12 +193,13 @@ class Actor:
             await self.engine.start()
             if self.agents is not None:
                 await self.agents.start(self.engine)
-        except ModelRefused as error:
-            self.failure = error
-        except EngineError as error:
-            self.engine_failed(error)
         except Exception as error:
-            self.failure = error
+            # Settings with which it has played are known to work.
+            is_final = isinstance(error, ModelRefused) or (isinstance(error, ServerUnfit) and not self.episodes)
+            if isinstance(error, EngineError) and not is_final:
+                self.engine_failed(error)
+            else:
+                self.failure = error
         else:
             self.is_up, self.failed_starts = True, 0
             self.channel.request(self.config.actor.max_episodes)
@@ -210,6 +214,7 @@ class Actor:
         print(f"{self.actor_id}: {error}; again in {delay:.0f} s", file=sys.stderr, flush=True)
         self.is_up = False
         self.failed_starts += 1
+        self.engine_restarts += 1 + self.engine.stats().restarts
         self.start_at = time.monotonic() + delay
         self.channel.request(0)
         if self.evaluation is not None:
@@ -283,15 +288,16 @@ class Actor:
 
     async def play(self, ticket: Ticket) -> None:
         """Play one episode: its trajectory is sent or its ticket is given back, whatever happens."""
-        timeout_s = self.config.actor.episode_timeout_s
-        abort = None
+        limits, timeout_s, abort = self.limits, self.config.actor.episode_timeout_s, None
         try:
             spec = self.next_episode(ticket, str(ticket.ticket_id))
             if self.keep_aborted:
-                abort = asyncio.get_running_loop().call_later(timeout_s, self.engine.abort, spec.episode_id)
+                ends_at = asyncio.get_running_loop().time() + timeout_s
+                limits = replace(limits, ends_at=ends_at)
+                abort = asyncio.get_running_loop().call_at(ends_at, self.engine.abort, spec.episode_id)
                 timeout_s += ABORT_GRACE_S
             async with asyncio.timeout(timeout_s):
-                trajectory = await self.play_spec(spec, self.limits, self.keep_aborted, self.channel.send)
+                trajectory = await self.play_spec(spec, limits, self.channel.send)
             self.channel.send(trajectory)
             self.faults.clear()
         except Exception as error:
@@ -302,18 +308,14 @@ class Actor:
                 abort.cancel()
 
     async def play_spec(
-        self,
-        spec: EpisodeSpec,
-        limits: EpisodeLimits,
-        keep_aborted: bool = False,
-        on_unroll: Callable[[Trajectory], object] | None = None,
+        self, spec: EpisodeSpec, limits: EpisodeLimits, on_unroll: Callable[[Trajectory], object] | None = None
     ) -> Trajectory:
         """Play an episode, by the agent or by reset and step. on_unroll: None where it is no training."""
         training = on_unroll is not None
         if self.agents is not None:
             return await self.agents.play(spec, self.engine, limits, training)
         session = contract.session(self.suite, training)
-        return await play_episode(spec, session, self.engine, self.chat, limits, None, keep_aborted, on_unroll)
+        return await play_episode(spec, session, self.engine, self.chat, limits, None, on_unroll)
 
     async def episode_failed(self, error: Exception) -> str:
         """Take note of an episode that has no trajectory. Returns the reason.

@@ -13,7 +13,7 @@ class Playing(Protocol):
     """The parts of an actor that are measured."""
 
     is_up: bool
-    failed_starts: int
+    engine_restarts: int
     channel: Any
     agents: Any
 
@@ -50,6 +50,7 @@ class Reporter:
             # Of weights that the learner sends it knows the times itself.
             **({} if actor.fed_engine is not None else actor.load_times(stats)),
             "actor/engine_up": float(actor.is_up and stats.is_up),
-            "actor/engine_restarts": float(stats.restarts + actor.failed_starts),
+            # Those of an engine that was given up are among the actor's.
+            "actor/engine_restarts": float(actor.engine_restarts + (stats.restarts if actor.is_up else 0)),
             **({} if actor.agents is None else actor.agents.metrics()),
         }

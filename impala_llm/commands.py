@@ -221,7 +221,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
 
         print(dry_run(config, overrides), flush=True)  # and, beside it, what refuses the start
     with working("checking settings, model and host"):
-        from impala_llm.launch import BAD_SETTINGS, supervise
+        from impala_llm.launch import BAD_SETTINGS, discard_lost_output, supervise
         from impala_llm.preflight import check_training
 
         check_training(config)
@@ -239,7 +239,8 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
     if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
         print(f"see its curves: {program('tensorboard')} --logdir {shlex.quote(str(folder))}")
-    print(f"impala-llm: {', '.join(parts)} are in {folder}", flush=True)
+    print(f"impala-llm: {', '.join(parts)} are in {folder}")
+    discard_lost_output()
     return code
 
 

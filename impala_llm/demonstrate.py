@@ -38,6 +38,7 @@ from impala_llm.demonstrations import (
 )
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import FinishReason, Generation, SamplingParams, TokenGenerator
+from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
 from impala_llm.learning.policy_files import resolve_policy
@@ -61,7 +62,7 @@ def record(config: Config) -> Path:
 
     Raises:
         ConfigError: the folder's are of other settings, or another process records into it, or the environment has no
-            script.
+            script, or another command uses servers of `engine.urls`.
         EngineError, EnvironmentFault: the episodes cannot be played.
         SystemExit: SIGINT, SIGTERM or SIGHUP has come; what was recorded is written.
     """
@@ -210,12 +211,13 @@ Player = Callable[[Session | AsyncSession, int], tuple[Session | AsyncSession, T
 async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat) -> AsyncIterator[Player]:
     """The player of a suite's episodes."""
     if config.demonstrations.player == "policy":
-        engine = make_engine(config, policy, version=0)
-        try:
-            await engine.start()
-            yield lambda session, _seed: (session, engine)
-        finally:
-            await engine.close()
+        with reserved_servers(config):
+            engine = make_engine(config, policy, version=0)
+            try:
+                await engine.start()
+                yield lambda session, _seed: (session, engine)
+            finally:
+                await engine.close()
         return
 
     def spoken(session: Session | AsyncSession, seed: int) -> tuple[AsyncSession, TokenGenerator]:

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from impala_llm.config import ConfigError
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError
+from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.environment_faults import failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
@@ -273,7 +274,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     """Evaluate each policy on the configured split and, with `evaluation.unseen_seed`, on a catalogue of that seed.
 
     The results of each of them begin with those of the baselines. The examples are the last policy's on the configured
-    split.
+    split. Raises ConfigError where another command uses servers of `engine.urls`, which are given each of the policies.
     """
     disable_progress_bar()
     set_verbosity_error()  # problems of a model are raised
@@ -290,7 +291,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             suites.append((make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {seed}"))
     results: list[Result] = []
     examples: list[Example] = []
-    with asyncio.Runner() as runner:
+    with reserved_servers(config), asyncio.Runner() as runner:
         for number, (suite, which) in enumerate(suites):
             label = f"{suite.name}{which}, split {config.evaluation.split}"
             said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]

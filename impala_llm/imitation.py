@@ -9,7 +9,7 @@ import torch
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.packing import TokenBudget
+from impala_llm.learning.packing import TokenBudget, memory_of_step
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config
@@ -78,8 +78,12 @@ class Imitation:
         Args:
             number: of the update, from 0.
             progress: share of the warm start that is over.
+
+        Raises:
+            OutOfMemory: memory does not suffice for it.
         """
-        result = self.optimizer.step(number, progress)
+        with memory_of_step("model.lora.rank=16"):  # one process learns: there are no ranks to share with
+            result = self.optimizer.step(number, progress)
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))
         self.log.add("optimizer/skipped", float(result.skipped))

@@ -30,8 +30,9 @@ POLL_S = 0.1
 DEAL_GRACE_S = 10.0
 """Seconds in which an actor is expected to have the first task of an evaluation that is awaited, and in which one is
 expected to be there again."""
-LEAST_SHARE = 0.5
-"""Share of the tasks whose results must have come for an evaluation to be compared with others."""
+LEAST_SHARE = 0.95
+"""Share of the tasks whose results must have come for an evaluation to be compared with others. The missing ones are
+the slow tasks, mostly unsolved: without them a score is too high."""
 BEST, CANDIDATE = "policy-best", "policy-candidate"
 """Folders of the policy with the best score, and of the one that is being evaluated, in the run's folder."""
 _SCORE_FILE = "evaluation.json"
@@ -155,7 +156,7 @@ class EvaluationSchedule:
     def _verdict(self, counts: bool, is_best: bool) -> str:
         """Words on an evaluation beside the others. counts: whether it may be compared with them."""
         if not counts:
-            return "too few to be compared"
+            return f"too few to be compared with others: fewer than {LEAST_SHARE:.0%}"
         if is_best or self.best is None:
             return "the best so far"
         return f"the best is that of update {self.best.update} with {self.best.score:.3f}"

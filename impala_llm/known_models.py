@@ -52,6 +52,18 @@ def vocab_size(directory: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def num_positions(whole: dict[str, Any]) -> int | None:
+    """Number of a model's positions by its config.json, parsed; None where that does not say.
+
+    Raises AttributeError or TypeError for values of wrong types.
+    """
+    text = whole.get("text_config") or whole
+    positions = text.get("max_position_embeddings", text.get("n_positions"))  # n_positions: GPT-2
+    if not isinstance(positions, int | None):
+        raise TypeError(f"max_position_embeddings is {positions!r}")
+    return positions
+
+
 def other_vocabulary(key: str, path: str | Path, size: int, of_policy: int) -> str:
     """Why a model cannot score the tokens of a policy whose vocabulary has another size."""
     return (
@@ -82,9 +94,7 @@ def _reasons(key: str, path: str, whole: dict[str, Any], max_length: int) -> lis
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if text.get(name) is not None:
             found.append(f"{key}={path} has {name}={text[name]:g}, a cap that is not computed here: {_TABLE}")
-    positions = text.get("max_position_embeddings", text.get("n_positions"))  # n_positions: GPT-2
-    if not isinstance(positions, int | None):
-        raise TypeError(f"max_position_embeddings is {positions!r}")
+    positions = num_positions(whole)
     original = _original_positions(text)
     if isinstance(positions, int) and max_length > positions:
         found.append(

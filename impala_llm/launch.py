@@ -22,6 +22,7 @@ from pathlib import Path
 
 from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
+from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
@@ -30,7 +31,7 @@ from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
-from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_servers
+from impala_llm.pipeline.shm.actor_claims import claimed_indices
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
@@ -135,15 +136,11 @@ def dry_run(config: Config, overrides: Sequence[str]) -> str:
 def _claims(config: Config) -> Iterator[list[int]]:
     """Claim the servers and indices of this host's actors. Yields the indices.
 
-    Raises ConfigError where other actors of this host use one of the servers.
+    Raises ConfigError where another command on this host uses one of the servers.
     """
-    urls = config.engine.urls if config.engine.urls and config.actor.num_actors else ()
-    with claimed_servers(urls) as taken, claimed_indices(config.run.name, config.actor.num_actors) as indices:
-        if taken:
-            raise ConfigError(
-                f"engine.urls has {taken[0]}, which actors of another command on this host use: both would change its "
-                "weights; name other servers, or end that command first"
-            )
+    num_actors = config.actor.num_actors
+    servers = reserved_servers(config) if num_actors else contextlib.nullcontext()
+    with servers, claimed_indices(config.run.name, num_actors) as indices:
         yield indices
 
 
@@ -344,6 +341,16 @@ def _terminal_view(config: Config) -> Iterator[TerminalView]:
         stream = sys.stdout if config.run.terminal else nowhere
         with TerminalView(config.learner.total_updates, stream) as view:
             yield view
+    discard_lost_output()
+
+
+def discard_lost_output() -> None:
+    """Discard what could not be printed, as on a full disk, and all that comes: a run keeps its own exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _show(learner: Child, view: TerminalView) -> None:
@@ -351,7 +358,8 @@ def _show(learner: Child, view: TerminalView) -> None:
     for message in learner.receive():
         match message:
             case {"say": text}:
-                print(text, flush=True)
+                with contextlib.suppress(OSError):  # on a full disk the line is lost, and the run goes on
+                    print(text, flush=True)
             case {"wait": missing}:
                 view.wait(missing)
             case {"update": [step, metrics, progress]}:

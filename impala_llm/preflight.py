@@ -22,7 +22,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from impala_llm.config import ConfigError
-from impala_llm.engines.sglang.launch_args import BadServerSettings, check_python, find_python
+from impala_llm.engines.sglang.launch_args import BadServerSettings, check_positions, check_python, find_python
 from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
@@ -331,7 +331,10 @@ def _device(config: Config) -> list[str]:
 def _sglang(config: Config) -> list[str]:
     if config.engine.name != "sglang" or config.engine.urls is not None or config.actor.num_actors == 0:
         return []
+    directory = model_directory(config.model.path)
     try:
+        if directory is not None:
+            check_positions(directory, config.engine.max_length)
         asyncio.run(check_python(config.engine.python or find_python()))
     except BadServerSettings as error:
         return [str(error)]

@@ -170,6 +170,9 @@ class EpisodeLimits:
     """Sampling of an answer, and the largest length of an answer and of an episode, in tokens.
 
     unroll_turns, unroll_tokens: an unroll ends with the turn in which it has so many turns or action tokens.
+    ends_at: time of the event loop from which no turn begins but the first. The turns so far are kept then, and where
+        the engine aborts an answer: an episode that is cut there, and which the environment has given no score. Half an
+        answer is no action, and is dropped. None: there is no such time, and nothing is kept.
     """
 
     temperature: float
@@ -178,6 +181,11 @@ class EpisodeLimits:
     greedy: bool = False
     unroll_turns: int | None = None
     unroll_tokens: int | None = None
+    ends_at: float | None = None
+
+    def is_time_over(self) -> bool:
+        """Whether no turn may begin any more. Called in the event loop."""
+        return self.ends_at is not None and asyncio.get_running_loop().time() >= self.ends_at
 
     def ends_unroll(self, answers: list[Answer]) -> bool:
         """Whether an unroll of these answers is complete."""
@@ -202,7 +210,6 @@ async def play_episode(
     chat: ChatFormat,
     limits: EpisodeLimits,
     transcript: list[Turn] | None = None,
-    keep_aborted: bool = False,
     on_unroll: Callable[[Trajectory], object] | None = None,
 ) -> Trajectory:
     """Play one episode to its end.
@@ -215,8 +222,6 @@ async def play_episode(
 
     Args:
         transcript: if given, filled with the episode as text.
-        keep_aborted: where the engine aborts an answer, the turns before it are kept: an episode that is cut there, and
-            which the environment has given no score. Half an answer is no action, and is dropped.
         on_unroll: gets each unroll, as `limits` cut them, after which the episode goes on; the last one is returned.
             None: the episode stays whole.
 
@@ -231,13 +236,16 @@ async def play_episode(
         observation = await contract.reset(session, spec.task_id, spec.env)
         played = _Played(spec, chat.first(observation))
         while not (terminated or truncated) and len(played.tokens) < limits.max_length:
+            if played.answers and limits.is_time_over():  # nothing would abort the next answer
+                info, truncated = {}, True
+                break
             # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
             if on_unroll is not None and limits.ends_unroll(played.answers):
                 on_unroll(played.end_unroll({}, bootstrap=True, continues=True))
             params = _sampling(spec, chat, limits, room=limits.max_length - len(played.tokens))
             answer = await _answer(engine, spec.episode_id, played.tokens, params)
             if answer.finish_reason == "abort":
-                if not keep_aborted or not played.answers:
+                if limits.ends_at is None or not played.answers:
                     raise EpisodeAborted(
                         f"episode {spec.episode_id}: the engine aborted the answer of turn {played.num_turns}"
                     )

@@ -5,15 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from impala_llm.actor import Actor
 from impala_llm.actor_metrics import Reporter
 from impala_llm.config import load
-from impala_llm.engines.base import EngineStats
+from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams
 from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 
@@ -157,13 +160,92 @@ def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.Capture
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
     actor: Any = SimpleNamespace(
-        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, failed_starts=1, agents=None
+        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, engine_restarts=1, agents=None
     )
     actor.load_times = lambda stats: {}
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
     metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
     assert metrics["actor/idle_share"] == 1.0
     assert metrics["actor/generated_tokens_per_s"] > 0 and metrics["actor/prefill_tokens_per_s"] > 0
+
+
+def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place_of_one() -> None:
+    class Engine:
+        version, failure = 0, None
+
+        def __init__(self, restarts: int) -> None:
+            self.restarts = restarts
+
+        def stats(self) -> EngineStats:
+            return EngineStats(restarts=self.restarts)
+
+        async def start(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    actor: Any = Actor.__new__(Actor)
+    actor.config, actor.actor_id, actor.running = load(["experiment=toy"]), "actor-0", {}
+    actor.channel = SimpleNamespace(request=lambda want: None, arena_fill=0.0)
+    actor.board = SimpleNamespace(latest=lambda: 0)
+    actor.loading, actor.load_seconds, actor.distrusts, actor.announced = None, 0.0, False, 0
+    actor.engine, actor.make_engine = Engine(restarts=2), lambda: Engine(restarts=0)
+    actor.is_up, actor.starting = True, None
+    actor.failed_starts, actor.engine_restarts = 9, 0  # so that this test alone starts an engine: others come later
+    reporter = Reporter(EngineStats())
+
+    def counted() -> float:
+        return reporter.metrics(actor.engine.stats(), actor)["actor/engine_restarts"]
+
+    assert counted() == 2
+    actor.engine.failure = EngineError("its server does not come back")
+    actor.tend_engine()
+    assert not actor.is_up and counted() == 3
+    asyncio.run(actor.start_engine())
+    assert actor.is_up and counted() == 3
+    actor.engine.restarts = 1
+    assert counted() == 4
+
+
+def test_the_turns_so_far_are_sent_where_the_time_of_an_episode_ends_during_a_step(tmp_path: Path) -> None:
+    """Then the engine is at no answer that could be aborted."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.time_is_over = asyncio.Event()
+
+        async def generate(self, session_id: str, prompt: list[int], params: SamplingParams) -> Generation:
+            if self.time_is_over.is_set():
+                await asyncio.Event().wait()
+            end = np.array([params.stop_token_ids[0]], np.int32)
+            return Generation(end, np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+        def abort(self, session_id: str) -> None:
+            self.time_is_over.set()
+
+        def release(self, session_id: str) -> None: ...
+
+    class Slow:
+        async def reset(self, task_id: int) -> tuple[str, dict]:
+            return "a", {}
+
+        async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+            await actor.engine.time_is_over.wait()
+            return "b", 1.0, False, False, {}
+
+    actor: Any = Actor.__new__(Actor)
+    actor.config = load(["experiment=toy", "actor.episode_timeout_s=0.001"])
+    actor.actor_id, actor.episodes, actor.keep_aborted, actor.failure = "actor-0", 0, True, None
+    actor.suite = SimpleNamespace(name="maze", session=lambda training: Slow(), signature=lambda task_id: "s")
+    actor.engine, actor.limits, actor.faults = Engine(), EpisodeLimits(1.0, 8, 400), EnvironmentFaults(20.0)
+    actor.chat = ChatFormat.of(make_scratch_policy(tmp_path / "policy"), "")
+    sent: list[Any] = []
+    failed: list[tuple[int, str]] = []
+    actor.channel = SimpleNamespace(send=sent.append, fail=lambda *reason: failed.append(reason))
+    asyncio.run(actor.play(Ticket(1, 2, 3, 4, 0)))
+    assert failed == []
+    [episode] = sent
+    assert (len(episode.turns), episode.rewards.sum(), episode.score) == (1, 1.0, 0.0)
+    assert episode.bootstrap and not episode.continues
 
 
 def test_a_time_out_is_a_fault_unless_the_engine_was_awaited(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which of the tickets that wait an actor starts, and which order to end is a failure."""
+"""Which of the tickets that wait an actor starts, which order to end is a failure, and which failed start is final."""
 
 import asyncio
 from collections import deque
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from impala_llm.actor import Actor
+from impala_llm.engines.base import EngineError, EngineStats, ModelRefused, ServerUnfit
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.messages import RUN_OVER, Shutdown
 
@@ -41,3 +42,29 @@ def test_a_refused_actor_fails_and_one_whose_run_is_over_does_not(reason: str, f
     actor.failure = None
     actor.handle(Shutdown(reason))
     assert actor.stopping and repr(actor.failure) == failure
+
+
+@pytest.mark.parametrize(
+    ("error", "episodes", "ends"),
+    [
+        (ServerUnfit("engine.python=x has no sglang installed"), 0, True),
+        (ServerUnfit("engine.python=x did not answer"), 1, False),  # known to work, since it has played
+        (EngineError("http://a:1 did not answer for 600 s"), 0, False),
+        (ModelRefused("differs by 0.1 nats"), 1, True),
+    ],
+)
+def test_an_actor_ends_where_no_further_start_of_its_engine_can_do_better(
+    error: EngineError, episodes: int, ends: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def start() -> None:
+        raise error
+
+    actor: Any = Actor.__new__(Actor)
+    actor.actor_id, actor.episodes, actor.failure, actor.is_up = "actor-0", episodes, None, False
+    actor.failed_starts = actor.engine_restarts = 0
+    actor.board = SimpleNamespace(latest=lambda: 0)
+    actor.channel = SimpleNamespace(request=lambda want: None)
+    actor.engine = SimpleNamespace(start=start, stats=EngineStats)
+    asyncio.run(actor.start_engine())
+    assert actor.failure is (error if ends else None) and not actor.is_up
+    assert (f"{error}; again in" in capsys.readouterr().err) is not ends

@@ -128,6 +128,15 @@ def test_commands_are_printed_as_a_shell_finds_them(
     assert f"see its curves: {folder}tensorboard --logdir {tmp_path}/run\n" in printed
 
 
+def test_last_lines_that_a_full_disk_does_not_take_leave_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "supervise", lambda config, overrides: 0)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["train", "experiment=toy", f"run.dir={tmp_path}/run"]) == 0
+
+
 def test_help_finds_a_key_by_its_words() -> None:
     assert reference("Group Size").startswith("algorithm.group_size=")
 

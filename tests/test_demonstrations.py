@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from impala_llm.config import ConfigError, load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import Demonstration, DemonstrationError, add_part, read, readable
 from impala_llm.envs.toy import CorridorSuite, ToyScript
+from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.rollout import Turn
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 
@@ -185,6 +187,14 @@ def test_a_policy_is_recorded_with_its_log_probabilities(tmp_path: Path, tiny_mo
         row = d.trajectory
         assert (row.behaviour_logprobs[row.action_mask] < 0).all()
         assert row.actor_id == "policy"
+
+
+def test_servers_that_another_command_uses_are_not_given_the_player(tmp_path: Path, tiny_model: Path) -> None:
+    url = f"http://{uuid.uuid4().hex}:30000"
+    servers = ["engine=sglang", f"engine.urls=[{url}]", "actor.num_actors=1", "engine.start_timeout_s=0.1"]
+    config = load(words(tmp_path, tiny_model, "demonstrations.player=policy", *servers))
+    with claimed_servers([url]), pytest.raises(ConfigError, match=f"engine.urls has {url}, which another command on"):
+        record(config)
 
 
 def test_a_person_plays_until_their_input_ends(

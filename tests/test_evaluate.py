@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
 from impala_llm.observability.writers import MetricWriter
+from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.settings import Config
+from tests.engines.sglang.fake_server import FakeServer
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(1, 7), (10, 20), (499, 500), (3, 3)])
@@ -133,6 +137,28 @@ def test_who_says_one_letter_is_right_for_one_word_in_four(config: Config, monke
     assert (result.score, result.success) == (0.25, 0.25)  # 40 tasks ask for each of 4 words 10 times
     assert result.success_interval == pytest.approx(wilson_interval(10, 40))
     assert examples == []
+
+
+def test_servers_of_others_play_the_policy_that_is_evaluated(tmp_path: Path) -> None:
+    """Whatever weights they have: after a run, those that it has published last."""
+    fake = FakeServer()
+    before, after = (make_scratch_policy(tmp_path / name, hidden_size=16, seed=n) for n, name in enumerate("ab"))
+    with asyncio.Runner() as runner:
+        runner.run(fake.server.start_server(shutdown_timeout=0.1))
+        words = ["experiment=toy", "engine=sglang", f"engine.urls=[{fake.url}]", "actor.num_actors=1"]
+        config = load([*words, "evaluation.num_tasks=4", f"run.dir={tmp_path}"])
+        for number, policy in enumerate((before, after), 1):
+            result, _ = evaluate(config, policy, make_suite(config.env), "scripted", "parrot", run=runner.run)
+            assert (result.num_tasks, len(fake.requests)) == (4, 4 * number)
+            assert fake.loaded == [before, after][:number]
+        runner.run(fake.server.close())
+
+
+def test_servers_that_another_command_uses_are_not_evaluated_on(tmp_path: Path) -> None:
+    url = f"http://{uuid.uuid4().hex}:30000"
+    config = load(["experiment=toy", "engine=sglang", f"engine.urls=[{url}]", "actor.num_actors=1"])
+    with claimed_servers([url]), pytest.raises(ConfigError, match=f"engine.urls has {url}, which another command on"):
+        evaluation.evaluate_policies(config, {})
 
 
 AGENT = """

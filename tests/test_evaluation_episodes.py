@@ -12,7 +12,7 @@ import pytest
 
 from impala_llm.actor import Actor
 from impala_llm.config import load
-from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams
 from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
@@ -217,6 +217,7 @@ def test_a_failed_engine_and_another_learner_stop_what_is_evaluated() -> None:
         wanted: list[int] = []
         actor: Any = Actor.__new__(Actor)
         actor.actor_id, actor.failed_starts, actor.evaluation = "actor-0", 0, rig.episodes
+        actor.engine_restarts, actor.engine = 0, SimpleNamespace(stats=EngineStats)
         actor.channel = SimpleNamespace(
             request=lambda want: None, first=SimpleNamespace(request_evaluation=wanted.append)
         )

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from impala_llm import child_processes, launch
+from impala_llm import child_processes, cli, launch
 from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.gpus import deal_gpus
@@ -256,7 +257,7 @@ def test_actors_do_not_take_the_servers_of_others(tmp_path: Path) -> None:
     url = f"http://{uuid.uuid4().hex}:30000"
     words = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex}", f"run.dir={tmp_path / 'run'}"]
     words += ["engine=sglang", f"engine.urls=[{url}]", "actor.num_actors=1"]
-    with claimed_servers([url]), pytest.raises(ConfigError, match=f"engine.urls has {url}, which actors of another"):
+    with claimed_servers([url]), pytest.raises(ConfigError, match=f"engine.urls has {url}, which another command on"):
         launch.supervise_actors(load(words), words)
     assert not (tmp_path / "run").exists()
 
@@ -271,3 +272,17 @@ def test_huge_pages_are_asked_for_where_memory_is_given_back_at_once(monkeypatch
     monkeypatch.delenv(HUGE_PAGES, raising=False)
     every, none = ([f"learner.activation_checkpointing={n}"] for n in (1, 0))
     assert child_environment(load(every), ())[HUGE_PAGES] == "1" and HUGE_PAGES not in child_environment(load(none), ())
+
+
+def test_standard_output_on_a_full_disk_ends_no_run_and_leaves_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learner(PlayedChild):
+        def receive(self) -> list[dict[str, Any]]:
+            return [{"say": "learner: the policy could not be saved"}]
+
+    monkeypatch.setattr(launch, "plan", lambda *_: [Learner(launch.NOT_SAVED)])
+    words = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex}", f"run.dir={tmp_path / 'run'}"]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["train", *words]) == launch.NOT_SAVED

@@ -169,6 +169,21 @@ def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkey
     assert "has no sglang installed" in refused("engine=sglang")
 
 
+def test_a_context_that_leaves_an_sglang_server_no_positions_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps 7 of the 4,096 of tiny_shopper free; a server at a URL is asked when it is there."""
+
+    async def there(python: str) -> None: ...
+
+    monkeypatch.setattr(preflight, "check_python", there)
+    said = refused("engine=sglang", "engine.max_length=4090")
+    assert "engine.max_length=4090" in said and "set it to at most 4089" in said
+    for fits in (["engine.max_length=4089"], ["engine.max_length=4090", "engine.urls=['http://127.0.0.1:9']"]):
+        config = load(["experiment=quickstart", "engine=sglang", *fits])
+        assert [said for check in preflight.training_checks()["engine"] for said in check(config)] == []
+
+
 def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str]) -> None:
     said = refused("replay.capacity_mb=1000000")
     # 5/4 of it, and 64 MiB beside

@@ -1,6 +1,7 @@
 """Tokens in, tokens out: what the policy said is what the trajectory holds, whatever template and tokenizer do."""
 
 import asyncio
+import math
 import tracemalloc
 
 import numpy as np
@@ -178,7 +179,7 @@ def test_what_came_before_an_aborted_answer_can_be_kept(scratch):
     end = scratch.eos_token_id
     engine, session = AbortsSecond([[5, end], [6, 7, 8]]), Echo(3)
     trajectory = asyncio.run(
-        play_episode(SPEC, session, engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 200), keep_aborted=True)
+        play_episode(SPEC, session, engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 200, ends_at=math.inf))
     )
     assert trajectory.bootstrap and len(trajectory.turns) == 1
     assert trajectory.tokens.tolist() == engine.prompts[1], "up to where the second turn began"
@@ -194,8 +195,25 @@ def test_nothing_is_kept_of_an_answer_aborted_in_the_first_turn(scratch, answer)
     engine = Scripted([answer], finish="abort")
     with pytest.raises(EpisodeAborted):
         asyncio.run(
-            play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50), keep_aborted=True)
+            play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50, ends_at=math.inf))
         )
+
+
+def test_no_turn_begins_when_the_time_of_an_episode_is_over_and_those_before_are_kept(scratch):
+    answers = [[token, scratch.eos_token_id] for token in (5, 6, 7)]
+    _, asked = play(scratch, answers, Echo(3))
+    limits, unrolls = EpisodeLimits(1.0, 4, 200, unroll_turns=1, ends_at=0.0), []  # it was over before the first one
+
+    def cut(session):
+        engine, chat = Scripted(answers), ChatFormat(scratch)
+        return asyncio.run(play_episode(SPEC, session, engine, chat, limits, on_unroll=unrolls.append))
+
+    trajectory = cut(Echo(3))
+    assert trajectory.tokens.tolist() == asked.prompts[1], "up to where the second turn would begin"
+    assert trajectory.bootstrap and not trajectory.continues and len(trajectory.turns) == 1
+    assert trajectory.score == 0.0 and unrolls == []
+    ended = cut(Echo(1))
+    assert not ended.bootstrap and ended.score == 0.5, "a step that ends the episode is its end"
 
 
 def test_first_observation_without_room_is_refused(scratch):
@@ -259,7 +277,7 @@ def play_unrolls(tokenizer, answers, session, max_length=200, **limits):
 
 
 def make_answers(tokenizer, sizes):
-    """Of so many tokens, each with an end."""
+    """Answers of so many tokens, each with an end."""
     return [[*ids(tokenizer, "abcdefgh"[: size - 1]), tokenizer.eos_token_id] for size in sizes]
 
 

@@ -356,6 +356,19 @@ def test_a_policy_that_cannot_be_written_loses_nothing_that_was_learned(
     assert (tmp_path / "sft" / "policy" / "model.safetensors").is_file()
 
 
+def test_memory_that_runs_out_in_the_step_is_said_with_what_a_warm_start_reads(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    assert main(["sft", *words(tmp_path, tiny_model)]) == 2
+    said = capsys.readouterr().err
+    assert "the optimizer's step" in said and "model.lora.rank=16" in said and "learner.token_budget" in said
+    assert "learner.sharding" not in said and "learner.cpu_offload" not in said
+
+
 def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: Path, tiny_model: Path) -> None:
     folder = warm_start(tmp_path, tiny_model, "sft.max_updates=1")
     saved = (folder / "policy" / "model.safetensors").read_bytes()

@@ -1,6 +1,5 @@
 """Token generators by name."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ def torch_engine(setup: EngineSetup) -> Engine:
 
 def sglang_engine(setup: EngineSetup) -> Engine:
     """Make an engine of SGLang servers: those of `engine.urls`, or one that it starts."""
+    from transformers import AutoConfig
+
     from impala_llm.engines.sglang.engine import SGLangEngine
     from impala_llm.engines.sglang.external_server import find_servers
     from impala_llm.engines.sglang.launch_args import ServerSettings, find_python
@@ -51,6 +52,7 @@ def sglang_engine(setup: EngineSetup) -> Engine:
     config, engine, policy = setup.config, setup.config.engine, setup.policy
     servers: Any
     if engine.urls is not None:
+        # No two actors of a command have the same share: their indices follow one another.
         own = engine.urls[setup.index % max(1, config.actor.num_actors) :: max(1, config.actor.num_actors)]
         servers = partial(find_servers, own, engine.start_timeout_s)
     else:
@@ -71,9 +73,9 @@ def sglang_engine(setup: EngineSetup) -> Engine:
         )
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         servers = [SGLangServer(settings)]
-    return SGLangEngine(
+    made = SGLangEngine(
         servers,
-        vocab_size=json.loads((policy / "config.json").read_text())["vocab_size"],
+        vocab_size=AutoConfig.from_pretrained(policy).get_text_config().vocab_size,
         max_length=engine.max_length,
         version=setup.version,
         in_flight=engine.in_flight,  # type: ignore[arg-type]  # one of the choices of the setting
@@ -81,3 +83,6 @@ def sglang_engine(setup: EngineSetup) -> Engine:
         request_timeout_s=engine.request_timeout_s,
         is_fed=engine.transfer == "distributed",
     )
+    if engine.urls is not None:
+        made.weights.newest = (policy, setup.version)  # such a server may have any weights
+    return made

@@ -26,6 +26,10 @@ class ModelRefused(EngineError):
     """Model that would be computed wrongly; the message has the error. Another attempt fails the same way."""
 
 
+class ServerUnfit(EngineError):
+    """Server that cannot work with its settings; the message has the fix. Another start fails the same way."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of an answer. Top-p and top-k are left out on purpose: with them the engine samples from another
@@ -135,7 +139,8 @@ class EngineSetup:
     index: int = 0
     """Index of the actor on this host; it selects the log and the share of the configured servers."""
     weights: Callable[[], AbstractContextManager[tuple[Path, int]]] | None = None
-    """Source of the newest weights, as (directory, version), for an engine that restarts a server."""
+    """Source of the newest weights, as (directory, version), for an engine that restarts a server; None: those of
+    `policy`, until others are loaded."""
     server_key: str | None = None
     """API key of a server that the engine starts; None: a new random one."""
 

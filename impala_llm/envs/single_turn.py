@@ -25,6 +25,7 @@ class SingleTurnSession:
             nobody has thought of must not end the run. The reason is logged now and then.
         reference: returns a right answer to a task, None where none is known. It is `info["reference"]` of `reset`, for
             `ReferenceScript`.
+        warnings: log the reasons; by default those of all sessions of this process, together.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class SingleTurnSession:
         begin: Callable[[int], tuple[str, Any]],
         score: Callable[[str, Any], float | Awaitable[float]],
         reference: Callable[[Any], str | None] = lambda task: None,
+        warnings: RateLimitedWarnings = _warnings,
     ) -> None:
-        self._begin, self._score, self._reference = begin, score, reference
+        self._begin, self._score, self._reference, self._warnings = begin, score, reference, warnings
         self._task: Any = None
 
     def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
@@ -48,10 +50,10 @@ class SingleTurnSession:
             if math.isnan(score):
                 raise ValueError("the score is not a number")
         except Exception as error:  # a scorer is other people's code, and reads what a policy writes
-            _warnings.log("an answer cannot be scored, and scores 0", f"{type(error).__name__}: {error}"[:300])
+            self._warnings.log("an answer cannot be scored, and scores 0", f"{type(error).__name__}: {error}"[:300])
             score, stats["scoring_errors"] = 0.0, 1.0
         if not -_ROUNDING <= score <= 1 + _ROUNDING:
-            _warnings.log(
+            self._warnings.log(
                 "a score outside of 0 to 1 counts as the nearer of them", f"{score:g}: let the verifier return 0 to 1"
             )
         score = 0.0 if score <= _ROUNDING else 1.0 if score >= 1 - _ROUNDING else score

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,10 @@ from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 
-_BLOCKED_S = 30.0
-"""Silence after which a process counts as blocked."""
 _SILENT_PARTS = 3
-_GRACE_S = 5.0
-"""Time in which an episode that was cancelled has to end."""
+"""Parts of `Patience.blocked_s` that are waited for one after the other."""
 _END_S = 1.0
 """Time for each step of the end of a process: all of them fit into what the supervisor gives an actor."""
-_START_S = 120.0
-"""Time in which a process has to come up: imports on a busy machine."""
 _RETRY_S = 30.0
 """Time between two attempts to replace processes while others play on."""
 _MOST_PRINTED = 32 << 10
@@ -49,6 +44,21 @@ class AgentFailed(RuntimeError):
     """An agent, or its process, did not come to a result. The message is the reason."""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited for a process of the pool, in seconds."""
+
+    start_s: float = 120.0
+    """Time in which it has to come up: imports on a busy machine."""
+    grace_s: float = 5.0
+    """Time in which an episode that was cancelled has to end."""
+    blocked_s: float = 30.0
+    """Silence after which it counts as blocked."""
+
+
+PATIENCE = Patience()
+
+
 class AgentPool:
     """Processes that run agents.
 
@@ -56,11 +66,19 @@ class AgentPool:
         name: `agent.name`; None with a command.
         command: `agent.command`.
         most_memory: bytes of a process, beyond which it is replaced.
+        patience: with each of them.
     """
 
-    def __init__(self, name: str | None, command: str | None, num_processes: int, most_memory: float) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        command: str | None,
+        num_processes: int,
+        most_memory: float,
+        patience: Patience = PATIENCE,
+    ) -> None:
         self._settings = {"agent": name, "command": command}
-        self._num_processes, self._most_memory = num_processes, most_memory
+        self._num_processes, self._most_memory, self._patience = num_processes, most_memory, patience
         self._workers: list[_Process] = []
         self._retired: list[_Process] = []
         self._starting: asyncio.Task[None] | None = None
@@ -115,13 +133,13 @@ class AgentPool:
             raise
         finally:
             os.close(writing)
-        worker = _Process(process, name, asyncio.create_task(_print_some(printed, transport)))
+        worker = _Process(process, name, asyncio.create_task(_print_some(printed, transport)), self._patience)
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(self._patience.start_s):
                 await worker.start(self._settings)
         except TimeoutError:
             await worker.close()
-            raise AgentFailed(f"no process of the agent came up in {_START_S:g} s") from None
+            raise AgentFailed(f"no process of the agent came up in {self._patience.start_s:g} s") from None
         except BaseException:
             await worker.close()
             raise
@@ -173,8 +191,10 @@ class _Process:
         printing: prints what they print, until all of them have ended.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str, printing: asyncio.Task[None]) -> None:
-        self._process, self._name, self._printing = process, name, printing
+    def __init__(
+        self, process: asyncio.subprocess.Process, name: str, printing: asyncio.Task[None], patience: Patience
+    ) -> None:
+        self._process, self._name, self._printing, self._patience = process, name, printing, patience
         self._resources: psutil.Process | None = None
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Any]] = {}
@@ -264,7 +284,7 @@ class _Process:
         if not self.is_alive:
             return
         self._send({"cancel": number})
-        done, _ = await asyncio.wait([future], timeout=_GRACE_S)
+        done, _ = await asyncio.wait([future], timeout=self._patience.grace_s)
         if not done:
             self.end("another agent of the process did not end when its time was over")
         elif not future.cancelled():
@@ -281,10 +301,11 @@ class _Process:
 
     async def _next_line(self, stream: asyncio.StreamReader) -> bytes:
         """Raises TimeoutError after silence. A pause of this process's own loop is one of several parts of it."""
+        part_s = self._patience.blocked_s / _SILENT_PARTS
         for _ in range(_SILENT_PARTS - 1):
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(stream.readline(), _BLOCKED_S / _SILENT_PARTS)
-        return await asyncio.wait_for(stream.readline(), _BLOCKED_S / _SILENT_PARTS)
+                return await asyncio.wait_for(stream.readline(), part_s)
+        return await asyncio.wait_for(stream.readline(), part_s)
 
     def _handle(self, event: dict[str, Any]) -> None:
         self.leaks = self.leaks or bool(event.get("leaks"))

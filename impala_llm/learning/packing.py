@@ -34,6 +34,8 @@ _USABLE_MEMORY = 0.9
 """Share of a GPU's memory that a trial step may take."""
 _MOMENTS = 2
 """Values that the optimizer keeps beside each parameter; a trial comes before they exist."""
+WITH_RANKS = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or model.lora.rank=16"
+"""Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
 _Result = TypeVar("_Result")
 
 
@@ -249,8 +251,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_of_step() -> Iterator[None]:
-    """Around the optimizer's step. Raises OutOfMemory where memory runs out: nothing can begin again amid a change."""
+def memory_of_step(remedy: str = WITH_RANKS) -> Iterator[None]:
+    """Around the optimizer's step. Raises OutOfMemory where memory runs out: nothing can begin again amid a change.
+
+    Args:
+        remedy: settings that the message offers.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -258,8 +264,7 @@ def memory_of_step() -> Iterator[None]:
             raise
         raise OutOfMemory(
             "memory does not suffice for the optimizer's step, which keeps two values beside each parameter that is "
-            "trained: set learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or "
-            "model.lora.rank=16; where little is missing, a lower learner.token_budget may do"
+            f"trained: set {remedy}; where little is missing, a lower learner.token_budget may do"
         ) from error
 
 

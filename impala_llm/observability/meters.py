@@ -184,7 +184,7 @@ class Meters:
     def finish_step(self, times: dict[str, float], num_tokens: int) -> None:
         self.log.update(times)
         self.log.add("learner/trained_tokens", num_tokens)
-        self.log.add("learner/trained_tokens_per_s", self._ranks.world_size * num_tokens / times["time/step_s"])
+        self.log.add("learner/trained_tokens_per_s", num_tokens / times["time/step_s"])
 
     def gather(self) -> dict[str, float]:
         """Sum of the metrics of all ranks; the same on every rank."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from impala_llm.config import ConfigError, load
-from impala_llm.envs import contract, make_suite, single_turn
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.answers import exact, maths, number
 from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
@@ -143,17 +143,14 @@ def test_lines_of_a_file_may_have_all_that_json_may(folder: Path) -> None:
     assert tasks.session(True).reset(0)[0] == "a\u2028b\x85c"
 
 
-def test_the_reason_why_an_answer_cannot_be_scored_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Warnings are limited in a process, and another test may have had the first one.
-    monkeypatch.setattr(single_turn, "_warnings", RateLimitedWarnings(interval_s=30.0))
+def test_the_reason_why_an_answer_cannot_be_scored_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = RateLimitedWarnings(interval_s=30.0)  # its own: another test may have had the first one
 
     async def broken(answer: str, task: Any) -> float:
         raise KeyError("wanted")
 
     async def episode() -> None:
-        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: broken(answer, task))
+        session = SingleTurnSession(lambda task_id: ("q", None), broken, warnings=warnings)
         session.reset(0)
         await session.step("a")
 
@@ -164,13 +161,11 @@ def test_the_reason_why_an_answer_cannot_be_scored_is_logged(
     ]
 
 
-def test_a_score_beyond_its_range_is_logged_and_counts_as_the_nearest_in_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(single_turn, "_warnings", RateLimitedWarnings(interval_s=30.0))
+def test_a_score_beyond_its_range_is_logged_and_counts_as_the_nearest_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = RateLimitedWarnings(interval_s=30.0)
 
     async def episode(given: float) -> float:
-        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: given)
+        session = SingleTurnSession(lambda task_id: ("q", None), lambda answer, task: given, warnings=warnings)
         session.reset(0)
         *_, info = await session.step("a")
         return float(info["score"])

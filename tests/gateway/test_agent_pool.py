@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from impala_llm.gateway import agent_pool
-from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
+from impala_llm.gateway.agent_pool import PATIENCE, AgentFailed, AgentPool, Patience
 from impala_llm.gateway.descendants import WORKER
 from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
@@ -119,11 +117,12 @@ def use(
     command: str | None = None,
     processes: int = 1,
     most_memory: float = 1e12,
+    patience: Patience = PATIENCE,
 ) -> None:
     """Run a test with a pool, after which no process of it is left."""
 
     async def main() -> None:
-        pool = AgentPool(name, command, processes, most_memory)
+        pool = AgentPool(name, command, processes, most_memory, patience)
         await pool.start()
         try:
             await test(pool)
@@ -142,6 +141,13 @@ async def play(pool: AgentPool, what: str, **data: Any) -> Any:
 async def appears(file: Path) -> None:
     while not file.exists():
         await asyncio.sleep(0.01)
+
+
+def put_clock_forward(seconds: float) -> None:
+    """Have so much time pass at once for the loop, as where it stood still, and for nothing else."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 async def vanishes(pid: int) -> None:
@@ -192,11 +198,7 @@ def test_a_process_that_dies_fails_its_episodes_and_is_replaced(agents: Path) ->
 
 @pytest.mark.system
 @pytest.mark.parametrize(("name", "what"), [("agent", "block"), ("agent", "stubborn"), ("plain", "block")])
-def test_an_agent_that_does_not_end_with_its_time_costs_its_process(
-    agents: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
-) -> None:
-    monkeypatch.setattr(agent_pool, "_GRACE_S", 0.5)
-
+def test_an_agent_that_does_not_end_with_its_time_costs_its_process(agents: Path, name: str, what: str) -> None:
     async def test(pool: AgentPool) -> None:
         stuck = asyncio.ensure_future(play(pool, what, file=str(agents / "stuck")))
         await appears(agents / "stuck")
@@ -206,7 +208,7 @@ def test_an_agent_that_does_not_end_with_its_time_costs_its_process(
         assert await play(pool, "number") in (0.5, 1.0)
         assert pool.num_replaced == 1
 
-    use(test, f"pool_agents:{name}")
+    use(test, f"pool_agents:{name}", patience=Patience(grace_s=0.5))
 
 
 def test_an_episode_that_is_cancelled_before_it_began_ends_like_others() -> None:
@@ -228,18 +230,19 @@ def test_an_episode_that_is_cancelled_before_it_began_ends_like_others() -> None
 
 
 @pytest.mark.system
-def test_a_process_that_takes_a_dead_ones_place_and_does_not_come_up_fails_its_episode(
-    agents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_takes_a_dead_ones_place_and_does_not_come_up_fails_its_episode(agents: Path) -> None:
     async def test(pool: AgentPool) -> None:
-        monkeypatch.setattr(agent_pool, "_START_S", 0.5)
-        (agents / "pool_agents.py").write_text("import time\ntime.sleep(1000)\n")
+        blocks = "import time\nopen(f'{__file__}.begun', 'w').close()\ntime.sleep(1000)\n"
+        (agents / "pool_agents.py").write_text(blocks)
         with pytest.raises(AgentFailed, match="status 7"):
             await play(pool, "die")
-        with pytest.raises(AgentFailed, match=r"no process of the agent came up in 0\.5 s"):
-            await asyncio.wait_for(play(pool, "number"), 20)
+        waiting = asyncio.ensure_future(play(pool, "number"))
+        await appears(agents / "pool_agents.py.begun")
+        put_clock_forward(60)
+        with pytest.raises(AgentFailed, match="no process of the agent came up in 60 s"):
+            await waiting
 
-    use(test)
+    use(test, patience=Patience(start_s=60))
 
 
 @pytest.mark.system
@@ -325,9 +328,7 @@ def test_a_process_whose_actor_was_killed_in_the_middle_of_a_command_ends_with_w
 
 
 @pytest.mark.system
-def test_a_blocked_process_is_found_without_a_time_out(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_pool, "_BLOCKED_S", 3.0)
-
+def test_a_blocked_process_is_found_without_a_time_out(agents: Path) -> None:
     async def test(pool: AgentPool) -> None:
         blocking = asyncio.ensure_future(play(pool, "block", file=str(agents / "blocks")))
         await appears(agents / "blocks")
@@ -335,7 +336,7 @@ def test_a_blocked_process_is_found_without_a_time_out(agents: Path, monkeypatch
             await blocking
         assert await play(pool, "number") == 0.5
 
-    use(test)
+    use(test, patience=Patience(blocked_s=3.0))
 
 
 @pytest.mark.system
@@ -392,18 +393,16 @@ def test_a_result_that_is_too_large_fails_its_own_episode(agents: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_pause_of_the_actor_is_no_silence_of_the_agents(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_pool, "_BLOCKED_S", 6.0)
-
+def test_a_pause_of_the_actor_is_no_silence_of_the_agents(agents: Path) -> None:
     async def test(pool: AgentPool) -> None:
         waiting = asyncio.ensure_future(play(pool, "wait", file=str(agents / "waits")))
         await appears(agents / "waits")
-        time.sleep(7.0)
+        put_clock_forward(61)
         assert await play(pool, "number") == 0.5 and pool.num_replaced == 0 and not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 
-    use(test)
+    use(test, patience=Patience(blocked_s=60))
 
 
 @pytest.mark.system

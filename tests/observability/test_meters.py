@@ -130,3 +130,24 @@ def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was
         found = meters.gather()
         assert (found["learner/trained_tokens"], found["learner/trained_tokens_per_s"]) == (300.0, 150.0)
         assert (found["progress/tokens"], found["progress/episodes"]) == (1000.0 + 300 * step, 10.0 + 2 * step)
+
+
+def test_the_speed_of_several_ranks_is_that_of_all_together() -> None:
+    class TwoRanks:
+        """The second one to gather gets the states of both."""
+
+        world_size = 2
+
+        def __init__(self) -> None:
+            self.states: list[dict[str, list[float]]] = []
+
+        def gather(self, state: dict[str, list[float]]) -> list[dict[str, list[float]]]:
+            self.states.append(state)
+            return self.states
+
+    ranks: Any = TwoRanks()
+    for num_tokens in (300, 500):
+        meters = Meters(QuietReceiver(), ranks)  # type: ignore[arg-type]
+        meters.finish_step({"time/step_s": 2.0}, num_tokens)
+        found = meters.gather()
+    assert (found["learner/trained_tokens"], found["learner/trained_tokens_per_s"]) == (800.0, 400.0)

@@ -1,4 +1,4 @@
-"""Training on real SGLang servers: it learns, a killed server costs nothing, an actor outlives bad settings."""
+"""Training on real SGLang servers: it learns, a killed server costs nothing, actors outlive what may pass."""
 
 import json
 import shutil
@@ -112,8 +112,9 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
         assert trained + sum(column(rows, "buffer/evicted")) <= sum(column(rows, "pipeline/received"))
 
 
-def test_actors_outlive_what_keeps_their_servers_from_coming_up(tmp_path: Path) -> None:
-    """Each says why, keeps its heartbeat while a healthy actor feeds the learner, and ends when the learner says so."""
+def test_actors_outlive_what_keeps_their_servers_from_coming_up_unless_it_will_again(tmp_path: Path) -> None:
+    """Each says why. Where no server can start with its settings it ends; else it keeps its heartbeat while a healthy
+    actor feeds the learner, and ends when the learner says so."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     other = make_scratch_policy(tmp_path / "other", hidden_size=32)
@@ -122,8 +123,8 @@ def test_actors_outlive_what_keeps_their_servers_from_coming_up(tmp_path: Path) 
     python = f"engine.python={sglang_python()}"
     complaints = {
         "has no sglang installed": [f"engine.python={bare / 'bin' / 'python'}"],
-        "did not come up within 2 s (engine.start_timeout_s)": [python, "engine.start_timeout_s=2"],
         "has no weights": [python, f"model.path={empty}"],
+        "did not come up within 2 s (engine.start_timeout_s)": [python, "engine.start_timeout_s=2"],
         "are not of the server's model": [python, f"model.path={other}"],
     }
     settings = ("actor.num_actors=5", "learner.total_updates=60", "learner.batch_size=32", "pipeline.actor_timeout_s=4")
@@ -134,16 +135,18 @@ def test_actors_outlive_what_keeps_their_servers_from_coming_up(tmp_path: Path) 
         for i, complaint in enumerate(complaints):
             run.wait_for(
                 lambda i=i, complaint=complaint: any(
-                    line.startswith(f"actor-{i}: ") and complaint in line for line in run.log.read_text().splitlines()
+                    line.startswith((f"actor-{i}: ", f"actor {i}: ")) and complaint in line
+                    for line in run.log.read_text().splitlines()
                 ),
                 f"the complaint of actor {i}: {complaint}",
                 START_S,
             )
-        assert [process.poll() for process in (learner, *actors)] == [None] * 5
+        assert [process.wait(START_S) for process in actors[:2]] == [2, 2], run.printed()
+        assert [process.poll() for process in (learner, *actors[2:])] == [None] * 3
         actors.append(run.start(*actor, "4"))  # the first that can play: from now on there are updates
         assert learner.wait(START_S) == 0, run.printed()
-        assert [process.wait(START_S) for process in actors] == [0] * 5, run.printed()
+        assert [process.wait(START_S) for process in actors] == [2, 2, 0, 0, 0], run.printed()
         run.assert_gone()
         rows = run.rows()
-        # From a heartbeat, and there is one every second.
-        assert len(rows) == 60 and max(column(rows, "actor/engine_up")) == pytest.approx(1 / 5)
+        # From a heartbeat, and there is one every second. Those that have ended count until they are missed.
+        assert len(rows) == 60 and 1 / 5 - 1e-6 <= max(column(rows, "actor/engine_up")) <= 1 / 3 + 1e-6

@@ -301,10 +301,14 @@ class TorchEngine:
             )
 
     def _finish_load(self, version: int, begin: float) -> None:
+        transferred = time.perf_counter()
         self._decoder.refresh()
         self.version = version
+        seconds = time.perf_counter() - begin
         self._stats.weight_loads += 1
-        self._stats.weight_load_seconds += time.perf_counter() - begin
+        self._stats.weight_load_seconds += seconds
+        # No step comes amid a load: answers stand still for all of it.
+        self._stats.pause_seconds, self._stats.transfer_seconds = seconds, transferred - begin
 
     def _admit(self) -> None:
         while self._waiting and not self._table.is_full():

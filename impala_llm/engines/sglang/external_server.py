@@ -5,19 +5,22 @@ Invariant: `start` returns only when the server answers; the engine checks its w
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 import aiohttp
 
+from impala_llm.config import ConfigError
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang.client import SGLangClient
+from impala_llm.pipeline.shm.actor_claims import claimed_servers
+from impala_llm.settings import Config
 
 _POLL_S = 0.5
 
 
-class ServerUnfit(EngineError):
-    """Server that another start would not mend."""
+class ServerAbsent(EngineError):
+    """Server of others that did not answer in time. It may later, and has been waited for long enough."""
 
 
 class Server(Protocol):
@@ -38,7 +41,7 @@ class Server(Protocol):
 
         Raises:
             EngineError: it does not come up; the message has its last output.
-            ServerUnfit: the same, and no further attempt should be made.
+            ServerUnfit, ServerAbsent: the same, and no further attempt should be made.
         """
         ...
 
@@ -57,9 +60,25 @@ async def _patience(url: str, timeout_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise ServerUnfit(
+        raise ServerAbsent(
             f"{url} did not answer for {timeout_s:g} s: is the server up, and is engine.urls right?"
         ) from None
+
+
+@contextlib.contextmanager
+def reserved_servers(config: Config) -> Iterator[None]:
+    """Claim the servers of `engine.urls` for this command while the context is open.
+
+    Raises:
+        ConfigError: another command of this user on this host has claimed one of them.
+    """
+    with claimed_servers(config.engine.urls or ()) as taken:
+        if taken:
+            raise ConfigError(
+                f"engine.urls has {taken[0]}, which another command on this host uses: both would change its weights; "
+                "name other servers, or end that command first"
+            )
+        yield
 
 
 async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["RemoteServer"]:
@@ -110,7 +129,7 @@ class RemoteServer:
         return self._url
 
     async def start(self) -> None:
-        """Wait until it answers. Raises ServerUnfit after the timeout."""
+        """Wait until it answers. Raises ServerAbsent after the timeout."""
         async with _patience(self._url, self._timeout_s), aiohttp.ClientSession() as http:
             client = SGLangClient(http, self._url, self._key)
             while not await client.healthy():

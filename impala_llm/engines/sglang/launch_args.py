@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from impala_llm.engines.base import EngineError
-from impala_llm.engines.sglang.external_server import ServerUnfit
+from impala_llm.engines.base import EngineError, ServerUnfit
 from impala_llm.engines.sglang.guard import KEY_VARIABLE
+from impala_llm.known_models import num_positions
 from impala_llm.settings import PACKAGE
 
 HOST = "127.0.0.1"
@@ -141,13 +141,18 @@ def check_model(settings: ServerSettings) -> None:
         )
     if not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
         raise BadServerSettings(f"model directory {model} has no weights (*.safetensors or *.bin)")
+    check_positions(model, settings.max_length)
+
+
+def check_positions(model: Path, max_length: int) -> None:
+    """Check the configuration of a model. Raises BadServerSettings unless it has positions for such histories."""
     try:
-        positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
-    except (ValueError, AttributeError) as error:
+        positions = num_positions(json.loads((model / "config.json").read_bytes()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise BadServerSettings(f"{model / 'config.json'} is not a model's configuration: {error}") from error
-    if positions is not None and positions < settings.max_length + SPARE_POSITIONS:
+    if positions is not None and positions < max_length + SPARE_POSITIONS:
         raise BadServerSettings(
-            f"engine.max_length={settings.max_length}: {model} has {positions} positions, of which SGLang keeps "
+            f"engine.max_length={max_length}: {model} has {positions} positions, of which SGLang keeps "
             f"{SPARE_POSITIONS} free; set it to at most {positions - SPARE_POSITIONS}"
         )
 

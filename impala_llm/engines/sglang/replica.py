@@ -9,9 +9,9 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 
-from impala_llm.engines.base import EngineError
+from impala_llm.engines.base import EngineError, ServerUnfit
 from impala_llm.engines.sglang.client import ServerInfo, ServerLost, SGLangClient
-from impala_llm.engines.sglang.external_server import Server, ServerUnfit
+from impala_llm.engines.sglang.external_server import Server, ServerAbsent
 from impala_llm.engines.sglang.weight_update import InFlight
 
 _log = logging.getLogger(__name__)
@@ -91,15 +91,16 @@ class Replica:
     async def keep(self) -> None:
         """Keep a server in traffic until it has to be given up."""
         try:
-            self.failure = EngineError(f"an SGLang server was given up: {await self._restart_for_ever()}")
+            self.failure = await self._restart_for_ever()
         except Exception as error:  # no task awaits a keeper: those that wait for its server must learn of it
             _log.exception("the keeper of an SGLang server failed")
             self.failure = EngineError(f"an SGLang server was given up: {error!r}")
             self.version = None
         self._notify()
 
-    async def _restart_for_ever(self) -> str:
-        """Bring a server up, give it weights and traffic, again whenever it dies. Returns why it was given up."""
+    async def _restart_for_ever(self) -> EngineError:
+        """Bring a server up, give it weights and traffic, again whenever it dies. Returns why it was given up:
+        ServerUnfit where no further attempt can do better."""
         failures = 0
         while True:
             try:
@@ -110,8 +111,10 @@ class Replica:
                 allowed = self._max_starts if self.was_up else 1
                 _log.warning("an SGLang server did not come up, attempt %d of %d: %s", failures, allowed, error)
                 await self.server.close()
-                if isinstance(error, ServerUnfit) or failures >= allowed:
-                    return f"{failures} of {allowed} attempts failed, the last: {error}"
+                if isinstance(error, ServerUnfit | ServerAbsent) or failures >= allowed:
+                    kind = ServerUnfit if isinstance(error, ServerUnfit) else EngineError
+                    said = f"{failures} of {allowed} attempts failed, the last: {error}"
+                    return kind(f"an SGLang server was given up: {said}")
                 await asyncio.sleep(min(_FIRST_BACKOFF_S * 2 ** (failures - 1), _MAX_BACKOFF_S))
                 continue
             failures, self.was_up = 0, True
@@ -144,10 +147,12 @@ class Replica:
         assert self.client is not None
         for _ in range(_PROBES):
             async with self._updating:
+                if self.version is None:  # it was not given the weights that the others have
+                    return False
                 try:
                     async with asyncio.timeout(_PROBE_TIMEOUT_S):
                         found = await self.client.weight_version()
-                        return found == self.version or (self._is_fed and (found or 0) >= (self.version or 0))
+                        return found == self.version or (self._is_fed and (found or 0) >= self.version)
                 except (EngineError, ServerLost, TimeoutError):
                     pass
             done, _ = await asyncio.wait([dead], timeout=_PROBE_PAUSE_S)

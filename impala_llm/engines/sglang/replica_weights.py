@@ -43,7 +43,7 @@ class ReplicaWeights:
         Args:
             in_flight: policy for answers under way when weights change.
             is_fed: the learner sends weights to the servers too.
-            source: of the newest weights for a started or restarted server; None: the directory of the last `load`.
+            source: of the newest weights for a started or restarted server; None: `newest`.
             changed: waits for the next change in servers or answers.
         """
         self.lock = asyncio.Lock()
@@ -52,10 +52,11 @@ class ReplicaWeights:
         self.num_loads = 0
         self.load_seconds = 0.0
         self.in_flight: InFlight = in_flight
+        self.newest: tuple[Path, int] | None = None
+        """Directory and version of the last `load`; before it, those that servers are to begin with. None: any."""
         self._is_fed = is_fed
         self._source = source
         self._changed = changed
-        self._newest: tuple[Path, int] | None = None
         self._layout: Layout | None = None
 
     def learn_layout(self, directory: Path) -> None:
@@ -79,7 +80,7 @@ class ReplicaWeights:
         Returns:
             The version that it has now.
         """
-        with self._source() if self._source is not None else nullcontext(self._newest) as newest:
+        with self._source() if self._source is not None else nullcontext(self.newest) as newest:
             if newest is None:
                 await client.relabel(present)
                 return present
@@ -101,7 +102,7 @@ class ReplicaWeights:
         Raises:
             EngineError: a server refuses the version.
         """
-        before, self._newest = self._newest, (directory, version)
+        before, self.newest = self.newest, (directory, version)
         behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
         begin = time.perf_counter()
         outcomes = await asyncio.gather(
@@ -119,7 +120,7 @@ class ReplicaWeights:
                 raise outcome
         times = [outcome for outcome in outcomes if isinstance(outcome, UpdateTimes)]
         if refusals and not times:
-            self._newest = before
+            self.newest = before
         if times:
             self.last_update = UpdateTimes(max(t.pause_s for t in times), max(t.transfer_s for t in times))
             self.num_loads += 1

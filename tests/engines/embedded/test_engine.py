@@ -169,6 +169,17 @@ def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) ->
             logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
 
 
+def test_answers_stand_still_for_the_whole_of_a_load(make_model: MakeModel) -> None:
+    engine = TorchEngine(make_model("qwen3", seed=0), max_sessions=1, max_length=128)
+    before = 0.0
+    for version in (1, 2):
+        engine.load_state(make_model("qwen3", seed=version).state_dict(), version)
+        stats = engine.stats()
+        assert stats.pause_seconds == pytest.approx(stats.weight_load_seconds - before)
+        assert 0 < stats.transfer_seconds <= stats.pause_seconds
+        before = stats.weight_load_seconds
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_weights_from_a_directory(make_model: MakeModel, tmp_path, plain_logprobs: Callable, kind: str) -> None:
     new = make_model(kind, seed=1)

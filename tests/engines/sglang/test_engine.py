@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import save_file
 
-from impala_llm.engines.base import EngineError, SamplingParams
+from impala_llm.config import load
+from impala_llm.engines import make_engine
+from impala_llm.engines.base import EngineError, SamplingParams, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.external_server import RemoteServer, find_servers
 from impala_llm.engines.sglang.response import BrokenAnswer
@@ -243,6 +246,60 @@ def test_a_handshake_takes_the_newest_weights_of_the_source(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("is_fed", "refusal", "label"), [(True, "the disk is on fire", "0"), (False, "Rolling back", "default")]
+)
+def test_a_server_that_missed_a_version_comes_back_with_it(tmp_path, is_fed, refusal, label):
+    """It answers, so that only the version that it was to have tells that it is not well."""
+
+    async def test():
+        fake = FakeServer()
+        async with running(fake, is_fed=is_fed) as engine:
+            fake.label, fake.refuse_weights = label, refusal
+            directory = weights(tmp_path / "w")
+            loading = asyncio.create_task(engine.load_weights(directory, 1))
+            while "update_weights_from_disk" not in fake.calls:
+                await asyncio.sleep(0.001)
+            fake.refuse_weights = ""
+            await loading
+            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(answer.versions.tolist()) == {1} and engine.version == 1
+            assert fake.loaded == [directory] and engine.restarts == 1 and engine.failure is None
+
+    run(test)
+
+
+SETTINGS = ["experiment=toy", "engine=sglang", "actor.num_actors=1"]
+
+
+def test_servers_of_others_begin_with_the_policy_that_the_engine_is_made_for(tiny_model):
+    """Without a source of weights; after a loss they get those that were loaded last."""
+
+    async def test():
+        fake = FakeServer()
+        await fake.server.start_server(shutdown_timeout=0.1)
+        engine = make_engine(load([*SETTINGS, f"engine.urls=[{fake.url}]"]), tiny_model, version=0)
+        try:
+            await engine.start()
+            assert fake.loaded == [tiny_model] and engine.version == 0
+            await engine.load_weights(tiny_model, 7)
+            fake.label = "0"  # restarted by its owner
+            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(answer.versions.tolist()) == {7} and fake.loaded == [tiny_model] * 3
+        finally:
+            await engine.close()
+            await fake.server.close()
+
+    run(test)
+
+
+def test_the_vocabulary_of_a_model_is_that_of_its_text_part(tmp_path):
+    nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 211}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    config = load([*SETTINGS, "engine.urls=['http://127.0.0.1:9']"])
+    assert make_engine(config, tmp_path, version=0).vocab_size == 211
+
+
+@pytest.mark.parametrize(
     ("in_flight", "calls"),
     [
         ("keep_kv", ["pause_generation", "update_weights_from_disk", "continue_generation"]),
@@ -290,7 +347,7 @@ def test_a_server_that_is_set_up_wrongly_is_refused():
             ({"incremental_streaming_output": False}, {}, "--incremental-streaming-output"),
             ({"max_req_input_len": 100}, {}, "--context-length"),
         ):
-            with pytest.raises(EngineError, match=flag):
+            with pytest.raises(ServerUnfit, match=flag):
                 async with running(FakeServer(**info), **options):
                     raise AssertionError("it was accepted")
 
@@ -300,8 +357,9 @@ def test_a_server_that_is_set_up_wrongly_is_refused():
 def test_a_url_without_a_server_is_an_error_after_the_timeout():
     async def test():
         engine = SGLangEngine([RemoteServer("http://127.0.0.1:9", timeout_s=0.2)], vocab_size=VOCAB, max_length=20)
-        with pytest.raises(EngineError, match="127.0.0.1:9 did not answer for 0.2 s"):
+        with pytest.raises(EngineError, match="127.0.0.1:9 did not answer for 0.2 s") as caught:
             await engine.start()
+        assert not isinstance(caught.value, ServerUnfit), "it may answer later"
         with pytest.raises(EngineError, match="closed"):
             await engine.generate("a", [1], SamplingParams())
 

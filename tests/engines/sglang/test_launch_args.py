@@ -113,11 +113,13 @@ def test_a_wrong_model_directory_is_named_before_anything_starts(settings: Serve
 def test_a_history_longer_than_the_model_is_refused_with_the_longest_that_fits(
     settings: ServerSettings, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    check_model(replace(settings, model=tmp_path, max_length=121))
-    with pytest.raises(BadServerSettings, match="engine.max_length=122: .* 128 positions.* at most 121"):
-        check_model(replace(settings, model=tmp_path, max_length=122))
+    for name in ("max_position_embeddings", "n_positions"):
+        for whole in ({name: 128}, {"text_config": {name: 128}}):
+            (tmp_path / "config.json").write_text(json.dumps(whole))
+            check_model(replace(settings, model=tmp_path, max_length=121))
+            with pytest.raises(BadServerSettings, match="engine.max_length=122: .* 128 positions.* at most 121"):
+                check_model(replace(settings, model=tmp_path, max_length=122))
 
 
 def interpreter(path: Path, code: str) -> str:
