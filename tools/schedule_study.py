@@ -418,7 +418,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
                 name = "" if number else arm
                 axis.plot([at / 60 for at in seconds], scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
         axis.set_title(f"{task}, {speed} environment", fontsize=10)
-        axis.set_xlabel("minutes of training until the policy")
+        axis.set_xlabel("minutes of training when the policy was published")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("score of the training episodes")
