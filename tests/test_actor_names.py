@@ -1,4 +1,4 @@
-"""What an actor is called, so that no two of a run have one name."""
+"""Names of actors: no two of a run have the same."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Which of the tickets that wait an actor starts, which order to end is a failure, and which failed start is final."""
+"""Starts of an actor: waiting tickets that it takes, orders to end that are failures, failed starts that are final."""
 
 import asyncio
 from collections import deque

@@ -470,6 +470,6 @@ def test_ctrl_c_amid_the_imports_ends_quietly_too(tmp_path: Path) -> None:
 
 
 def test_what_needs_no_settings_loads_no_torch() -> None:
-    """Which takes seconds, and 250 MB."""
+    """The import takes seconds, and 250 MB."""
     code = "import sys; from impala_llm import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Which evaluation tasks an actor plays, and what it tells the learner of them."""
+"""Evaluation tasks at an actor: which it plays, and the results that it sends to the learner."""
 
 import asyncio
 from collections import defaultdict, deque

@@ -1,4 +1,4 @@
-"""Who gets which GPUs of a host."""
+"""Sharing of a host's GPUs among learner, actors and servers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When an evaluation inside of a run is due, what it is said to have found, and which policy is kept for it."""
+"""Evaluation inside of a run: when it is due, the results that are reported, and the policy that is kept."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""What would be started, with which share of the cores; what a dead actor is told. No process is started here."""
+"""The processes that a run would start, their shares of the cores, and messages on dead actors. Starts
+no process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""How an episode ends, and what is then still to come: nothing where the end is of the task, else the value of the
+"""Ends of episodes, and the return that is still to come: nothing where the end is of the task, else the value of the
 state that was reached, read where the critic learns it."""
 
 import asyncio

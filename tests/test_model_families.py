@@ -1,4 +1,4 @@
-"""Which models are computed right, by the learner's packed rows and by the embedded engine, and which are refused."""
+"""Model families: those computed right by the learner's packed rows and by the embedded engine, and those refused."""
 
 import asyncio
 from pathlib import Path

@@ -88,7 +88,8 @@ def run_with(points: list[tuple[float, float]]) -> dict[str, object]:
 
 
 def test_a_point_is_of_a_policy_that_was_published_before() -> None:
-    """Of two versions before the newest, which is one update before the end of the step: three updates of 120 s."""
+    """A policy two versions before the newest, which is one update before the end of the step: three updates
+    of 120 s."""
     run = run_with([(130.0, 0.1), (600.0, 0.2)]) | {"updates": 10, "staleness": 2.0}
     assert study.by_policy(run, study.SCORE) == [(0.0, 0.1), (240.0, 0.2)]
 

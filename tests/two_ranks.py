@@ -8,7 +8,7 @@ from impala_llm.learning.parallel import Ranks
 
 
 class Meeting:
-    """Where rank 0 and rank 1 exchange what they have, again and again."""
+    """A meeting point at which rank 0 and rank 1 exchange objects, again and again."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2)

@@ -306,7 +306,7 @@ def test_a_conversation_of_thousands_of_turns_is_one_context() -> None:
 
 
 def test_the_last_answer_of_an_episode_is_the_last_of_its_trajectory(chat: ChatTokens) -> None:
-    """So the reward follows it, also where a sub-agent has talked meanwhile."""
+    """The reward follows the conversation, also where a sub-agent has talked meanwhile."""
 
     async def play() -> tuple[Trajectory, Player]:
         player = Player(chat, 5)

@@ -1,4 +1,4 @@
-"""Which version of the weights goes to engines, which one is kept, which must wait, and over which ways."""
+"""Publishing of weights: versions that go to engines, are kept or wait, and the ways they take."""
 
 import logging
 import os

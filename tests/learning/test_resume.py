@@ -1,4 +1,4 @@
-"""Whether a run begins, goes on or is refused, by what its folders hold."""
+"""A run begins, goes on or is refused, by the contents of its folders."""
 
 import shutil
 import subprocess

@@ -127,7 +127,7 @@ def test_the_last_checkpoint_is_written_again_where_it_has_failed(
 def test_the_last_checkpoint_of_two_ranks_is_written_again_by_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rank 0 alone has failed, and what rank 1 has left would be read in place of what it writes now."""
+    """Rank 0 alone has failed; files that rank 1 has left would be read in place of those that it writes now."""
     meeting = Meeting()
     both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
     write_file = checkpoint.write_file
@@ -168,7 +168,7 @@ def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
 
 
 def test_adapters_are_not_put_on_other_weights_than_those_that_they_were_learned_on(tmp_path: Path) -> None:
-    """Where `model.path` was trained further meanwhile, under the same name and of the same shape."""
+    """`model.path` was trained further meanwhile, under the same name and of the same shape."""
     start = save_lm(tmp_path / "model")
     config = load([f"model.path={start}", "model.lora.rank=2", "engine.max_length=64"])
     model = make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))

@@ -77,7 +77,7 @@ def test_the_score_of_a_window_covers_the_latest_steps_that_hold_enough_episodes
 
 def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
     def old_in(t: Trajectory, num_old: int) -> Trajectory:
-        """Of version 1 the first so many action tokens, of version 3 the others."""
+        """A trajectory whose first so many action tokens are of version 1, the others of version 3."""
         versions = np.where(t.action_mask, 3, t.versions).astype(np.int32)
         versions[np.flatnonzero(t.action_mask)[:num_old]] = 1
         return dataclasses.replace(t, versions=versions)

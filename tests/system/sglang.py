@@ -65,7 +65,7 @@ def tiny_checkpoint(path: Path) -> Path:
 
 
 def cpu_settings(model: Path, folder: Path, max_length: int = 512, max_running: int = 16) -> ServerSettings:
-    """Of a server that logs into the folder. Only for tests with the mark `needs_sglang`."""
+    """Settings of a server that logs into the folder. Only for tests with the mark `needs_sglang`."""
     python = sglang_python()
     assert python is not None
     return ServerSettings(

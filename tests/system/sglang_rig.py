@@ -50,7 +50,8 @@ class Policies:
     def learners_logprobs(
         self, version: int, answers: Sequence[tuple[list[int], Generation]], temperature: float
     ) -> list[np.ndarray]:
-        """Of the tokens of each (prompt, answer): by the model that trains, on rows packed as it packs them."""
+        """Log-probabilities of the tokens of each (prompt, answer): by the model that trains, on rows packed as the
+        learner packs them."""
         model = PolicyModel.from_pretrained(self.directories[version]).eval()
         rows = [torch.tensor([*prompt, *answer.tokens.tolist()]) for prompt, answer in answers]
         lengths = torch.tensor([len(row) for row in rows])

@@ -42,7 +42,7 @@ def family(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
 
 
 def weight_version(server: psutil.Process) -> int:
-    """Of the weights that a server has, by its own account; -1 while it does not answer."""
+    """Version of the weights that a server says it has; -1 while it does not answer."""
     try:
         words = server.cmdline()
         port = words[words.index("--port") + 1]

@@ -57,7 +57,7 @@ class FedRig(Rig):
         return version
 
     async def check_fresh_answers(self) -> None:
-        """Of the newest version, against the learner's own forward."""
+        """Log-probabilities of the newest version, against the learner's own forward."""
         answers = []
         for place, prompt in enumerate(self.prompts(4, seed=self.engine.version)):
             answer = await self.engine.generate(f"fresh-{place}", prompt, SamplingParams(max_new_tokens=30))

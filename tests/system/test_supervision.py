@@ -1,4 +1,4 @@
-"""How processes are ended: politely first, then for certain, wherever they hang by then."""
+"""Ends of processes: SIGTERM first, then SIGKILL, wherever they hang by then."""
 
 import os
 import re

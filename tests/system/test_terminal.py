@@ -1,4 +1,4 @@
-"""What people see of a run, in terminals of the usual widths."""
+"""The live view of a run, in terminals of the usual widths."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How much a step computes."""
+"""Tokens and episodes that one step of the scheduler computes."""
 
 import pytest
 

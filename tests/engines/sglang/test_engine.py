@@ -249,7 +249,7 @@ def test_a_handshake_takes_the_newest_weights_of_the_source(tmp_path):
     ("is_fed", "refusal", "label"), [(True, "the disk is on fire", "0"), (False, "Rolling back", "default")]
 )
 def test_a_server_that_missed_a_version_comes_back_with_it(tmp_path, is_fed, refusal, label):
-    """It answers, so that only the version that it was to have tells that it is not well."""
+    """The server answers; only its version tells that it is not well."""
 
     async def test():
         fake = FakeServer()

@@ -1,4 +1,4 @@
-"""What can be said of a server before there is one: its command line, its variables, and which settings are refused."""
+"""A server before it starts: its command line, its environment variables, and settings that are refused."""
 
 import asyncio
 import json

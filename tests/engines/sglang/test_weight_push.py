@@ -135,7 +135,7 @@ def running(*servers: FakeServer) -> Iterator[list[FakeServer]]:
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    """Of 160, 64, 0 and 12 bytes."""
+    """Tensors of 160, 64, 0 and 12 bytes."""
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(8, 5, generator=generator)
     return {

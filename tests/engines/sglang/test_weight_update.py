@@ -1,4 +1,4 @@
-"""What counts as the weights of a Hugging Face directory."""
+"""The files that count as the weights of a Hugging Face directory."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which tickets are granted, to whom, and how each ends."""
+"""The ledger of tickets: which are granted, to whom, and how each ends."""
 
 import random
 from collections import Counter

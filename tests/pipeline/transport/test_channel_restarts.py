@@ -130,7 +130,7 @@ def test_what_was_learned_from_before_the_learner_died_stays_away_and_the_rest_i
 
 
 def test_a_learner_that_publishes_nothing_never_runs_out_of_room_and_loses_nothing(pair: Pair) -> None:
-    """It trains on three times what its arena has room for, and dies between two versions that it keeps."""
+    """A learner that trains on three times what its arena has room for, and dies between two versions that it keeps."""
     first = pair.receiver(max_staleness=None)
     actor = pair.actor(want=4)
     kept, since = 0, []

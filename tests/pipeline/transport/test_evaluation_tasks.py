@@ -1,4 +1,4 @@
-"""Who is dealt which task of an evaluation, whose results count, and when it ends."""
+"""Tasks of an evaluation: which actor gets which, whose results count, and when it ends."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever one actor says or is, by mistake or on purpose, the learner goes on for all others."""
+"""One actor sends wrong messages, by mistake or on purpose: the learner goes on for all others."""
 
 import contextlib
 import dataclasses

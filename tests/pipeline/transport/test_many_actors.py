@@ -23,7 +23,7 @@ class Crowd:
         self.sockets: list[zmq.Socket[bytes]] = []
 
     def come(self, endpoint: str, count: int) -> list[messages.Message]:
-        """So many more introduce themselves, one after the other. Returns the answers."""
+        """Introduce so many more actors, one after the other. Returns the answers."""
         return [self._one(endpoint) for _ in range(count)]
 
     def _one(self, endpoint: str) -> messages.Message:

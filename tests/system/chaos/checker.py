@@ -327,8 +327,8 @@ def _pairs(world: Iterable[Event], rank: list[Event], name: str) -> list[tuple[E
 
 
 def _troubles(logs: Logs, only_ranks: bool) -> list[tuple[float, float]]:
-    """When some process, or some rank, was down, starting or stopped, or memory was full, and a while after; in
-    order."""
+    """Intervals in which some process, or some rank, was down, starting or stopped, or memory was full, and
+    a while after; in order."""
     troubles = []
     opened: dict[str, float] = {}
     started = {

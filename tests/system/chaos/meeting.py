@@ -1,4 +1,4 @@
-"""Where the learner ranks of the chaos test wait for each other, as collectives of torch.distributed do.
+"""A barrier of the learner ranks of the chaos test, in place of the collectives of torch.distributed.
 
 Invariant: `exchange` returns the same on all ranks, or ends with Missed on those that are there.
 """

@@ -84,7 +84,7 @@ class LoggedLedger(TicketLedger):
         self._tell(ticket_id, num_refused)
 
     def _say_intent(self, ticket_id: int, actor_id: str) -> float | None:
-        """How many it has refused before; None where the ticket is not open."""
+        """Number that it has refused before; None where the ticket is not open."""
         if all(ticket.ticket_id != ticket_id for ticket in self.open_tickets(actor_id)):
             return None
         self.log.say("refusing", ticket_id)

@@ -68,7 +68,7 @@ class Settings:
         return self.directory / f"proxy-{rank}.sock"
 
     def endpoint(self, actor: int, run_dir: RunDirectory) -> str:
-        """Where an actor connects: every other pair goes through the proxy."""
+        """Endpoint of an actor: every other pair goes through the proxy."""
         rank = actor % NUM_RANKS
         return f"ipc://{self.proxy_path(rank)}" if is_proxied(actor) else run_dir.endpoint(rank)
 
