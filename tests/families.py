@@ -179,12 +179,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 """Kinds that neither packed rows nor the engine compute as transformers does."""
 
 
-def build_family(name: str) -> PreTrainedModel:
-    """The model of a name in `RIGHT` or `REFUSED`, always with the same weights."""
+def family_config(name: str) -> PreTrainedConfig:
+    """The configuration of a name in `RIGHT` or `REFUSED`."""
     kind, arguments = (RIGHT | REFUSED)[name]
     make: Callable[..., PreTrainedConfig] = getattr(transformers, kind)
+    return make(**arguments)
+
+
+def build_family(name: str) -> PreTrainedModel:
+    """The model of a name in `RIGHT` or `REFUSED`, always with the same weights."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make(**arguments))
+    model = AutoModelForCausalLM.from_config(family_config(name))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

@@ -1,8 +1,9 @@
-"""Builders for several test modules: the tiny random policy, programs that run Python code."""
+"""For several test modules: the tiny random policy, programs that run Python code, events of TensorBoard."""
 
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -61,6 +62,15 @@ def make_tiny_model(directory: Path, seed: int = 0) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def events_of(folder: Path) -> Any:
+    """TensorBoard's EventAccumulator of a folder, with what lies in it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # here: it takes a second
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
 
 
 def write_program(path: Path, code: str) -> Path:

@@ -5,9 +5,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -288,9 +289,17 @@ def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:
     assert all(f"`{key}`" in page for key in (*arrays, *lines[0], *header))
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """30 demonstrations with mistakes. Read only."""
+    more = ["demonstrations.noise=0.5", "demonstrations.num_episodes=30"]
+    return record(load(words(tmp_path_factory.mktemp("recorded"), tiny_model, *more)))
+
+
 @pytest.fixture
-def noisy(tmp_path: Path, tiny_model: Path) -> Iterator[Path]:
-    yield record(load(words(tmp_path, tiny_model, "demonstrations.noise=0.5", "demonstrations.num_episodes=30")))
+def noisy(tmp_path: Path, recorded: Path) -> Path:
+    """Such demonstrations that the test may damage."""
+    return shutil.copytree(recorded, tmp_path / "demonstrations")
 
 
 def test_they_are_shown_and_filtered_by_score(noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

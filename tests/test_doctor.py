@@ -1,9 +1,11 @@
 """`impala-llm doctor`: real probes of this host, and what is said of one on which something is wrong."""
 
+import copy
 import json
 import os
 import shutil
 import socket
+import sys
 import uuid
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -20,9 +22,32 @@ from impala_llm.preflight import actors_checks, training_checks
 from impala_llm.settings import ASSETS
 from tests.helpers import write_program
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("doctor")]  # which share what the processes said
 
 Examine = Callable[..., tuple[int, dict[str, Any]]]
+SAID: dict[Any, dict[str, Any]] = {}
+"""Answers of the processes that import torch or transformers, by what they were asked: each takes seconds."""
+
+
+@pytest.fixture(autouse=True)
+def probes_that_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_probe = doctor.run_probe
+
+    def probed(code: str, *arguments: str, python: str = sys.executable, as_json: bool = True) -> dict[str, Any]:
+        if code not in (doctor.TORCH_PROBE, doctor.CONFIG_PROBE):
+            return run_probe(code, *arguments, python=python, as_json=as_json)
+        key = (code, arguments, python, as_json, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if key not in SAID:
+            SAID[key] = run_probe(code, *arguments, python=python, as_json=as_json)
+        return copy.deepcopy(SAID[key])
+
+    monkeypatch.setattr(doctor, "run_probe", probed)
+
+
+@pytest.fixture
+def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two ranks are started, which takes seconds, where the test is of something else."""
+    monkeypatch.setattr(doctor, "process_group", lambda *_: doctor.Finding("process group", "not tried"))
 
 
 @pytest.fixture
@@ -51,6 +76,7 @@ def test_a_host_on_which_nothing_is_wrong(examine: Examine, monkeypatch: pytest.
     assert found.keys() >= {"GPUs", "model", "device", "engine", "keys", "ports", "disk", "open files", "model memory"}
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_a_source_folder_that_is_not_installed_is_named(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -109,6 +135,7 @@ def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatc
     assert "GLOO_SOCKET_IFNAME" in problem and "nosuch0" in problem
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

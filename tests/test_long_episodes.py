@@ -3,21 +3,25 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-TOOL = Path(__file__).resolve().parent.parent / "tools" / "long_episodes.py"
+import pytest
 
+from tools import long_episodes
 
-def figures(*args: str) -> dict[str, float]:
-    command = [sys.executable, str(TOOL), "--versions", "30", "--playing", "192", *args]
-    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    return found
+WORDS = (long_episodes.__file__, "--versions", "30", "--playing", "192")
 
 
-def test_long_episodes_teach_where_they_are_kept() -> None:
-    kept, halves, waited, in_time = (
-        figures(*args) for args in ((), ("--keep", "0.5"), ("--wait", "inf"), ("--staleness", "0"))
-    )
+def test_long_episodes_teach_where_they_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def figures(*more: str) -> dict[str, float]:
+        monkeypatch.setattr(sys, "argv", [*WORDS, *more])
+        long_episodes.main()
+        found: dict[str, float] = json.loads(capsys.readouterr().out)
+        return found
+
+    kept = json.loads(subprocess.run([sys.executable, *WORDS], check=True, capture_output=True).stdout)
+    halves, waited, in_time = figures("--keep", "0.5"), figures("--wait", "inf"), figures("--staleness", "0")
     assert kept["all_dropped_share"] == 0 < halves["below_4k_dropped_share"]
     assert kept["below_4k_share_of_taught"] > halves["below_4k_share_of_taught"]
     assert waited["below_4k_lost_tokens_share"] < kept["below_4k_lost_tokens_share"] < 1

@@ -11,7 +11,7 @@ from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams
 from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.known_models import reasons_against
 from impala_llm.learning.model import PolicyModel
-from tests.families import REFUSED, RIGHT, VOCABULARY, build_family
+from tests.families import REFUSED, RIGHT, VOCABULARY, build_family, family_config
 
 MAX_LENGTH = 200
 
@@ -64,7 +64,7 @@ def test_these_kinds_are_refused_by_what_they_compute(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT"])
 def test_more_tokens_than_a_model_has_positions_are_refused_by_its_configuration(name: str, tmp_path: Path) -> None:
-    build_family(name).config.save_pretrained(tmp_path)
+    family_config(name).save_pretrained(tmp_path)
     assert reasons_against("model.path", "here", tmp_path, 256) == []
     (reason,) = reasons_against("model.path", "here", tmp_path, 257)
     assert "engine.max_length=257" in reason and "lower it to 256" in reason
@@ -72,7 +72,7 @@ def test_more_tokens_than_a_model_has_positions_are_refused_by_its_configuration
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_these_kinds_are_refused_by_their_configuration_alone(name: str, tmp_path: Path) -> None:
-    build_family(name).config.save_pretrained(tmp_path)
+    family_config(name).save_pretrained(tmp_path)
     reasons = reasons_against("model.path", "here", tmp_path, MAX_LENGTH)
     assert reasons
     for reason in reasons:
@@ -81,7 +81,7 @@ def test_these_kinds_are_refused_by_their_configuration_alone(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_speaks_against_the_configuration_of_the_others(name: str, tmp_path: Path) -> None:
-    build_family(name).config.save_pretrained(tmp_path)
+    family_config(name).save_pretrained(tmp_path)
     assert reasons_against("model.path", "here", tmp_path, MAX_LENGTH) == []
 
 

@@ -116,7 +116,7 @@ def test_arms_that_are_as_fast_take_as_long(points: tuple[int, int], noise: tupl
     two equal arms neither is slower, nor never there."""
     generator = np.random.default_rng(5)
     results = []
-    for seed in range(200):
+    for seed in range(60):
         for arm, num_points, spread in zip(("synchronous", "η = 4"), points, noise, strict=True):
             seconds = (np.arange(num_points) + 0.5) * 480 / num_points
             published = np.maximum(seconds - 480 / num_points, 0)
@@ -126,7 +126,7 @@ def test_arms_that_are_as_fast_take_as_long(points: tuple[int, int], noise: tupl
             results.append(result(arm, seed, 0.9) | of_arm)
     [row] = [line for line in study.speed_table(results).splitlines() if "η = 4" in line]
     assert re.search(r"\| (0\.9|1\.0|1\.1) \(", row), row
-    assert int(row.split("|")[-2]) <= 2
+    assert int(row.split("|")[-2]) <= 1
 
 
 def test_an_arm_that_learns_nothing_sets_no_level() -> None:

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +29,20 @@ from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
 
 
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
     """Handlers as they were before: a warm start sets its own, and its process ends with it."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    with signal_handlers_kept():
+        yield
 
 
 SETTINGS = (
@@ -59,6 +67,38 @@ def warm_start(folder: Path, model: Path, *more: str) -> Path:
 def words(folder: Path, model: Path, *more: str) -> list[str]:
     own = [f"model.path={model}", f"run.dir={folder / 'run'}", f"sft.dir={folder / 'sft'}"]
     return [*SETTINGS, *own, f"demonstrations.dir={folder / 'demonstrations'}", *more]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The demonstrations of SETTINGS. Read only."""
+    return record(load(words(tmp_path_factory.mktemp("recorded"), tiny_model)))
+
+
+@pytest.fixture(autouse=True)
+def demonstrations(tmp_path: Path, recorded: Path) -> Path:
+    """The demonstrations of SETTINGS, as if the test had recorded them. `impala-llm sft` adds those that are missing,
+    and here none are."""
+    return shutil.copytree(recorded, tmp_path / "demonstrations")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, recorded: Path) -> Path:
+    """A folder with demonstrations and a warm start of one update. Read only."""
+    folder = tmp_path_factory.mktemp("finished")
+    shutil.copytree(recorded, folder / "demonstrations")
+    with signal_handlers_kept():
+        warm_start(folder, tiny_model, "sft.max_updates=1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two_updates(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, recorded: Path) -> Path:
+    """The weights after two updates. Read only."""
+    folder = tmp_path_factory.mktemp("two")
+    with signal_handlers_kept():
+        warm_start(folder, tiny_model, "sft.max_updates=2", f"sft.data=[{recorded}]")
+    return folder / "sft" / "policy" / "model.safetensors"
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -93,16 +133,19 @@ def test_the_losses_are_those_of_a_plain_forward(tmp_path: Path, tiny_model: Pat
     assert found["sft/value_loss"] == pytest.approx(np.square(returns).mean(), rel=1e-5)
 
 
-def test_the_gradient_is_that_of_the_weighted_mean_however_it_is_cut(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_gradient_is_that_of_the_weighted_mean_however_it_is_cut(
+    tmp_path: Path, tiny_model: Path, recorded: Path
+) -> None:
     settings = ["sft.batch_size=40", "sft.held_out_tasks=0", "sft.observation_weight=0.25", "sft.value_coef=0"]
+    settings.append(f"sft.data=[{recorded}]")
     norms = []
     for budget in (64, 4096):
-        folder = tmp_path / str(budget)
-        norms.append(metrics(warm_start(folder, tiny_model, *settings, f"learner.token_budget={budget}"))[-1])
+        folder = warm_start(tmp_path / str(budget), tiny_model, *settings, f"learner.token_budget={budget}")
+        norms.append(metrics(folder)[-1])
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     total, weight = torch.zeros(()), 0.0
-    for row in rows(tmp_path / "64"):
+    for row in rows(tmp_path):
         tokens = torch.from_numpy(row.tokens.astype(np.int64))
         of_next = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         weights = torch.where(torch.from_numpy(row.action_mask[1:]), 1.0, 0.25)
@@ -127,7 +170,7 @@ def test_returns_are_of_what_comes_after_a_turn() -> None:
 
 def test_a_policy_learns_what_it_is_shown_and_its_values(tmp_path: Path, tiny_model: Path) -> None:
     settings = ["sft.epochs=8", "sft.held_out_every=20", "demonstrations.noise=0", "sft.value_learning_rate=0.02"]
-    folder = warm_start(tmp_path, tiny_model, *settings)
+    folder = warm_start(tmp_path / "new", tiny_model, *settings)  # which records them first
     found = metrics(folder)
     assert found[0]["step"] == 0 and found[-1]["step"] == 8 * 9  # 4 tasks of 40 are held out
     assert found[-1]["sft/held_out_loss"] < 0.5 * found[0]["sft/held_out_loss"]
@@ -149,10 +192,10 @@ def test_the_result_is_a_model_directory_that_a_run_begins_from(tmp_path: Path, 
     assert main(["evaluate", "--config", str(tmp_path / "sft" / "config.yaml"), "evaluation.num_tasks=5"]) == 0
 
 
-def test_one_that_was_cut_short_goes_on_to_the_same_weights(tmp_path: Path, tiny_model: Path) -> None:
-    whole = warm_start(tmp_path / "whole", tiny_model, "sft.max_updates=7")
-    warm_start(tmp_path / "cut", tiny_model, "sft.max_updates=3")
-    cut = warm_start(tmp_path / "cut", tiny_model, "sft.max_updates=7")
+def test_one_that_was_cut_short_goes_on_to_the_same_weights(tmp_path: Path, tiny_model: Path, recorded: Path) -> None:
+    whole = warm_start(tmp_path / "whole", tiny_model, "sft.max_updates=7", f"sft.data=[{recorded}]")
+    warm_start(tmp_path, tiny_model, "sft.max_updates=3")
+    cut = warm_start(tmp_path, tiny_model, "sft.max_updates=7")
     for name in ("model.safetensors", "value_head.safetensors"):
         expected, found = load_file(whole / "policy" / name), load_file(cut / "policy" / name)
         assert expected.keys() == found.keys()
@@ -172,7 +215,7 @@ def test_a_second_one_in_the_same_folder_is_refused(
     assert (folder / "policy" / "model.safetensors").read_bytes() == saved
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model: Path, recorded: Path) -> None:
     (user_folder / "interrupting.py").write_text(
         "import os, pathlib, signal\n"
         "class Writer:\n"
@@ -191,7 +234,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model
     assert (user_folder / "sft" / "policy" / "model.safetensors").is_file()
     longer = ["sft.max_updates=5", "run.metric_writers=[interrupting:Writer]"]
     assert main(["sft", *words(user_folder, tiny_model, *longer)]) == 0
-    whole = warm_start(user_folder / "whole", tiny_model, "sft.max_updates=5")
+    whole = warm_start(user_folder / "whole", tiny_model, "sft.max_updates=5", f"sft.data=[{recorded}]")
     expected = load_file(whole / "policy" / "model.safetensors")
     found = load_file(user_folder / "sft" / "policy" / "model.safetensors")
     assert all(torch.equal(expected[key], found[key]) for key in expected)
@@ -199,7 +242,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(user_folder: Path, tiny_model
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    tmp_path: Path, tiny_model: Path, of_two_updates: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     step = Imitation.step
 
@@ -216,8 +259,7 @@ def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
     assert stop.value.code == 128 + signal.SIGTERM
     monkeypatch.undo()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a new process
-    two = warm_start(tmp_path / "two", tiny_model, "sft.max_updates=2")
-    expected = load_file(two / "policy" / "model.safetensors")
+    expected = load_file(of_two_updates)
     found = load_file(tmp_path / "sft" / "policy" / "model.safetensors")
     assert all(torch.equal(expected[key], found[key]) for key in expected)
     warm_start(tmp_path, tiny_model, "sft.max_updates=3")
@@ -242,13 +284,18 @@ def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(
-    tmp_path: Path, tiny_model: Path, change: list[str], named: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_model: Path,
+    finished: Path,
+    change: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path
     if "sft.min_score=1" in change:
         folder = tmp_path / "other"
     else:
-        warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+        shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
         change = [f"sft.data=[{tmp_path / 'demonstrations'}]", *change] if change[0].startswith("engine") else change
     capsys.readouterr()
     settings = tmp_path / "sft" / "config.yaml"
@@ -321,13 +368,12 @@ def test_each_measurement_is_written_as_it_is_made(
 
 
 def test_the_last_losses_are_written_wherever_the_time_is_over(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    demonstrations = record(load(words(tmp_path, tiny_model)))
     for limit in range(20, 26):
         clock = itertools.count()
         monkeypatch.setattr(WarmStart, "seconds", property(lambda _, clock=clock: float(next(clock))))
-        settings = ["sft.epochs=9", f"sft.max_minutes={limit / 60}", f"sft.data=[{demonstrations}]"]
+        settings = ["sft.epochs=9", f"sft.max_minutes={limit / 60}", f"sft.data=[{recorded}]"]
         folder = warm_start(tmp_path / str(limit), tiny_model, *settings)
         manifest, _ = newest_whole(folder / STATE)
         last = metrics(folder)[-1]
@@ -379,26 +425,23 @@ def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: P
     assert [path.name for path in folder.glob("policy*")] == ["policy"]
 
 
-def test_another_model_s_tokens_are_refused(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = record(load(words(tmp_path, tiny_model)))
-    assert main(["sft", *words(tmp_path, Path("scratch"), f"sft.data=[{folder}]")]) == 2
+def test_another_model_s_tokens_are_refused(tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", *words(tmp_path, Path("scratch"), f"sft.data=[{recorded}]")]) == 2
     assert "tokenizer or chat template is another than that of model.path=scratch" in capsys.readouterr().err
 
 
 def test_ids_that_the_model_does_not_know_are_refused(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: Path, demonstrations: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = record(load(words(tmp_path, tiny_model)))
-    first = next(iter(read(folder)))
+    first = next(iter(read(demonstrations)))
     tokens = first.trajectory.tokens.copy()
     tokens[0] = AutoConfig.from_pretrained(tiny_model).vocab_size
     row = dataclasses.replace(first.trajectory, tokens=tokens, episode_id="strange")
-    add_part(folder, [dataclasses.replace(first, trajectory=row)])
-    assert main(["sft", *words(tmp_path, tiny_model, f"sft.data=[{folder}]")]) == 2
+    add_part(demonstrations, [dataclasses.replace(first, trajectory=row)])
+    assert main(["sft", *words(tmp_path, tiny_model, f"sft.data=[{demonstrations}]")]) == 2
     error = capsys.readouterr().err
-    assert f"{folder}, episode strange, cannot be learned by" in error and f"tokens holds id {tokens[0]}" in error
+    assert f"{demonstrations}, episode strange, cannot be learned by" in error
+    assert f"tokens holds id {tokens[0]}" in error
 
 
 @pytest.mark.smollm2

@@ -65,6 +65,12 @@ def test_holm_is_its_worked_example() -> None:
     assert stats.holm([0.6, 0.7]) == [1.0, 1.0] and stats.holm([]) == []
 
 
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tables whose intervals are of constant data, or are not looked at."""
+    monkeypatch.setattr(stats, "RESAMPLES", 300)
+
+
 def result_of(settings: lab.RunSettings, score: float) -> dict:
     """A run with this score in all its evaluations."""
     points = [
@@ -155,6 +161,7 @@ def test_a_phase_waits_for_the_runs_that_it_rests_on(tmp_path: Path) -> None:
         study.planned("screen", range(1), tmp_path)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) -> None:
     finished = as_scored({"PPO clip": 0.9, "M2PO": 0.8, "CISPO": 0.7})
     chosen = contrasts.rate_table(finished(plan.rates(range(2))))
@@ -188,6 +195,7 @@ def test_no_run_begins_when_time_is_up_and_the_same_call_goes_on(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_runs_whose_data_are_kept_are_finished_in_another_folder(tmp_path: Path) -> None:
     runs = plan.rates([0])[:3]
     results = as_scored({"no correction": 0.9})(runs[:2])
@@ -206,14 +214,16 @@ def test_the_data_of_the_repository_are_finished_runs_and_their_report_is_those_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_repository = study.ROOT / "docs" / "results" / "off_policy"
-    for part, name in {"a": "lag", "c": "replay", "d": "variants", "e": "critic"}.items():
-        words = ["--report", "--part", part, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-        monkeypatch.setattr("sys.argv", ["study.py", *words])
-        assert study.main() == 0
+    parts = [word for part in "acde" for word in ("--part", part)]
+    words = ["--report", *parts, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["study.py", *words])
+    assert study.main() == 0
+    for name in ("lag", "replay", "variants", "critic"):
         assert (tmp_path / "out" / f"{name}.jsonl").read_text() == (of_repository / f"{name}.jsonl").read_text()
     assert "no run has finished" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_a_trial_rests_on_the_data_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = as_scored({})(plan.rates(range(plan.SEEDS["rates"])))
     study.report_of_second("rates", results, tmp_path / "docs" / "results" / "off_policy")
@@ -222,6 +232,7 @@ def test_a_trial_rests_on_the_data_of_the_repository(tmp_path: Path, monkeypatch
     assert study.main() == 0
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_a_report_of_fewer_runs_than_its_file_holds_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +336,7 @@ def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:
     assert ours.algorithm.loss == preset.algorithm.loss
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
     def result(method: str, reuse: int, speed: float) -> dict:
         runs = shop.replay([0], as_scored({}))

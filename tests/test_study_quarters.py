@@ -14,6 +14,7 @@ from impala_llm.config import load
 from tests.test_study_plan import as_scored
 from tools import _study_plan as plan
 from tools import _study_quarters as quarter
+from tools import _study_stats as stats
 from tools import study
 
 LOG_RATIOS = torch.tensor([-1.0, -0.1, 0.1, 0.5, -1.0, -0.1, 0.1, 0.5])
@@ -141,7 +142,10 @@ def test_what_is_built_comes_from_all_cells_and_is_confirmed_where_nobody_has_lo
     assert methods[:2] == ["PPO clip", "TOPR"] and methods[2] in built_names
 
 
-def test_the_report_has_a_row_for_each_quarter_and_names_known_cells(tmp_path: Path) -> None:
+def test_the_report_has_a_row_for_each_quarter_and_names_known_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "RESAMPLES", 300)  # of constant data
     finished = as_scored({"0ρρ0": 0.6})
     tables = study.report_of_second("quarters", finished(plan.quarters(range(2))), tmp_path)
     assert "| A > 0, ρ < 1 |" in tables and "PPO's clip" in tables and "chance" in tables

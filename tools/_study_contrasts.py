@@ -226,9 +226,8 @@ def score_by(run: Result, seconds: float) -> float:
 def plot_by_lag(results: Sequence[Result], path: Path) -> None:
     """Final score over the lag, a line for each method with its interval as a band; of several rates at a lag the one
     that all lags have."""
-    plt = reporting.plt
     lags = sorted({result["settings"]["lag"] for result in results})
-    figure, axis = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    figure, axis = reporting.pyplot().subplots(figsize=(7, 4.2), constrained_layout=True)
     for number, ((method,), runs) in enumerate(reporting.group_by(results, "method").items()):
         of_task = max(reporting.group_by(runs, "task").values(), key=len)
         by_lag = {lag: found for (lag,), found in reporting.group_by(of_task, "lag").items()}

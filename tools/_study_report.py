@@ -7,16 +7,11 @@ every run, and intervals are Student's over seeds.
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "study"  # the same data gives the same bytes
-matplotlib.rcParams["svg.fonttype"] = "none"
-import matplotlib.pyplot as plt  # noqa: E402
 
 LAST = 5
 """Evaluations at the end of a run whose mean is its score."""
@@ -29,6 +24,19 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9:
 
 Result = dict[str, Any]
 """Result of `_study_lab.run`."""
+
+
+@cache
+def pyplot() -> Any:
+    """matplotlib.pyplot, set up for the figures. It takes a second to import, and tables do without."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "study"  # the same data gives the same bytes
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def final_score(result: Result, which: str = "sampled") -> float:
@@ -155,7 +163,7 @@ def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, pa
     panels = group_by(results, *panel_keys)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         rows, columns, figsize=(4.4 * columns, 3.3 * rows), sharey=True, squeeze=False, constrained_layout=True
     )
     methods = list(group_by(results, "method"))
@@ -192,7 +200,7 @@ def trace_table(results: Sequence[dict[str, Any]]) -> str:
 
 def plot_trace(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Credit that is left over the distance to the reward; dashed: the formula."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, constrained_layout=True)
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), sharey=True, constrained_layout=True)
     for axis, mean_abs in zip(axes, (0.01, 0.04), strict=True):
         chosen = [r for r in results if r["settings"]["mean_abs"] == mean_abs and r["settings"]["noise"] == "normal"]
         for number, result in enumerate(chosen):
@@ -215,4 +223,4 @@ def plot_trace(results: Sequence[dict[str, Any]], path: Path) -> None:
 def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    pyplot().close(figure)

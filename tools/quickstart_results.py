@@ -15,13 +15,9 @@ import json
 import shutil
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
 from impala_llm.observability.intervals import mean_interval
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 COLUMNS = (
     "rollout/score", "rollout/success_rate", "rollout/turns", "rollout/length_tokens", "env/options_matched",
@@ -65,6 +61,11 @@ def smooth(values: list[float]) -> np.ndarray:
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
+    import matplotlib  # here: the tables do without, and it takes a second
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     panels = (
         ("rollout/score", "score of the training episodes"),

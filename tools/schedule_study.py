@@ -28,11 +28,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -410,7 +406,7 @@ def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Score of the training episodes by minutes: a panel for each environment, a colour for each arm, a line a run."""
     panels = reporting.group_by(results, "task", "speed")
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
+    figure, axes = reporting.pyplot().subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
     for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
         for colour, ((arm,), of_arm) in enumerate(reporting.group_by(runs, "arm").items()):
             for number, run in enumerate(of_arm):

@@ -2,6 +2,7 @@
 # Every check of the repository, in a virtual environment that it makes itself. Arguments go to both pytest runs:
 #   tools/test.sh                          everything
 #   tools/test.sh tests/envs -k reward     the linters, and of the tests only these
+#   IMPALA_LLM_EXAMPLES=10 tools/test.sh   ten times as many random examples in the tests of decoders and tickets
 # All checks run even when one fails; the exit status is 0 only if none did.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,6 +1,5 @@
 """Credits and losses are chosen by name, with options of their own; your own ones by import path."""
 
-import json
 import re
 import subprocess
 import sys
@@ -175,6 +174,9 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm.advantage=vtrace"], ["algorithm.advantage=vtrace", "unknown key", "algorithm.credit"]),
         (["algorithm=dpo", "algorithm.loss=ppo_clip"], ["algorithm.loss=ppo_clip", "preference", "reinforce"]),
         (["algorithm=dpo", "algorithm.aggregate=token_mean"], ["algorithm.aggregate=token_mean", "preference"]),
+        (["algorithm=dpo", "learner.epochs=2"], ["learner.epochs=2", "preference", "learner.epochs=1"]),
+        (["algorithm=dpo", "learner.minibatches=2"], ["learner.minibatches=2", "preference", "learner.minibatches=1"]),
+        (["algorithm=dpo", "algorithm.whiten_advantages=true"], ["algorithm.whiten_advantages=true", "preference"]),
         (["algorithm.credit=distillation"], ["algorithm.credit=distillation", "algorithm.credit.teacher"]),
         (["algorithm.loss=nowhere:Loss"], ["algorithm.loss=nowhere:Loss", "cannot be imported", "PYTHONPATH"]),
         (["algorithm.loss=json:Loss"], ["algorithm.loss=json:Loss", "json has no Loss"]),
@@ -192,25 +194,6 @@ def test_what_cannot_be_chosen_is_refused_with_what_can(own: Path, words: list[s
     assert len(str(caught.value).splitlines()) == 1
     for word in said:
         assert word in str(caught.value)
-
-
-@pytest.mark.system
-def test_parts_of_the_users_own_train_without_a_line_of_ours(own: Path) -> None:
-    """Learner and actor as processes of their own, started where the user's file is."""
-    words = [
-        *("experiment=toy", f"run.name=own-{own.name}", f"run.dir={own}/run", "run.terminal=false"),
-        *("learner.total_updates=3", "algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=3"),
-        *("algorithm.credit=my_parts:PlainReturn", "algorithm.credit.scale=2"),
-    ]
-    command = [sys.executable, "-m", "impala_llm.cli", "train", *words]
-    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (own / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 3
-    for row in rows:
-        assert 0.0 <= row["loss/steep_share"] <= 1.0
-        assert "credit/return_mean" in row and "loss/clip_share" not in row
-    assert "my_parts:MyLoss" in (own / "run/config.yaml").read_text()
 
 
 @pytest.mark.system

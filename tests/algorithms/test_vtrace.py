@@ -28,13 +28,11 @@ def reference(
     steps = len(rewards)
     vs = []
     for s in range(steps):
-        target = values[s]
+        target, product = values[s], 1.0
         for t in range(s, steps):
-            product = 1.0
-            for i in range(s, t):
-                product *= discounts[i] * lam * min(c_bar, math.exp(log_rhos[i]))
             delta = rewards[t] + discounts[t] * values[t + 1] - values[t]
             target += product * min(rho_bar, math.exp(log_rhos[t])) * delta
+            product *= discounts[t] * lam * min(c_bar, math.exp(log_rhos[t]))
         vs.append(target)
     following = [*vs[1:], bootstrap]
     advantages = [

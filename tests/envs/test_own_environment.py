@@ -251,22 +251,3 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     for name in ("numpy", "impala_llm"):
         assert main(["new-env", name]) == 2 and "a package or module" in capsys.readouterr().err
         assert not Path(f"{name}.py").exists()
-
-
-@pytest.mark.system
-def test_it_trains_and_is_evaluated_without_a_line_of_ours(own: Path) -> None:
-    """Learner and actor as processes of their own, started where the user's file is."""
-    words = [
-        *("model=scratch", "env=my_env:NextLetter", "env.args.num_turns=3", f"run.name=own-{own.name}"),
-        *(f"run.dir={own}/run", "run.terminal=false", "learner.total_updates=3", "learner.batch_size=16"),
-        *("engine.max_new_tokens=2", "engine.max_length=64"),
-    ]
-    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
-    done = subprocess.run([*impala_llm, "train", *words], cwd=own, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (own / "run/tensorboard/metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 3
-    again = ["evaluate", "--json", "--config", "run/config.yaml", "evaluation.num_tasks=8"]
-    played = subprocess.run([*impala_llm, *again], cwd=own, capture_output=True, text=True, timeout=200)
-    assert played.returncode == 0, played.stderr
-    assert "next-letter" in played.stdout and json.loads(played.stdout)[0]["turns"] == 3.0

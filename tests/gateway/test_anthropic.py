@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import anthropic
 import pytest
 
 from impala_llm.gateway.chat import ChatTokens
@@ -17,7 +16,9 @@ __all__ = ["chat"]
 TOOL: Any = {"name": "look_up", "description": "Number of a letter.", "input_schema": {"type": "object"}}
 
 
-def client_of(served: Served) -> anthropic.AsyncAnthropic:
+def client_of(served: Served) -> Any:
+    import anthropic  # here: it takes most of a second, in every run of the tests
+
     url = served.gateway.url.removesuffix("/v1")
     return anthropic.AsyncAnthropic(base_url=url, api_key=served.episode.key, max_retries=0)
 
@@ -80,6 +81,8 @@ def test_an_answer_that_a_stop_text_ends_names_it(chat: ChatTokens, streams: boo
 
 
 def test_what_cannot_be_honoured_and_a_wrong_key_are_refused(chat: ChatTokens) -> None:  # noqa: F811
+    import anthropic
+
     async def main() -> None:
         async with serving(chat, Scripted(chat)) as served:
             client, ask = client_of(served), [{"role": "user", "content": "a ?"}]

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -51,7 +52,10 @@ class Served:
 
     def __init__(self, gateway: Gateway, episode: GatewayEpisode, engine: Any) -> None:
         self.gateway, self.episode, self.engine = gateway, episode, engine
-        self.client = openai.AsyncOpenAI(base_url=gateway.url, api_key=episode.key, max_retries=0)
+
+    @cached_property
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.gateway.url, api_key=self.episode.key, max_retries=0)
 
     async def end(self) -> Trajectory:
         await self.gateway.remove(self.episode)

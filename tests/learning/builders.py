@@ -1,7 +1,9 @@
 """Small policies and trajectories for the tests of this folder."""
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,19 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def save_lm(directory: Path, architecture: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
-    """Write a random float32 causal LM and return its directory."""
+    """Write a random float32 causal LM and return its directory. What is drawn next follows from the seed too."""
+    files, random_state = _files_of_lm(architecture, tied, seed)
+    torch.manual_seed(seed)  # of GPUs as well
+    torch.set_rng_state(random_state)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+@cache
+def _files_of_lm(architecture: str, tied: bool, seed: int) -> tuple[dict[str, bytes], torch.Tensor]:
+    """Files of a random causal LM by their names, and the state of the random numbers after it was drawn."""
     torch.manual_seed(seed)
     lm: PreTrainedModel
     if architecture == "qwen2":
@@ -63,8 +77,10 @@ def save_lm(directory: Path, architecture: str = "qwen3", tied: bool = True, see
         lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **shape, tie_word_embeddings=tied))
     else:
         lm = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=tied))
-    lm.save_pretrained(directory)
-    return directory
+    with tempfile.TemporaryDirectory() as folder:
+        lm.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, torch.get_rng_state()
 
 
 def make_trajectory(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from impala_llm.algorithms.losses import Reinforce
@@ -40,6 +39,8 @@ def logits(model: PolicyModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 def test_what_is_saved_is_the_policy_without_and_with_peft(tmp_path: Path, architecture: str) -> None:
+    from peft import PeftModel  # here: it takes a second, in every run of the tests
+
     start = save_lm(tmp_path / "start", architecture)
     model = adapted(start, targets=["q_proj", "o_proj"] if "moe" in architecture else ["all-linear"])
     PolicyExport(model, Ranks("cpu")).save(tmp_path / "saved", {})

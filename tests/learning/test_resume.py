@@ -39,18 +39,17 @@ def make_run(
     return folder
 
 
-def leave_in_memory(settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1) -> int:
-    """Leave in shared memory what a killed learner leaves; returns its run id. life: None: of an earlier release."""
-    name = settings[1].partition("=")[2]
-    note = "" if life is None else f".note_learner({life}, {num_ranks})"
-    code = (
-        "import os, sys; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
-        f"R.create({name!r}, output=Path({str(output.resolve())!r})){note}; os._exit(0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    run_id = find_run(name)
-    assert run_id is not None
-    return run_id
+def name_of_run(settings: list[str]) -> str:
+    return settings[1].partition("=")[2]
+
+
+def leave_in_memory(settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1) -> None:
+    """Leave in shared memory what a dead learner leaves. life: None: of an earlier release."""
+    with RunDirectory.create(name_of_run(settings), output=output.resolve()) as run:
+        if life is not None:
+            run.note_learner(life, num_ranks)
+        run.keep()
+    assert find_run(name_of_run(settings)) == run.run_id
 
 
 def refusal(settings: list[str], *others: str) -> str:
@@ -71,9 +70,13 @@ def test_the_same_command_goes_on_from_the_checkpoint(settings: list[str]) -> No
     assert how_to_start(load([*settings, *others])).run_id == 77
 
 
-def test_what_was_left_in_memory_is_taken_over(settings: list[str], tmp_path: Path) -> None:
+def test_what_a_process_that_died_left_in_memory_is_taken_over(settings: list[str]) -> None:
     folder = make_run(settings, 20)
-    leave_in_memory(settings, folder)
+    code = (
+        "import os; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
+        f"R.create({name_of_run(settings)!r}, output=Path({str(folder.resolve())!r})); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert how_to_start(load(settings)) == Start(take_over=True, run_id=77)
 
 
@@ -225,7 +228,7 @@ def test_a_run_whose_settings_cannot_be_read_is_gone_on_with_only_where_that_is_
 
 def test_a_living_run_of_the_name_is_refused(settings: list[str]) -> None:
     make_run(settings, 20)
-    with RunDirectory.create(settings[1].partition("=")[2]), pytest.raises(RunDirectoryError, match="is in use"):
+    with RunDirectory.create(name_of_run(settings)), pytest.raises(RunDirectoryError, match="is in use"):
         how_to_start(load(settings))
 
 

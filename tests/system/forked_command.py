@@ -1,58 +1,178 @@
 """The command `impala-llm` in a process of its own that begins with its modules imported, torch among them.
 
-Such a process is the fork of one that has imported them and done nothing else, so that a refusal costs its own work and
-no start. Run as a program, this is that process: it answers each line of JSON with another.
+Such a process is the fork of a server, which has imported them and done nothing else, so that a command costs its own
+work and no start. It has the words, the directory, the environment and the files for its output that it is given, and
+the process group and session of who has begun the server. /proc shows the server's command line and environment as its
+own; what it starts itself shows its own. Run as a program, this is the server: it answers each line of JSON with one.
 """
 
-import contextlib
+import atexit
+import functools
 import gc
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-Command = Callable[[list[str], Path], "subprocess.CompletedProcess[str]"]
-"""Called with the words of a command and its current directory."""
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
 
 
-@contextlib.contextmanager
-def forked_command(environment: Mapping[str, str]) -> Iterator[Command]:
-    """The command, with this environment."""
-    program = [sys.executable, __file__]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+class ForkedProcess:
+    """A command under way: the part of `subprocess.Popen` that tests use."""
 
-        def call(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-            assert server.stdin is not None and server.stdout is not None
-            print(json.dumps([words, str(folder)]), file=server.stdin, flush=True)
-            return subprocess.CompletedProcess(words, *json.loads(server.stdout.readline()))
+    def __init__(self, server: "CommandServer", words: Sequence[str], pid: int) -> None:
+        self.args = words
+        self.pid = pid
+        """Its number, which no other process has before `poll` or `wait` has returned its exit code."""
+        self.returncode: int | None = None
+        self._server = server
 
-        yield call
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, once it has ended. Raises TimeoutExpired after so many seconds."""
+        if self.returncode is None and timeout is not None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+            finally:
+                os.close(ended)
+        if self.returncode is None:
+            self.returncode = self._server.ask("wait", self.pid)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class CommandServer:
+    """The server, as its client sees it. It ends with this process."""
+
+    def __init__(self) -> None:
+        of_imports = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **of_imports},
+        )
+        atexit.register(self._end)
+
+    def start(
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str], out: Path, errors: Path
+    ) -> ForkedProcess:
+        """Start a command. What it prints is appended to these files, which are there when this returns."""
+        files = [str(path.absolute()) for path in (out, errors)]
+        pid = self.ask("start", list(words), str(folder), dict(environment), *files)
+        return ForkedProcess(self, words, pid)
+
+    def ask(self, request: str, *arguments: object) -> Any:
+        """The server's answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([request, *arguments]), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@functools.cache
+def command_server() -> CommandServer:
+    """The server of this process, which takes seconds to come up."""
+    return CommandServer()
+
+
+def forked_command(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> "subprocess.CompletedProcess[str]":
+    """The command with these words, called in a folder, once it has ended."""
+    with tempfile.NamedTemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w+") as errors:
+        process = command_server().start(words, folder, environment, Path(out.name), Path(errors.name))
+        return subprocess.CompletedProcess(words, process.wait(), out.read(), errors.read())
+
+
+# --- the server
 
 
 def serve() -> None:
-    """Run the command of each line of stdin, and print its status and what it has printed."""
+    """Do what each line of stdin asks for, and print the answer. In a forked process it does not return."""
+    del sys.path[0]  # this folder, in which a module has the name of SGLang's package
+    gc.disable()  # there is no garbage among what is imported
     import impala_llm.algorithms.registry
+    import impala_llm.commands
+    import impala_llm.evaluate
     import impala_llm.launch
     import impala_llm.preflight  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has no thread but the one that forks"
+    gc.freeze()  # a fork that looks through all that was imported copies its memory
+    gc.enable()
+    answers: dict[str, Callable[..., int | None]] = {"start": start, "poll": poll, "wait": wait}
+    for line in sys.stdin:
+        request, *arguments = json.loads(line)
+        print(json.dumps(answers[request](*arguments)), flush=True)
+
+
+def start(words: list[str], folder: str, environment: dict[str, str], out: str, errors: str) -> int:
+    """Fork a process that runs a command. Returns its number."""
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, append, 0o666) for path in (out, errors))]
+    child = os.fork()
+    for own, stream in enumerate(streams):
+        if child == 0:
+            os.dup2(stream, own)
+        os.close(stream)
+    if child == 0:
+        become(words, folder, environment)
+    return child
+
+
+def become(words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
+    """Run a command, in a process that was forked for it, to the end of the process."""
     from impala_llm import cli
 
-    gc.freeze()  # a fork that looks through all that was imported copies its memory
-    for line in sys.stdin:
-        words, folder = json.loads(line)
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            child = os.fork()
-            if child == 0:
-                os.chdir(folder)
-                for own, wanted in enumerate((os.open(os.devnull, os.O_RDONLY), out.fileno(), err.fileno())):
-                    os.dup2(wanted, own)
-                sys.argv[1:] = words
-                sys.exit(cli.main())
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            printed = [file.seek(0) or file.read().decode() for file in (out, err)]
-        print(json.dumps([status, *printed]), flush=True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:1] = [folder, *environment["PYTHONPATH"].split(os.pathsep)]  # as `python -m` has it
+    sys.argv[1:] = words
+    np.random.seed()  # the generator of `random` does so by itself
+    sys.exit(cli.main())
+
+
+def poll(pid: int) -> int | None:
+    """The exit code of a process; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def wait(pid: int) -> int:
+    """The exit code of a process, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":

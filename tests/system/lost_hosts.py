@@ -37,9 +37,9 @@ def lose_host(run: Run) -> int:
     killed = run.processes()
     for process in killed:
         process.kill()
-    psutil.wait_procs(killed)
     for process in run.started:
         process.wait()
+    psutil.wait_procs(killed)
     newest = -1
     for folder in Path("/dev/shm").glob(f"*{run.name}*"):
         versions = [WeightReader(board).latest() for board in folder.glob("*/weights")]

@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+from impala_llm.fork_server import can_fork
+from tests.system.forked_command import ForkedProcess, command_server
+
 ROOT = Path(__file__).parents[2]
 MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
@@ -23,6 +26,7 @@ IMPATIENT = "actor.fault_patience_s=1"
 """Setting of runs of which only how they end is looked at; that faults are borne, tests/test_actor_faults.py shows."""
 SMALL = "replay.capacity_mb=64"
 """Setting of all runs: the default of 512 MB would be reserved, and set to zero, at each start, a second of a core."""
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class Run:
@@ -32,29 +36,52 @@ class Run:
         self.name = f"test-{uuid.uuid4().hex[:12]}"
         self.directory = directory
         self.settings = [f"run.name={self.name}", f"run.dir={directory}", "run.terminal=false", SMALL, *settings]
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Process] = []
         self.python_path = [str(ROOT)]
         """PYTHONPATH of what is started."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of what is started."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
 
     def start(self, *command: str, errors: Path | None = None) -> subprocess.Popen[bytes]:
         """Start a command with the run's settings behind it; what it prints goes to `log`, its errors where told."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, MARK: self.name, "PATH": path, "PYTHONPATH": os.pathsep.join(self.python_path)}
         with self.log.open("ab") as out, (errors or self.log).open("ab") as err:
             process = subprocess.Popen(
-                [*command, *self.settings], cwd=ROOT, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
+                [*command, *self.settings],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
             )
         self.started.append(process)
         return process
 
-    def train(self) -> subprocess.Popen[bytes]:
-        return self.start(sys.executable, "-m", "impala_llm.cli", "train")
+    def call(self, command: str, errors: Path | None = None) -> Process:
+        """Start a command of impala-llm as `start` does, by a fork, see forked_command.py, where this host has them.
+
+        A sitecustomize.py on `python_path` acts in what it starts, and not in itself.
+        """
+        if not can_fork():
+            return self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        words = [command, *self.settings]
+        process = command_server().start(words, ROOT, self.environment, self.log, errors or self.log)
+        self.started.append(process)
+        return process
+
+    def train(self, as_users_do: bool = False) -> Process:
+        """Start `impala-llm train`. as_users_do: as a program, which takes seconds longer."""
+        return self.start(sys.executable, "-m", "impala_llm.cli", "train") if as_users_do else self.call("train")
 
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""
         errors = self.directory / "errors.log"
-        code = self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors).wait(START_S)
+        code = self.call(command, errors).wait(START_S)
         said = errors.read_text()
         assert code == 2 and len(said.splitlines()) <= 3, f"{code}\n{said}\n{self.printed()}"
         assert "Traceback" not in said + self.log.read_text()
@@ -73,11 +100,12 @@ class Run:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes of the run, those with all these words on their command line."""
+        forked = {each.pid for each in self.started if isinstance(each, ForkedProcess) and each.poll() is None}
         found = []
         for process in psutil.process_iter():
             try:
-                ours = process.environ().get(MARK) == self.name and process.status() != psutil.STATUS_ZOMBIE
-                if ours and set(words) <= set(process.cmdline()):
+                ours = process.pid in forked or process.environ().get(MARK) == self.name
+                if ours and process.status() != psutil.STATUS_ZOMBIE and set(words) <= set(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue

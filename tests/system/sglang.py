@@ -18,6 +18,8 @@ from tests.helpers import make_tiny_model
 ROOT = Path(__file__).parents[2]
 INTERPRETER = "IMPALA_LLM_SGLANG_PYTHON"
 """Environment variable that names an interpreter with SGLang."""
+DEADLINE_S = 30.0
+"""Deadline for the end of a server's processes."""
 
 
 @cache
@@ -51,6 +53,24 @@ def _is_tracker(process: psutil.Process) -> bool:
         )
     except psutil.NoSuchProcess:
         return True
+
+
+def without_guard(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are no guard of a server."""
+    return [each for each in processes if "sglang/guard.py" not in " ".join(each.cmdline())]
+
+
+def find(processes: Iterable[psutil.Process], word: str) -> psutil.Process:
+    """The only one with this word on its command line."""
+    (found,) = [each for each in processes if any(word in argument for argument in each.cmdline())]
+    return found
+
+
+def assert_all_end(processes: Collection[psutil.Process]) -> None:
+    """Wait until they have ended."""
+    assert processes
+    left = psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 needs_sglang = pytest.mark.skipif(

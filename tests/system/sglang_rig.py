@@ -138,7 +138,14 @@ class Rig:
 
 
 @contextlib.contextmanager
-def running_rig(root: Path, radix_cache: bool) -> Iterator[Rig]:
+def running_rig(root: Path, radix_cache: bool = False, as_remote: bool = False) -> Iterator[Rig]:
+    """A rig whose server runs.
+
+    Args:
+        root: for its files.
+        radix_cache: whether the server has a prefix cache.
+        as_remote: the engine takes the server for one that others own, and does not start it again when it dies.
+    """
     policies = Policies(tiny_checkpoint(root / "version-0"), root)
     settings = ServerSettings(
         model=policies.directories[0],
@@ -151,12 +158,17 @@ def running_rig(root: Path, radix_cache: bool) -> Iterator[Rig]:
     with asyncio.Runner() as runner:
         server = SGLangServer(settings)
         rig = Rig(runner, server, None, policies, (policies.directories[0], 0))
-        rig.engine = rig.make([server], 0, "recompute_kv")
         try:
+            if as_remote:
+                runner.run(server.start())
+            seen = RemoteServer(server.url, 10, server.key) if as_remote else server
+            rig.engine = rig.make([seen], 0, "recompute_kv")
             runner.run(rig.engine.start())
             yield rig
         finally:
-            runner.run(rig.engine.close())
+            if rig.engine is not None:
+                runner.run(rig.engine.close())
+            runner.run(server.close())
 
 
 async def has_decoded(engine: SGLangEngine, more: int) -> None:

@@ -47,15 +47,14 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("broken", ["session", "signature"])
-def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path, broken: str) -> None:
+def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path) -> None:
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(
         "from impala_llm.envs import toy\n"
         "def fail(self, argument):\n"
         '    raise KeyError("no such house")\n'
-        f"toy.ParrotSuite.{broken} = fail\n"
+        "toy.ParrotSuite.session = fail\n"
     )
     with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", IMPATIENT) as run:
         run.python_path.insert(0, str(patch))
@@ -128,7 +127,7 @@ def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_pat
 @pytest.mark.system
 def test_the_time_of_a_run_ends_it_while_it_waits(tmp_path: Path) -> None:
     """The environment stands still after some updates; its episodes have more time than the run."""
-    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", "learner.max_minutes=0.2")
+    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", "learner.max_minutes=0.1")
     with Run(tmp_path / "run", *settings) as run:
         run.python_path.insert(0, break_environment(tmp_path / "patch", 300, "__import__('time').sleep(1000)"))
         assert run.train().wait(120) == 0, run.printed()
@@ -143,30 +142,21 @@ from impala_llm.algorithms.interface import Loss, LossOutput
 class Broken(Loss):
     def __call__(self, scored, advantages):
         per_token = -advantages * scored.log_probs
-        return LossOutput({per_token}, {{}}, torch.ones_like(advantages))
+        return LossOutput(per_token * float("nan"), {}, torch.ones_like(advantages))
 """
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "per_token, said",
-    [
-        ("per_token.sum()", "algorithm.loss=own_loss:Broken returned per_token = a tensor of shape []"),
-        ("per_token * float('nan')", "50 optimizer steps in a row were left out"),
-    ],
-)
-def test_a_loss_from_which_nothing_can_be_learned_ends_the_run_with_the_reason(
-    tmp_path: Path, per_token: str, said: str
-) -> None:
+def test_a_loss_from_which_nothing_can_be_learned_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    """Other mistakes of a loss, and how they are named, tests/learning/test_own_parts.py shows."""
     own = tmp_path / "own"
     own.mkdir()
-    (own / "own_loss.py").write_text(OWN_LOSS.format(per_token=per_token))
+    (own / "own_loss.py").write_text(OWN_LOSS)
     settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", IMPATIENT)
     with Run(tmp_path / "run", *settings, "algorithm.loss=own_loss:Broken") as run:
         run.python_path.insert(0, str(own))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         printed = run.log.read_text()
-        assert said in printed and "again in" not in printed
-        if "nan" in per_token:
-            assert "A STEP IS LEFT OUT" in printed and "check algorithm.loss=own_loss:Broken" in printed
+        assert "50 optimizer steps in a row were left out" in printed and "again in" not in printed
+        assert "A STEP IS LEFT OUT" in printed and "check algorithm.loss=own_loss:Broken" in printed

@@ -100,7 +100,7 @@ def test_what_is_told_to_end_before_it_is_forked_does_not_stay(server: ForkServe
 
 def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) -> None:
     with Run(tmp_path, "experiment=toy", "learner.total_updates=12", "pipeline.heartbeat_s=0.2") as run:
-        supervisor = run.train()
+        supervisor = run.train(as_users_do=True)
         run.wait_for_updates(3)
         [forker] = run.processes(str(PACKAGE / "fork_server.py"))
         assert {child.pid for child in forker.children()} == {

@@ -33,11 +33,21 @@ def unknown_kind(model: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("command", ["train", "evaluate"])
-@pytest.mark.parametrize("spoil", [broken_template, empty_tokenizer, other_shape, unknown_kind])
+@pytest.mark.parametrize(
+    ("command", "spoil"),
+    [
+        ("train", broken_template),
+        ("train", other_shape),
+        ("evaluate", broken_template),
+        ("evaluate", empty_tokenizer),
+        ("evaluate", other_shape),
+        ("evaluate", unknown_kind),
+    ],
+)
 def test_files_that_only_look_sound_end_the_run_in_a_sentence(
-    spoil: Callable[[Path], None], command: str, tmp_path: Path
+    command: str, spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
+    """Training reads tokenizer, configuration and weights by the same code: one of each kind is enough there."""
     model = Path(shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "model"))
     spoil(model)
     with Run(tmp_path / "run", "experiment=quickstart", f"model.path={model}") as run:

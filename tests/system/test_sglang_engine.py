@@ -18,7 +18,15 @@ from impala_llm.engines.base import EngineError, Generation, SamplingParams
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.trajectory import Trajectory
-from tests.system.sglang import descendants, needs_sglang
+from tests.system.sglang import (
+    assert_all_end,
+    descendants,
+    find,
+    mapped_shared_files,
+    needs_sglang,
+    shared_files,
+    without_guard,
+)
 from tests.system.sglang_rig import (
     EPISODES,
     MAX_LENGTH,
@@ -35,7 +43,7 @@ pytestmark = [pytest.mark.system, pytest.mark.xdist_group("sglang_engine"), pyte
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory) -> Iterator[Rig]:
-    with running_rig(tmp_path_factory.mktemp("sglang"), radix_cache=False) as rig:
+    with running_rig(tmp_path_factory.mktemp("sglang")) as rig:
         yield rig
 
 
@@ -341,30 +349,68 @@ def kill_server(rig: Rig) -> None:
                 process.send_signal(signal.SIGKILL)
 
 
-def test_the_prefix_cache_never_serves_old_keys_and_values(tmp_path):
-    async def test():
-        with pytest.raises(EngineError, match="--disable-radix-cache"):
-            async with rig.second_engine("keep_kv"):
-                raise AssertionError("this server must not be used with keep_kv")
-        histories = dict(enumerate(rig.prompts(EPISODES, seed=8)))
-        prompt_tokens = 0
-        for turn, length in enumerate((50, 450, 350)):
-            prompt_tokens += sum(map(len, histories.values()))
-            answers = {
-                place: asyncio.create_task(
-                    rig.engine.generate(f"{place}", tokens, SamplingParams(max_new_tokens=length))
-                )
-                for place, tokens in histories.items()
-            }
-            if turn:
-                await has_decoded(rig.engine, 20 * EPISODES)
-                await rig.load(rig.engine, turn)
-            for place, task in answers.items():
-                answer = await task
-                rig.check(histories[place], answer)
-                assert set(answer.versions.tolist()) == ({turn - 1, turn} if turn else {0})
-                histories[place] = [*histories[place], *answer.tokens.tolist(), 5, 6, 7]
-        assert rig.engine.stats().prefill_tokens < prompt_tokens  # the cache was of use
+def test_the_prefix_cache_never_serves_old_keys_and_values_and_the_death_of_a_part_is_noticed(tmp_path):
+    """Both on one server, since a start takes long. The test before shows the death of a whole server."""
+    others = descendants()
+    with running_rig(tmp_path, radix_cache=True, as_remote=True) as rig:
+        rig.run(lambda: answers_are_of_their_versions(rig))
+        rig.run(lambda: the_longest_histories_are_answered(rig))
+        tree = descendants(others)
+        # What other users of the host can read.
+        assert not any(rig.server.key in word for each in tree for word in each.cmdline())
+        assert rig.server.settings.log.stat().st_mode & 0o077 == 0
+        mapped = mapped_shared_files(tree)
 
-    with running_rig(tmp_path, radix_cache=True) as rig:
+        async def test():
+            find(without_guard(tree), "sglang::scheduler").kill()
+            # SGLang itself needs 6 s to notice the death of its scheduler.
+            async with asyncio.timeout(4.0):
+                assert "lost its process sglang::scheduler" in await rig.server.wait_dead()
+
         rig.run(test)
+        assert_all_end(tree)
+        assert mapped and not mapped & shared_files()
+    assert descendants(others) == []
+
+
+async def answers_are_of_their_versions(rig: Rig) -> None:
+    """Of sessions whose weights change between their turns and amid them."""
+    with pytest.raises(EngineError, match="--disable-radix-cache"):
+        async with rig.second_engine("keep_kv"):
+            raise AssertionError("this server must not be used with keep_kv")
+    histories = dict(enumerate(rig.prompts(EPISODES, seed=8)))
+    prompt_tokens = 0
+    for turn, length in enumerate((50, 450, 350)):
+        prompt_tokens += sum(map(len, histories.values()))
+        answers = {
+            place: asyncio.create_task(rig.engine.generate(f"{place}", tokens, SamplingParams(max_new_tokens=length)))
+            for place, tokens in histories.items()
+        }
+        if turn:
+            await has_decoded(rig.engine, 20 * EPISODES)
+            await rig.load(rig.engine, turn)
+        for place, task in answers.items():
+            answer = await task
+            rig.check(histories[place], answer)
+            assert set(answer.versions.tolist()) == ({turn - 1, turn} if turn else {0})
+            histories[place] = [*histories[place], *answer.tokens.tolist(), 5, 6, 7]
+    assert rig.engine.stats().prefill_tokens < prompt_tokens  # the cache was of use
+
+
+async def the_longest_histories_are_answered(rig: Rig) -> None:
+    """Those that the server's settings promise, by the server alone, and only to who has its key."""
+
+    async def answer(key: str, prompt: list[int], max_new_tokens: int) -> list[int]:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers, raise_for_status=True) as http,
+            http.post(f"{rig.server.url}/generate", json=body) as response,
+        ):
+            tokens: list[int] = (await response.json())["output_ids"]
+        return tokens
+
+    assert len(await answer(rig.server.key, [5] * (MAX_LENGTH - 1), 1)) == 1
+    assert len(await answer(rig.server.key, [5] * 900, MAX_LENGTH - 900)) == MAX_LENGTH - 900
+    with pytest.raises(aiohttp.ClientResponseError, match="401"):
+        await answer("another", [5] * 10, 1)

@@ -1,15 +1,13 @@
-"""Servers as processes: the real SGLang where it is installed, and stand-ins for the ways in which a start fails."""
+"""Servers as processes: stand-ins for the ways in which a start fails, and starts of the real SGLang where it is
+installed. Real servers that are up: test_sglang_engine.py."""
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,18 @@ import pytest
 from impala_llm.engines.sglang.launch_args import BadServerSettings, ServerError, ServerSettings
 from impala_llm.engines.sglang.server import GUARD, SGLangServer
 from tests.helpers import write_program
-from tests.system.sglang import ROOT, cpu_settings, descendants, needs_sglang, tiny_checkpoint
+from tests.system.sglang import (
+    DEADLINE_S,
+    ROOT,
+    assert_all_end,
+    cpu_settings,
+    descendants,
+    find,
+    needs_sglang,
+    tiny_checkpoint,
+    without_guard,
+)
 
-DEADLINE_S = 30.0
 STAND_IN = """# Speaks like an interpreter that has SGLang, and like its server.
 import http.server, mmap, os, pathlib, subprocess, sys, threading, time
 if sys.argv[1] == "-c":
@@ -90,23 +97,8 @@ def stand_in(tiny_model: Path, tmp_path: Path) -> Callable[[str], ServerSettings
     return make
 
 
-def without_guard(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if "sglang/guard.py" not in " ".join(each.cmdline())]
-
-
-def assert_all_end(processes: list[psutil.Process]) -> None:
-    assert processes
-    left = psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
-    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == []
-
-
 def assert_no_files(folder: Path) -> None:
     assert not Path(f"/dev/shm/impala-test-{folder.parent.name}-{folder.name}").exists()
-
-
-def find(processes: list[psutil.Process], word: str) -> psutil.Process:
-    (found,) = [each for each in processes if any(word in argument for argument in each.cmdline())]
-    return found
 
 
 @pytest.mark.system
@@ -303,53 +295,6 @@ def test_a_server_does_not_outlive_its_owner(stand_in: Callable[[str], ServerSet
     owner.wait()
     assert_all_end(below)
     assert_no_files(tmp_path)
-
-
-def generate(url: str, key: str, prompt: list[int], max_new_tokens: int) -> list[int]:
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        tokens: list[int] = json.load(reply)["output_ids"]
-    return tokens
-
-
-def sglang_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("sglang_", "sgl_shm"))}
-
-
-@pytest.mark.system
-@pytest.mark.timeout(900)
-@needs_sglang
-def test_the_real_server_answers_and_the_death_of_a_part_is_noticed(
-    tmp_path: Path, started: Callable[[], list[psutil.Process]]
-) -> None:
-    """The death of the whole server, and its new start, in test_sglang_engine.py."""
-    settings = cpu_settings(tiny_checkpoint(tmp_path / "model"), tmp_path, max_length=64)
-
-    async def scenario() -> None:
-        server = SGLangServer(settings)
-        await server.start()
-        # The longest histories that the settings promise.
-        assert len(await asyncio.to_thread(generate, server.url, server.key, [5] * 63, 1)) == 1
-        assert len(await asyncio.to_thread(generate, server.url, server.key, [5] * 10, 54)) == 54
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            await asyncio.to_thread(generate, server.url, "another", [5] * 10, 1)
-        tree = started()
-        # What other users of the host can read.
-        assert not any(server.key in word for each in tree for word in each.cmdline())
-        assert settings.log.stat().st_mode & 0o077 == 0
-        mapped = {Path(region.path).name for each in tree for region in each.memory_maps()} & sglang_files()
-        find(without_guard(tree), "sglang::scheduler").kill()
-        # SGLang itself needs 6 s to notice the death of its scheduler.
-        async with asyncio.timeout(4.0):
-            assert "lost its process sglang::scheduler" in await server.wait_dead()
-        assert_all_end(tree)
-        assert mapped and not mapped & sglang_files()
-        await server.close()
-
-    asyncio.run(scenario())
-    assert started() == []
 
 
 @pytest.mark.system

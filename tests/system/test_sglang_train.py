@@ -14,7 +14,7 @@ import pytest
 
 from impala_llm.config import load
 from impala_llm.learning.scratch import make_scratch_policy
-from tests.system.runs import Run, column
+from tests.system.runs import Process, Run, column
 from tests.system.sglang import mapped_shared_files, needs_sglang, sglang_python, shared_files
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900), needs_sglang]
@@ -35,7 +35,7 @@ def servers_of(run: Run) -> list[psutil.Process]:
     return found
 
 
-def family(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
+def family(process: Process) -> set[psutil.Process]:
     """With what descends from it: SGLang writes over the variables that `Run.processes` knows its own by."""
     parent = psutil.Process(process.pid)
     return {parent, *parent.children(recursive=True)}

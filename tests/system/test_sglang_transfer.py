@@ -274,12 +274,18 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
 
 
 def test_a_run_whose_learner_sends(tmp_path: Path) -> None:
+    """Its servers play validation tasks beside training. That these are played greedily, test_sglang_engine.py and
+    test_evaluation_episodes.py show."""
     settings = ("experiment=toy", "engine=sglang", "engine.transfer=distributed", f"engine.python={sglang_python()}")
     sizes = ("actor.num_actors=1", "actor.max_episodes=16", "learner.total_updates=20")
-    with Run(tmp_path, *settings, *sizes) as run:
+    with Run(tmp_path, *settings, *sizes, "evaluation.every_updates=10", "evaluation.run_tasks=50") as run:
         assert run.train().wait(400) == 0, run.printed()
         run.assert_gone()
-        rows = run.rows()
+        found = [row for row in run.rows() if row.get("evaluation/episodes") is not None]
+        versions = column(found, "evaluation/version")
+        assert versions[0] == 0 and versions[-1] == 20 and versions == sorted(set(versions))
+        assert column(found, "evaluation/episodes") == [50.0] * len(found)
+        rows = [row for row in run.rows() if "loss/total" in row]  # the last evaluation has a row of its own
         assert len(rows) == 20
         assert column(rows, "weights/servers_sent")[2:] == [1.0] * 18  # the first may come before the first offer
         assert sum(column(rows, "weights/servers_dropped")) == 0

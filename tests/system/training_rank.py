@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
     ranks.place(model, config.learner.precision)
     episodes = [*make_batch(), *(make_trajectory(38, [(4, 9), (20, 36)], seed) for seed in range(6, 12))]
     share = episodes[ranks.rank * len(episodes) // num_ranks : (ranks.rank + 1) * len(episodes) // num_ranks]
-    batch = Batch(tuple(share), (1.0,) * len(share), tuple(range(len(share))), 1.0)
+    batch = Batch(tuple(share), (1.0,) * len(share), tuple(t.ticket_id for t in share), 1.0)
     trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
     if "resume" in files:
         trainer.optimizer.load_state_dict(load_file(files["resume"]))

@@ -1,4 +1,4 @@
-"""The golden catalogues, and small ones made of hand-written records."""
+"""The golden catalogues, the synthetic one, and small ones made of hand-written records."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from impala_llm.envs.webshop import Catalogue, load_catalogue, records_to_catalogue
+from impala_llm.envs.webshop import Catalogue, load_catalogue, records_to_catalogue, synthetic_catalogue
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "webshop"
 
@@ -39,6 +39,12 @@ def _load(folder: str) -> Catalogue:
 def shop() -> Catalogue:
     """The 300 products of the golden cases, with the random state of seed 0."""
     return _load("data")
+
+
+@pytest.fixture(scope="session")
+def catalogue() -> Catalogue:
+    """The 1,000 products of the synthetic shop."""
+    return synthetic_catalogue()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from impala_llm.pipeline.shm import record, record_layout
 from impala_llm.pipeline.shm.record import RecordError
 from impala_llm.trajectory import Trajectory
+from tests.examples import examples
 from tests.pipeline.support import contents, make_trajectory
 
 # As in the module's docstring: 11 words. Fields by name, with their place in bytes and their kind.
@@ -199,7 +200,7 @@ VALID = by_hand(dataclasses.replace(make_trajectory(num_tokens=13, episode_id="e
 TEXT_END = len(VALID) - 8 * -(-(17 * 13 + 8 * 2) // 8)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.sampled_from([(0, len(VALID)), (0, 88), (88, TEXT_END), (TEXT_END, len(VALID))]), st.data())
 def test_changed_bytes_give_a_valid_trajectory_or_a_record_error(span: tuple[int, int], data: st.DataObject) -> None:
     broken = bytearray(VALID)
@@ -212,7 +213,7 @@ def test_changed_bytes_give_a_valid_trajectory_or_a_record_error(span: tuple[int
         assert repr(contents(again)) == repr(contents(decoded))  # by repr: a value of nan may stand in stats
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_record_error(data: bytes) -> None:
     for broken in (data, VALID[:8] + data, VALID[:8] + data[: len(data) // 8 * 8]):

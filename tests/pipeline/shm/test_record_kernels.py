@@ -26,6 +26,7 @@ from impala_llm.pipeline.shm.record_layout import (
     HEADER_WORDS,
 )
 from impala_llm.trajectory import Trajectory, TrajectoryError
+from tests.examples import examples
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
 GUARD = 0xDEADBEEFDEADBEEF
@@ -188,7 +189,7 @@ def test_what_lies_outside_of_the_source_is_torn_and_never_read() -> None:
     assert take(source, [(0, size, total)], size)[0][0][0] == COPIED
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.data())
 def test_places_and_checksums_of_any_kind_touch_nothing_outside(data: st.DataObject) -> None:
     words = np.frombuffer(record_bytes(make_trajectory(num_tokens=12)), np.uint64)
@@ -287,7 +288,7 @@ TEXTS = st.text(max_size=4).map(lambda text: text.encode("utf-8", "surrogatepass
 NAMES = st.lists(st.sampled_from([b"", b"a", b"ab", b"b", b"\xc3\xa9", b"\xc3"]), max_size=4).map(b"\0".join)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(120))
 @given(st.lists(TEXTS, min_size=4, max_size=4), NAMES | st.binary(max_size=6), st.integers(0, 5))
 def test_texts_of_any_kind_are_judged_alike(texts: list[bytes], names: bytes, num_stats: int) -> None:
     assert_same_verdict(with_texts(texts, names, num_stats))
@@ -322,7 +323,7 @@ def test_utf8_is_what_python_takes_for_it() -> None:
         assert record_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text), text
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=12), st.text(max_size=6).map(lambda text: text.encode("utf-8", "surrogatepass"))))
 def test_random_bytes_are_utf8_where_python_takes_them_for_it(text: bytes) -> None:
     assert record_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text)
@@ -350,7 +351,7 @@ def test_the_vocabulary_is_judged_alike(vocab_size: int) -> None:
         assert (verdict(data, vocab_size)[0] == COPIED) == (token < vocab_size)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(120))
 @given(st.data())
 def test_random_changes_are_judged_alike(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(6, 40))
@@ -368,7 +369,7 @@ def test_random_changes_are_judged_alike(data: st.DataObject) -> None:
     assert_same_verdict(bytes(record))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.data())
 def test_turns_and_masks_of_any_kind_are_judged_alike(data: st.DataObject) -> None:
     """Small arrays, all conditions on actions kept but for the one that turns and mask must agree."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.trajectory import unroll_id
+from tests.examples import examples
 from tests.pipeline.support import steps_of
 from tests.pipeline.tickets.ledgers import grant, ids, make_ledger, receive
 
@@ -309,7 +310,7 @@ def test_versions_only_grow() -> None:
 # --- everything at once
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.integers(0, 2**32), st.sampled_from([0, 1, 2, None]), st.sampled_from([1, 2]))
 def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, group_size: int) -> None:
     """An independent account of every ticket, next to the ledger, under all events in any order."""

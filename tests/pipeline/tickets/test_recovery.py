@@ -15,6 +15,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.trajectory import unroll_id
+from tests.examples import examples
 
 Key = tuple[int, str, int]
 ACTORS = ["a", "b", "c"]
@@ -311,7 +312,7 @@ class Run:
             self.step()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     st.integers(0, 2**32),
     st.sampled_from([(1, 1), (1, 0), (1, 3), (1, None), (2, 0), (2, 1), (4, 2), (2, None)]),

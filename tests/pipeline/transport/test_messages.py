@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.messages import Descriptor, WireError
+from tests.examples import examples
 
 POSITIVE = st.integers(0, 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -130,7 +131,7 @@ def test_a_batch_gives_its_descriptors_as_rows() -> None:
     assert not batch.array.flags.writeable
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(MESSAGES.map(messages.encode), st.data())
 def test_a_frame_that_was_changed_or_cut_on_its_way_is_refused(frame: bytes, data: st.DataObject) -> None:
     broken = bytearray(frame)
@@ -141,7 +142,7 @@ def test_a_frame_that_was_changed_or_cut_on_its_way_is_refused(frame: bytes, dat
             messages.decode(bad)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=200), MESSAGES.map(lambda message: messages.encode(message)[12:])), st.data())
 def test_broken_bytes_under_a_right_checksum_are_a_wire_error_and_nothing_else(
     body: bytes, data: st.DataObject
@@ -163,7 +164,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.sampled_from([*CODES, 0, 8, 99]), st.lists(NESTED, max_size=6))
 def test_well_formed_msgpack_of_the_wrong_types_is_a_wire_error(code: int, fields: list[object]) -> None:
     try:

@@ -24,6 +24,7 @@ from impala_llm.pipeline.weights.relay_messages import (
     decode_request,
     encode,
 )
+from tests.examples import examples
 
 
 def make_contents(**changes: object) -> Contents:
@@ -93,7 +94,7 @@ def test_contents_that_lie_are_refused(changes: dict[str, object]) -> None:
 
 
 @given(st.one_of(st.binary(max_size=100), st.lists(st.one_of(st.integers(), st.text(), st.binary()), max_size=7)))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_any_bytes_give_a_message_or_an_error(noise: bytes | list[object]) -> None:
     frames = [noise] if isinstance(noise, bytes) else []
     if not isinstance(noise, bytes):

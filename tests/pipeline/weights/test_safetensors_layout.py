@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impala_llm.pipeline.weights.safetensors_layout import LayoutError, parse, plan
+from tests.examples import examples
 
 
 def header(table: object) -> bytes:
@@ -62,7 +63,7 @@ def test_headers_in_any_order_give_the_order_of_the_file() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 40), st.binary(max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_any_bytes_give_a_layout_or_a_layout_error(noise: bytes, at: int, patch: bytes) -> None:
     good = plan({"x": ("F32", (2,)), "y": ("U8", (3,))}).header + bytes(11)
     for data in (noise, len(noise).to_bytes(8, "little") + noise, good[:at] + patch + good[at + len(patch) :]):
