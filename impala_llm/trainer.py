@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from impala_llm.algorithms.advantages import episode_return
+from impala_llm.algorithms.advantages import episode_return, equal_share
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.algorithms.shaping import overlong_share, turn_divergences
@@ -28,6 +28,7 @@ from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.update import Update, optimizer_steps, reason_left_out
+from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
@@ -62,6 +63,7 @@ class Trainer:
         self.optimizer = Optimizer(model, config.learner)
         self.budget = TokenBudget(config.learner.token_budget, ranks)
         self.monitor = MismatchMonitor(config, model, ranks.device, self.budget)
+        self.balance = WorkBalance(ranks, model)
         self.scorers = Scorers(config, model, ranks.device)
         self.entropy = EntropyControl(config.algorithm)
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
@@ -85,6 +87,9 @@ class Trainer:
             progress: share of the run that is over.
             arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
         """
+        with self.timer.stage("pack"):
+            batch, metrics = self.balance.exchange(batch, stays=self.monitor.replaces(batch.trajectories))
+            self.log.add_all(metrics)
         if not self.budget.is_chosen:
             with self.timer.stage("forward"):
                 self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
@@ -101,7 +106,7 @@ class Trainer:
                 update.whitening = self.whitening(update)
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
-            if isinstance(self.loss, BatchLoss) and rules.train_policy:
+            if isinstance(self.loss, BatchLoss):
                 rules = replace(rules, batch_limit=self.batch_limit(self.loss, update, part, rules))
             bad = self.accumulate(update, part, rules)
             if number == 0:
@@ -110,7 +115,8 @@ class Trainer:
             self.step(update, part, bad, rules, progress)
         self.num_updates += 1
         with self.timer.stage("log"):
-            self.buffer.update_advantages(list(update.sizes), list(update.sizes.values()))
+            sizes = self.balance.bring_home(batch, update.sizes)
+            self.buffer.update_advantages(list(sizes), list(sizes.values()))
             if update.culprits:
                 culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
                 reason = reason_left_out(culprits, self.credit.discount, version, self.loss.name)
@@ -147,7 +153,8 @@ class Trainer:
         discount = algorithm.credit.discount
         returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
-        prepared = call_prepare(self.credit, self.episodes(trajectories, returns))
+        episodes = self.episodes(trajectories, returns)
+        prepared = call_prepare(self.credit, episodes)
         finite = torch.tensor(returns).isfinite().tolist()
         endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
         oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
@@ -156,14 +163,14 @@ class Trainer:
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
         has_own_term = has_own_term or algorithm.entropy_target is not None
         if prepared is not None and self.credit.of_episodes and not has_own_term:
-            # Without a term of its own an episode as good as its group, or too old, has no gradient: it is counted, not
-            # computed.
+            # Without a term of its own an episode as good as its group, or too old, has no gradient, and only counts.
             teaching = prepared.advantages.nonzero().flatten().tolist()
-            self.log.add("advantage/zero_share", 1 - len(teaching) / len(trajectories), len(trajectories))
             teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
+        if self.credit.compares_group:
+            self.log.add("advantage/zero_share", equal_share(episodes), len(trajectories))
         self.log.add_all(() if prepared is None else prepared.metrics)
         advantages = None if prepared is None else prepared.advantages
-        weights = self.draw_weights(batch)
+        weights = torch.tensor(batch.weights, dtype=torch.float32)
         return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), endless)
 
     def part_counts(self, update: Update, part: Sequence[int]) -> Denominators:
@@ -347,15 +354,6 @@ class Trainer:
         self.log.add("optimizer/reward_divisor", self.rewards.divisor)
         return Denominators(tokens, turns, sequences)
 
-    def draw_weights(self, batch: Batch) -> torch.Tensor:
-        """float32[M]: the importance weights of the replay draw, with mean 1 over all ranks.
-
-        The buffer's have maximum 1, which often belongs to an old item that the uniform floor has drawn. Beside it all
-        others would be small, and with them the policy gradient, while an entropy bonus keeps its size.
-        """
-        total, count = self.ranks.sum([sum(batch.weights), len(batch.weights)])
-        return torch.tensor(batch.weights, dtype=torch.float32) * (count / total)
-
     def episodes(self, trajectories: Sequence[Trajectory], returns: Sequence[float]) -> Episodes:
         """The batch as a credit prepares it."""
         scaled = torch.tensor(returns) / self.rewards.divisor
@@ -441,7 +439,7 @@ class Trainer:
             ]
         )
         self.log.add("optimizer/entropy_coef", self.entropy.coef)
-        if tokens:
+        if tokens and self.num_updates > self.config.learner.value_warmup_updates:  # no bonus acts before
             self.entropy.observe(entropy / tokens)
         if count:  # of episodes that ended: the others have no score yet
             is_known = tokens > 0 and math.isfinite(entropy)

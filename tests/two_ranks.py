@@ -4,6 +4,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
+
 from impala_llm.learning.parallel import Ranks
 
 
@@ -34,3 +36,6 @@ class ThreadRanks(Ranks):
 
     def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
         return [sum(pair) for pair in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
+
+    def gather(self, item: dict[str, list[Any]], of_processes: bool = False) -> list[dict[str, list[Any]]]:
+        return [msgpack.unpackb(part) for part in self._meeting.exchange(self.rank, msgpack.packb(item))]

@@ -38,6 +38,8 @@ class _Groups(NamedTuple):
     """score minus the group's mean; exactly 0 where all scores are equal."""
     std: Tensor
     """Sample standard deviation (n - 1); 0 where all scores are equal."""
+    is_equal: Tensor
+    """bool: whether all scores are equal."""
 
 
 @torch.no_grad()
@@ -160,6 +162,11 @@ class RLOO(EpisodeCredit):
         return Prepared(rloo(episodes.returns, episodes.group_ids))
 
 
+def equal_share(episodes: Episodes) -> float:
+    """Share of the episodes whose group has one return alone, and so nothing to compare."""
+    return float(_group_statistics(episodes.returns, episodes.group_ids).is_equal.float().mean())
+
+
 def _group_statistics(scores: Tensor, group_ids: Tensor) -> _Groups:
     require_float("scores", scores, ndim=1)
     if group_ids.dtype != torch.int64:
@@ -176,6 +183,7 @@ def _group_statistics(scores: Tensor, group_ids: Tensor) -> _Groups:
     # the mean of equal numbers is not always that number, and a division by the std would blow its last digit up
     largest = zeros.scatter_reduce(0, index, scores, "amax", include_self=False)[index]
     smallest = zeros.scatter_reduce(0, index, scores, "amin", include_self=False)[index]
-    deviation = torch.where(largest == smallest, torch.zeros_like(scores), scores - total(scores) / size)
+    is_equal = largest == smallest
+    deviation = torch.where(is_equal, torch.zeros_like(scores), scores - total(scores) / size)
     std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
-    return _Groups(size, deviation, std)
+    return _Groups(size, deviation, std, is_equal)

@@ -221,7 +221,7 @@ class Worth:
     advantages: Tensor
     """float32[N], without gradient."""
     values: Tensor | None = None
-    """float32[K], differentiable: what is fitted to `targets`; None: nothing is."""
+    """float32[K], differentiable: what is fitted to `targets`; None, as these and the rows: nothing is."""
     targets: Tensor | None = None
     """float32[K], without gradient."""
     value_rows: Tensor | None = None
@@ -237,7 +237,7 @@ class LossOutput(NamedTuple):
     """A policy loss, not yet averaged; [N] are the tokens that went in."""
 
     per_token: Tensor
-    """float[N]: loss of each token; see `losses.aggregate`."""
+    """float[N], as the advantages: loss of each token; see `losses.aggregate`."""
     metrics: Mapping[str, Tensor]
     """Scalars without gradient. Names in `_mean` and `_share` are means over the N tokens (0 when N is 0), so
     micro-batches combine weighted by N; names in `_max` combine by maximum, in `_min` by minimum. A `clip_share` is the

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -48,11 +48,13 @@ class Batch:
 
     trajectories: tuple[Trajectory, ...]
     weights: tuple[float, ...]
-    """Importance weight of each trajectory's draw."""
+    """Importance weight of each trajectory's draw; those that a rank has drawn have mean 1."""
     item_ids: tuple[int, ...]
-    """Buffer item of each trajectory."""
+    """Buffer item of each trajectory; a number below 0 for one of another rank."""
     mean_reuse: float
     """Times that a trajectory has been drawn, this time included, on average."""
+    borrowed: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Item of another rank that this one computes (work_balance.py) -> (that rank, the item's number there)."""
 
     @property
     def num_tokens(self) -> int:
@@ -308,7 +310,13 @@ class BatchSource:
         self._max_replayed = None if chosen is None else min(chosen, self._num_items)
         self._refills_left = min(state["refills_left"], self._most_refills)
         held = {t.unroll_id for t in self.buffer.moment().trajectories}
-        self._take_in([t for number, t in trajectories.items() if number not in held], version)
+        # Members of open groups were counted when they came. Earlier releases did not note which these are.
+        counted = set(state["groups"].get("open", ()))
+        for number, t in trajectories.items():
+            if number in counted:
+                self._groups.add(t)
+        rest = trajectories.keys() - held - counted
+        self._take_in([t for number, t in trajectories.items() if number in rest], version)
 
     def _draw(self, version: int) -> Batch | None:
         # Also where there is less than a batch: until then their tickets take the places of those that will fill it.
@@ -329,6 +337,10 @@ class BatchSource:
         members.sort(key=lambda member: (member[0].ticket_id, member[0].unroll_index))
         self._rate.record_samples(self._num_items * self._group_size)
         trajectories, weights, item_ids = zip(*members, strict=True)
+        # The buffer's have maximum 1, which often belongs to an old item that the uniform floor has drawn. Beside it
+        # all others would be small, and with them the policy gradient, while an entropy bonus keeps its size.
+        mean = sum(weights) / len(weights)
+        weights = tuple(weight / mean for weight in weights)
         reuse = sum(item.num_replays * len(item.trajectories) for item in sample.items) / len(members)
         return Batch(trajectories, weights, item_ids, reuse)
 

@@ -166,6 +166,10 @@ class MismatchMonitor:
             self._probe(trajectories, version)
             self._update_alarm()
 
+    def replaces(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether any of these has, or gets in this update, other log-probabilities than the engine's."""
+        return self.recomputes or any(id(t.block) in self._kept for t in trajectories)
+
     def recomputed(self, micro: PackedBatch, members: Sequence[Trajectory]) -> Recomputed | None:
         """Substitute for the engine's log-probabilities; None: they stay.
 

@@ -201,8 +201,8 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, item: dict[str, list[float]], of_processes: bool = False) -> list[dict[str, list[float]]]:
-        """Every rank's metric state, by rank: {name: [value, weight]}.
+    def gather(self, item: dict[str, list[Any]], of_processes: bool = False) -> list[dict[str, list[Any]]]:
+        """Bring every rank's lists of numbers, bytes and lists to all of them, by rank.
 
         Args:
             of_processes: of all processes; else those that lead their ranks count.
@@ -221,7 +221,8 @@ class Ranks:
         return found if of_processes else found[: self.world_size]
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all ranks, in one flat all-reduce. A parameter without one counts as zeros.
+        """Add up the gradients of all ranks, in one flat all-reduce. A parameter that has one on no rank gets none, so
+        that the optimizer passes over it, as with a single rank.
 
         Those of FSDP2's shares are sums already.
         """
@@ -230,33 +231,27 @@ class Ranks:
             return
         trained = [p for p in model.parameters() if p.requires_grad]
         whole = [p for p in trained if not isinstance(p, DTensor)]
-        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in whole])
-        dist.all_reduce(flat)
-        offset = 0
-        for p in whole:
-            p.grad = flat[offset : offset + p.numel()].view_as(p)
-            if self.tensor_parallel > 1 and p not in self._partial:
+        for p, total in zip(whole, _sums([p.grad for p in whole], whole), strict=True):
+            p.grad = total
+            if total is not None and self.tensor_parallel > 1 and p not in self._partial:
                 # The same in all processes of a rank but for the order of sums on a GPU: so it stays the same.
-                p.grad.div_(self.tensor_parallel)
-            offset += p.numel()
+                total.div_(self.tensor_parallel)
         if self._mesh is not None:
             self._sum_parts([p for p in trained if isinstance(p, DTensor)], self._mesh["data"])
 
     def _sum_parts(self, parameters: Sequence[DTensor], mesh: DeviceMesh) -> None:
         """Add up the gradients of the parts that this process holds with those of the other ranks."""
         for p in parameters:
-            grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = grad.redistribute(placements=p.placements)
+            if p.grad is not None:
+                grad: Any = p.grad
+                p.grad = grad.redistribute(placements=p.placements)
         if mesh.size() == 1:
             return
-        flat = torch.cat([local(p.grad).reshape(-1) for p in parameters if p.grad is not None])
-        dist.all_reduce(flat, group=mesh.get_group())
-        offset = 0
-        for p in parameters:
-            of_p = local(p)
-            part = flat[offset : offset + of_p.numel()].view_as(of_p)
-            p.grad = DTensor.from_local(part, p.device_mesh, p.placements, run_check=False)
-            offset += of_p.numel()
+        grads = [None if p.grad is None else local(p.grad) for p in parameters]
+        for p, total in zip(parameters, _sums(grads, [local(p) for p in parameters], mesh.get_group()), strict=True):
+            p.grad = None
+            if total is not None:
+                p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
 
     def barrier(self) -> None:
         self.sum([0.0])
@@ -264,6 +259,25 @@ class Ranks:
     def close(self) -> None:
         if self.num_processes > 1 or self.is_sharded:
             dist.destroy_process_group()
+
+
+def _sums(
+    mine: Sequence[Tensor | None], like: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor | None]:
+    """Sums of tensors over the processes of a group, None for those that none of them has.
+
+    Args:
+        like: a tensor of the shape of each.
+    """
+    there = torch.tensor([float(tensor is not None) for tensor in mine], device=like[0].device)
+    parts = [torch.zeros_like(shape) if tensor is None else tensor for tensor, shape in zip(mine, like, strict=True)]
+    flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
+    dist.all_reduce(flat, group=group)
+    num_there, *totals = flat.split([len(there), *(shape.numel() for shape in like)])
+    return [
+        total.view_as(shape) if number else None
+        for number, total, shape in zip(num_there.tolist(), totals, like, strict=True)
+    ]
 
 
 def exit_process(status: int) -> NoReturn:

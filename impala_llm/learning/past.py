@@ -85,7 +85,10 @@ def dealt(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dic
             **sources[0],
             "buffer": _dealt_buffer([source["buffer"] for source in sources], is_mine),
             "rate": {name: sum(rate[name] for rate in rates) / num_ranks for name in rates[0]},
-            "groups": {"closed_short": sorted(n for s in sources for n in s["groups"]["closed_short"])},
+            "groups": {
+                name: sorted(n for source in sources for n in source["groups"].get(name, ()))
+                for name in ("closed_short", "open")
+            },
             "max_replayed": None,
             "curriculum": merged([known for source in sources if (known := source.get("curriculum"))]),
         },

@@ -116,7 +116,7 @@ _DECLARED = (
     ("evaluation/best_score", _LAST, "score of the best evaluation so far"),
     ("evaluation/best_update", _LAST, "update of the run after which it was begun"),
     ("evaluation/best_version", _LAST, "policy version that it was begun with"),
-    ("evaluation/without_gain", _LAST, "evaluations in a row that were no better than it"),
+    ("evaluation/without_gain", _LAST, "evaluations in a row that were no better, as evaluation.patience counts them"),
     ("evaluation/unwanted", _SUM, "answers of actors to evaluation tasks that were not awaited, since the last step"),
     # The comparison at the end of a run, evaluation.before_and_after, written with its last step.
     ("evaluation/before_score", _LAST, "mean final score of the starting policy on the tasks of evaluation.split"),
@@ -132,8 +132,8 @@ _DECLARED = (
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
     ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
     ("loss/total", _MEAN, "the number that is differentiated, per action token"),
-    ("optimizer/gradient_norm", _MEAN, "L2 norm of the whole gradient before clipping"),
-    ("optimizer/clipped_share", _MEAN, "share of optimizer steps whose gradient was clipped"),
+    ("optimizer/gradient_norm", _MEAN, "L2 norm of the policy's gradient, without the value head's, before clipping"),
+    ("optimizer/clipped_share", _MEAN, "share of optimizer steps in which the policy's gradient was clipped"),
     ("optimizer/skipped", _MEAN, "share of optimizer steps left out since something was not finite"),
     ("optimizer/not_finite", _SUM, "trajectories to which that was due (all ranks) since the last step"),
     ("optimizer/learning_rate", _LAST, "learning rate of the step just made"),
@@ -153,7 +153,7 @@ _DECLARED = (
         "what overlong_penalty and reward_kl_coef add to the return of an episode, per trajectory",
     ),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
-    ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group scored the same: no gradient"),
+    ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group has the same return"),
     ("advantage/std", Kind.DEVIATION, "its standard deviation over the action tokens of a batch"),
     # The warm start on demonstrations, `impala-llm sft`, which also writes optimizer/* and progress/seconds.
     ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated answers in nats, per action token"),
@@ -231,6 +231,8 @@ _DECLARED = (
         " (advantage/zero_share); all ranks",
     ),
     ("learner/trained_tokens", _SUM, "tokens of the batch's trajectories, padding excluded, all ranks"),
+    ("learner/imbalance_drawn", _MEAN, "work of the most loaded rank over the mean rank's, as drawn; several ranks"),
+    ("learner/imbalance", _MEAN, "the same after items were exchanged: all ranks wait for the most loaded one"),
     ("learner/version", _LAST, "policy version, by which engines know the weights; after a lost host ahead of updates"),
     ("learner/resident_memory_gb", _MAX, "resident memory of the largest learner rank, 10^9 bytes"),
     # Between the two sides.

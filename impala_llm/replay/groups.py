@@ -80,9 +80,10 @@ class GroupAssembler:
         return None, tuple(members.values())
 
     def state_dict(self) -> dict[str, list[int]]:
-        """The groups that were closed short. Members of open groups are not in here: the ledger has them as received,
-        and whoever restores both adds them again."""
-        return {"closed_short": sorted(self._closed_short)}
+        """Groups that were closed short, and the `unroll_id` of each member of an open group. The members themselves
+        are missing: the ledger has them as received, and whoever restores both adds them again."""
+        members = [t.unroll_id for group in self._open.values() for t in group.values()]
+        return {"closed_short": sorted(self._closed_short), "open": sorted(members)}
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:
         """Restore `state_dict`; open groups are forgotten."""

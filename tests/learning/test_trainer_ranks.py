@@ -58,7 +58,7 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
         with lock:
             model = PolicyModel.from_pretrained(tmp_path)
             trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
-        batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(range(len(rows))), 1.0)
+        batch = Batch(tuple(rows), (1.0,) * len(rows), (0,) * len(rows), 1.0)
         trainer.update(batch, version=3, progress=0.0)
         return [p.detach() for p in trainer.model.parameters()]
 

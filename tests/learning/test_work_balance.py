@@ -1,0 +1,172 @@
+"""Items of a batch are exchanged between ranks so that each computes about as much, and training stays as it was."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from impala_llm.algorithms.advantages import GroupRelative
+from impala_llm.algorithms.losses import PPOClip
+from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.work_balance import TOLERANCE, WorkBalance, assign
+from impala_llm.observability.metrics import MetricLog
+from impala_llm.settings import LearnerConfig
+from impala_llm.trainer import Trainer
+from tests.learning.builders import make_config, make_trajectory, save_lm
+from tests.two_ranks import Meeting, ThreadRanks
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [
+        ([[5.0, 5.0], [4.0, 4.0]], [9.0, 9.0]),  # one for one
+        ([[3.0, 3.0, 2.0], [4.0]], [6.0, 6.0]),  # one given away
+        ([[10.0], [1.0]], [10.0, 1.0]),  # nothing makes it better
+        ([[5.0, 5.1], [5.0, 5.0]], [10.1, 10.0]),  # within the tolerance
+        ([[7.0]], [7.0]),
+        ([], []),
+    ],
+)
+def test_loads_are_made_equal_by_whole_items(works: list[list[float]], expected: list[float]) -> None:
+    loads = [sum(works[rank][index] for rank, index in items) for items in assign(works)]
+    assert loads == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_items_with_a_long_tail_are_balanced_and_each_is_computed_once(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    works = [rng.lognormal(rank % 3, 0.8, 16).tolist() for rank in range(num_ranks)]
+    found = assign(works)
+    assert sorted(item for items in found for item in items) == [(r, i) for r in range(num_ranks) for i in range(16)]
+    before = np.array([sum(mine) for mine in works])
+    after = np.array([sum(works[rank][index] for rank, index in items) for items in found])
+    assert np.ptp(after) <= TOLERANCE * after.mean() < np.ptp(before)
+
+
+@pytest.mark.parametrize(("num_ranks", "drawn"), [(2, 1.13), (4, 1.27), (8, 1.42)])
+def test_the_work_of_episodes_of_log_normal_lengths_as_docs_sharding_has_it(num_ranks: int, drawn: float) -> None:
+    """Eight groups of eight a rank, of a model of 135 M parameters: the most loaded rank over the mean, mean of 100."""
+    before, after = [], []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        works = [[work_of_a_group(rng) for _ in range(8)] for _ in range(num_ranks)]
+        loads = np.array([sum(mine) for mine in works])
+        balanced = [sum(works[rank][index] for rank, index in items) for items in assign(works)]
+        before.append(loads.max() / loads.mean())
+        after.append(max(balanced) / loads.mean())
+    assert np.mean(before) == pytest.approx(drawn, abs=0.006)
+    assert np.mean(after) < 1.015
+
+
+def work_of_a_group(rng: np.random.Generator) -> float:
+    lengths = np.minimum(8192, rng.lognormal(6.5 + rng.normal(0, 0.5), 0.7, 8))
+    return float((lengths * (lengths + 7784)).sum())
+
+
+LENGTHS = ((60, 41), (52, 33), (9, 12), (20, 17))
+"""Tokens of the two trajectories of each of four groups: the first two groups are rank 0's."""
+
+
+def drawn(groups: Sequence[int]) -> Batch:
+    """The batch of a rank: each group is an item, numbered from 0."""
+    rows = [
+        make_trajectory(length, [(2, 5), (6, length)], seed=10 * group + i, group_id=group)
+        for group in groups
+        for i, length in enumerate(LENGTHS[group])
+    ]
+    items = [item for item in range(len(groups)) for _ in range(2)]
+    return Batch(tuple(rows), tuple(1.0 + row.group_id / 10 for row in rows), tuple(items), 1.0)
+
+
+def of_both(work: object, *arguments: Sequence[object]) -> list[object]:
+    """Results of a function on rank 0 and on rank 1, which meet."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, *arguments))  # type: ignore[call-overload]
+
+
+def test_groups_move_whole_with_their_weights_and_numbers_come_home(tmp_path: Path) -> None:
+    meeting, model = Meeting(), PolicyModel.from_pretrained(save_lm(tmp_path))
+    batches = [drawn([0, 1]), drawn([2, 3])]
+
+    def work(rank: int) -> tuple[Batch, dict[str, float], dict[int, float]]:
+        balance = WorkBalance(ThreadRanks(rank, meeting), model)
+        batch, metrics = balance.exchange(batches[rank], stays=False)
+        sizes = {item: float(batch.trajectories[batch.item_ids.index(item)].group_id) for item in batch.item_ids}
+        return batch, {name: value for name, value, _ in metrics}, balance.bring_home(batch, sizes)
+
+    found = of_both(work, (0, 1))
+    rows = [(t.group_id, t.ticket_id, rank) for rank, (batch, *_) in enumerate(found) for t in batch.trajectories]
+    assert sorted(row[:2] for row in rows) == sorted((t.group_id, t.ticket_id) for b in batches for t in b.trajectories)
+    ranks_of = [{rank for group, _, rank in rows if group == number} for number in range(4)]
+    assert all(len(ranks) == 1 for ranks in ranks_of) and ranks_of[0] != ranks_of[1]
+    for batch, metrics, _ in found:
+        assert batch.weights == pytest.approx([1.0 + t.group_id / 10 for t in batch.trajectories])
+        assert 1.0 <= metrics["learner/imbalance"] < metrics["learner/imbalance_drawn"]
+    assert [home for *_, home in found] == [{0: 0.0, 1: 1.0}, {0: 2.0, 1: 3.0}]
+
+
+def test_a_rank_that_stays_out_computes_what_it_has_drawn(tmp_path: Path) -> None:
+    meeting, model = Meeting(), PolicyModel.from_pretrained(save_lm(tmp_path))
+    batches = [drawn([0, 1]), drawn([2, 3])]
+
+    def work(rank: int) -> Batch:
+        return WorkBalance(ThreadRanks(rank, meeting), model).exchange(batches[rank], stays=rank == 1)[0]
+
+    assert of_both(work, (0, 1)) == batches
+
+
+class TrainingRanks(ThreadRanks):
+    """Two ranks that sum their gradients up."""
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        parameters = list(model.parameters())
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for p, *both in zip(parameters, *self._meeting.exchange(self.rank, mine), strict=True):
+            p.grad = both[0] + both[1]
+
+
+class Priorities:
+    """A replay buffer that remembers the |A| that it was told."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, float] = {}
+
+    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        self.told |= dict(zip(ids, values, strict=True))
+
+
+def test_two_ranks_with_unlike_batches_train_as_one_and_each_learns_its_own_priorities(tmp_path: Path) -> None:
+    save_lm(tmp_path)
+    meeting = Meeting()
+    models = [PolicyModel.from_pretrained(tmp_path) for _ in range(3)]
+
+    def trained(ranks: Ranks, batch: Batch, model: PolicyModel) -> tuple[dict[int, float], dict[str, float]]:
+        config = make_config(GroupRelative(), PPOClip(), max_staleness=None)
+        config.learner = LearnerConfig(warmup_updates=0, decay="constant")
+        buffer = Priorities()
+        trainer = Trainer(config, ranks, model, buffer, MetricLog())  # type: ignore[arg-type]
+        trainer.update(batch, version=3, progress=0.0)
+        return buffer.told, trainer.log.flush()
+
+    def work(rank: int) -> tuple[dict[int, float], dict[str, float]]:
+        return trained(TrainingRanks(rank, meeting), drawn([0, 1] if rank == 0 else [2, 3]), models[rank])
+
+    (mine, metrics), (other, _) = of_both(work, (0, 1))
+    together, _ = trained(Ranks("cpu"), drawn([0, 1, 2, 3]), models[2])
+    assert metrics["learner/imbalance"] < metrics["learner/imbalance_drawn"]
+    assert [mine[0], mine[1], other[0], other[1]] == pytest.approx([together[item] for item in range(4)], rel=1e-4)
+    for p, q, alone in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)
+        torch.testing.assert_close(p, alone, atol=2e-5, rtol=1e-3)
+
+
+def test_a_batch_is_that_of_the_only_rank(tmp_path: Path) -> None:
+    batch = drawn([0, 1])
+    balance = WorkBalance(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    assert balance.exchange(batch, stays=False) == (batch, [])
+    assert balance.bring_home(batch, {0: 1.0, 1: 2.0}) == {0: 1.0, 1: 2.0}

@@ -1,0 +1,31 @@
+"""The metric of groups in which there is nothing to compare."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from impala_llm.learning.batch_source import Batch
+from tests.learning.builders import save_lm, trainer_with
+from tests.learning.test_trainer import with_returns
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+@pytest.mark.parametrize("algorithm", ["group_relative", "dpo"])
+def test_episodes_count_whose_whole_group_has_one_return(tmp_path: Path, algorithm: str, entropy_coef: float) -> None:
+    """An episode in no pair, or as good as the mean of 0, 5 and 10, does not."""
+    words = [f"algorithm={algorithm}", "algorithm.group_size=3", "learner.batch_size=6", "engine.max_length=256"]
+    if algorithm == "dpo":
+        words.append(f"algorithm.reference={save_lm(tmp_path / 'reference')}")
+    trainer = trainer_with(tmp_path / "lm", *words, f"algorithm.entropy_coef={entropy_coef}")
+    rows = with_returns((0.0, 0.0), (0.0, 5.0), (0.0, 10.0), (0.0, 5.0), (5.0, 0.0), (2.0, 3.0))
+    rows = [dataclasses.replace(t, group_id=number // 3) for number, t in enumerate(rows)]
+    trainer.update(Batch(tuple(rows), (1.0,) * 6, (0, 0, 0, 1, 1, 1), 1.0), version=3, progress=0.0)
+    assert trainer.log.flush()["advantage/zero_share"] == 0.5
+
+
+def test_a_credit_that_compares_no_group_has_no_such_metric(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, "algorithm=ppo", "learner.batch_size=2")
+    rows = with_returns((0.0, 5.0), (0.0, 5.0))
+    trainer.update(Batch(tuple(rows), (1.0,) * 2, (0, 0), 1.0), version=3, progress=0.0)
+    assert "advantage/zero_share" not in trainer.log.flush()
