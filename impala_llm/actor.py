@@ -291,7 +291,7 @@ class Actor:
         limits, timeout_s, abort = self.limits, self.config.actor.episode_timeout_s, None
         try:
             spec = self.next_episode(ticket, str(ticket.ticket_id))
-            if self.keep_aborted:
+            if self.keep_aborted and self.agents is None:  # of an agent's episode no part is kept
                 ends_at = asyncio.get_running_loop().time() + timeout_s
                 limits = replace(limits, ends_at=ends_at)
                 abort = asyncio.get_running_loop().call_at(ends_at, self.engine.abort, spec.episode_id)

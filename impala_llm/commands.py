@@ -14,6 +14,7 @@ from pathlib import Path
 from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.gpus import visible_gpus, with_num_actors
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.programs import how_to_evaluate, program
 from impala_llm.settings import Config, model_directory
@@ -160,7 +161,10 @@ def run_command(words: Sequence[str]) -> int:
             from impala_llm.doctor import main as doctor
 
             return doctor(overrides, as_json=flagged)
-        return commands[command](load(overrides), overrides, flagged)
+        config = load(overrides)
+        if command in ("train", "actors"):
+            config, overrides = with_num_actors(config, overrides, visible_gpus())
+        return commands[command](config, overrides, flagged)
     except (ConfigError, EngineError, EnvironmentFault, RunDirectoryError) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
@@ -246,12 +250,12 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
 
 def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
     """Actors alone."""
-    from impala_llm.launch import main as launch
+    from impala_llm.launch import supervise_actors
     from impala_llm.preflight import check_actors
 
     check_actors(config)
 
-    return launch(overrides)
+    return supervise_actors(config, overrides)
 
 
 def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:

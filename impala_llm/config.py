@@ -118,6 +118,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(str(error)) from None
     parts = {"algorithm": AlgorithmConfig(**(vars(composed.algorithm) | algorithm)), "env": env, "engine": engine}
     config = Config(**(vars(composed) | parts))
+    for section in (config.run, config.sft, config.demonstrations):
+        section.dir = os.path.expanduser(section.dir)
     reasons = problems(config)
     if reasons:
         raise ConfigError.of(reasons)
@@ -380,7 +382,7 @@ def threads_per_process(config: Config) -> int:
 
     Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    return max(1, num_cores() // max(1, config.learner_processes_here + config.actor.num_actors))
+    return max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors))
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:

@@ -41,6 +41,7 @@ from impala_llm.engines.base import FinishReason, Generation, SamplingParams, To
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
+from impala_llm.learning.origin import base_checksum
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
@@ -168,15 +169,17 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             )  # fmt: skip
             text: list[Turn] = []
             async with streams:
-                session, engine = player(contract.session(suite, training=True), seed)
+                session = _Watched(contract.session(suite, training=True))
                 try:
-                    row = await play_episode(spec, session, engine, chat, limits, text)
+                    row = await play_episode(spec, session, player(session, seed), chat, limits, text)
                 except EpisodeAborted:
                     return None
                 except contract.EnvironmentFault:
                     raise
                 except ValueError as error:  # there is no room for even the first answer
                     raise ConfigError(str(error)) from None
+            if not any(session.last[2:4]):  # neither terminated nor truncated: the next observation does not fit
+                return None
             if settings.player == "person":
                 print(f"The end: score {row.score:.2f}.\n")
             return Demonstration(row, source, tuple(text))
@@ -203,8 +206,8 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
     return too_long
 
 
-Player = Callable[[Session | AsyncSession, int], tuple[Session | AsyncSession, TokenGenerator]]
-"""From the session and the seed of an episode: the session and the engine that play it."""
+Player = Callable[["_Watched", int], TokenGenerator]
+"""From the session and the seed of an episode: the engine that plays it."""
 
 
 @asynccontextmanager
@@ -215,25 +218,24 @@ async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat)
             engine = make_engine(config, policy, version=0)
             try:
                 await engine.start()
-                yield lambda session, _seed: (session, engine)
+                yield lambda _session, _seed: engine
             finally:
                 await engine.close()
         return
 
-    def spoken(session: Session | AsyncSession, seed: int) -> tuple[AsyncSession, TokenGenerator]:
+    def spoken(session: _Watched, seed: int) -> TokenGenerator:
         act: Callable[[str, dict[str, Any]], str] = _asked
         if config.demonstrations.player == "script":
             assert isinstance(suite, Scripted)  # `_suite` has looked
             script = contract.call(f"env {suite.name}: script", lambda: suite.script(config.demonstrations.noise, seed))
             act = functools.partial(contract.act, script, env=suite.name)
-        watched = _Watched(session)
-        return watched, _Spoken(chat, watched, act)
+        return _Spoken(chat, session, act)
 
     yield spoken
 
 
 class _Watched:
-    """A session that keeps what it returned last, for a player that answers in text."""
+    """A session that keeps what it returned last: a player that answers in text reads it."""
 
     def __init__(self, session: Session | AsyncSession) -> None:
         self._session = session
@@ -326,10 +328,15 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         env["args"] = args if isinstance(args, dict) else dataclasses.asdict(args)
     of_recording = dataclasses.asdict(config.demonstrations)
     of_recording = {key: of_recording[key] for key in ("player", "split", "noise", "num_catalogues")}
+    settings = {"env": env, "demonstrations": of_recording}
+    by_policy = config.demonstrations.player == "policy"
+    if by_policy:
+        settings["engine"] = {key: getattr(config.engine, key) for key in ("temperature", "max_new_tokens")}
+    weights = base_checksum(policy) if by_policy else None
     tokenizer = AutoTokenizer.from_pretrained(policy)
     header = Header(
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
-        plain({"env": env, "demonstrations": of_recording}),
+        plain(settings), weights,
     )  # fmt: skip
     if not (folder / HEADER).exists():
         try:
@@ -342,11 +349,13 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     fix = "name another folder, or put it back"
     if before.tokenizer != header.tokenizer:
         raise ConfigError(f"{where} with the tokenizer of model.path={before.model}, and not of {header.model}: {fix}")
+    fix += f"; to learn from it as it is, set sft.data=[{folder}]"
     theirs = _by_key(before.settings)
     for key, value in _by_key(json.loads(json.dumps(header.settings))).items():
         if key in theirs and theirs[key] != value:
-            as_it_is = f"; to learn from it as it is, set sft.data=[{folder}]"
-            raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}{as_it_is}")
+            raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}")
+    if before.weights not in (None, weights):  # of an older release none are known
+        raise ConfigError(f"{where} of model.path={before.model} with other weights than {header.model} has: {fix}")
 
 
 def _not_writable(folder: Path, error: OSError) -> ConfigError:
@@ -357,7 +366,7 @@ def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of a header by their keys, such as env.args.task. A mapping that is the value of one is whole: what
     it leaves out counts as well."""
     found = settings
-    for section in ("env", "demonstrations", "env.webshop", "env.args"):
+    for section in ("env", "demonstrations", "engine", "env.webshop", "env.args"):
         if isinstance(inner := found.get(section), dict):
             found = found | {f"{section}.{name}": value for name, value in inner.items()}
             del found[section]

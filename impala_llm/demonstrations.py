@@ -64,7 +64,10 @@ class Header:
     vocab_size: int
     """Ids lie below."""
     settings: dict[str, Any]
-    """Settings of the environment and the recording, as nested mappings."""
+    """Settings of the environment and the recording, and with player=policy of the sampling, as nested mappings."""
+    weights: int | None = None
+    """With player=policy the checksum of its weights, see `origin.base_checksum`; None: a folder of an older release,
+    or of another player."""
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from packaging.requirements import Requirement
 from impala_llm.child_processes import Child, end
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process
 from impala_llm.engines.sglang.launch_args import find_python
-from impala_llm.gpus import deal_gpus, visible_gpus
+from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.launch import plan
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
 from impala_llm.pipeline.shm.run_directory import shared_memory
-from impala_llm.preflight import actors_checks, float32_bytes, training_checks
+from impala_llm.preflight import actors_checks, float32_bytes, reserved_bytes, training_checks
 from impala_llm.settings import PACKAGE, Config, model_directory
 
 SHOWN_VERSIONS = ("torch", "transformers", "numpy", "pyzmq", "numba", "safetensors")
@@ -117,7 +117,7 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
     torch = run_probe(TORCH_PROBE)
     found = [versions(), processor_and_memory(), gpu_use(gpus, torch)]
     try:
-        config = load(overrides)
+        config, overrides = with_num_actors(load(overrides), overrides, visible_gpus())
     except ConfigError as error:
         return [*found, Finding("settings", "refused", [str(error)])]
     is_learner = config.pipeline.connect is None or config.pipeline.bind is not None
@@ -306,8 +306,9 @@ def ports(config: Config) -> tuple[str, list[str]]:
 
 def memory(config: Config) -> tuple[str, list[str]]:
     """Shared memory."""
-    usage = shutil.disk_usage(shared_memory())
-    return f"{shared_memory()}, {usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB of them free", []
+    usage, needed = shutil.disk_usage(shared_memory()), sum(reserved_bytes(config).values())
+    free = f"{usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB of them free"
+    return f"{shared_memory()}, {free}; these settings reserve {needed / 1e9:.1f} GB", []
 
 
 def disk(config: Config) -> tuple[str, list[str]]:
@@ -334,13 +335,13 @@ DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
 def processes(config: Config) -> Finding:
     """Processes on this host's cores."""
     num_ranks = config.learner_processes_here
-    threads, number = threads_per_process(config), num_ranks + config.actor.num_actors
+    threads, number = threads_per_process(config), num_ranks + config.num_actors
     cores = num_cores()
-    state = f"learner ranks: {num_ranks}, actors: {config.actor.num_actors}, each with OpenMP threads: {threads}"
+    state = f"learner ranks: {num_ranks}, actors: {config.num_actors}, each with OpenMP threads: {threads}"
     problems = []
     if number > cores:
         problems = [
-            f"{number} processes share {cores} cores: lower actor.num_actors={config.actor.num_actors} (one plays "
+            f"{number} processes share {cores} cores: lower actor.num_actors={config.num_actors} (one plays "
             f"{config.actor.max_episodes} episodes at once, actor.max_episodes) or learner.num_ranks={num_ranks}"
         ]
     return Finding("processes", state, problems)
@@ -351,10 +352,10 @@ def open_files(config: Config) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The learner raises its own limit as far as it may. An actor has a connection for each request to its server.
     requests = config.actor.max_episodes if config.engine.name == "sglang" else 0
-    learner, actor = SPARE_FILES + 2 * config.actor.num_actors, SPARE_FILES + requests
+    learner, actor = SPARE_FILES + 2 * config.num_actors, SPARE_FILES + requests
     problems = []
     if hard != resource.RLIM_INFINITY and hard < learner:
-        problems.append(f"actor.num_actors={config.actor.num_actors} needs {learner} open files: ulimit -Hn {learner}")
+        problems.append(f"actor.num_actors={config.num_actors} needs {learner} open files: ulimit -Hn {learner}")
     if soft != resource.RLIM_INFINITY and soft < actor:
         problems.append(f"actor.max_episodes={config.actor.max_episodes} needs {actor} open files: ulimit -n {actor}")
     return Finding("open files", f"at most {soft}, {hard} if asked for", problems)
@@ -362,7 +363,7 @@ def open_files(config: Config) -> Finding:
 
 def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
     """Memory for weights, gradients and optimizer: what is certain, before any activation."""
-    parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.actor.num_actors
+    parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.num_actors
     is_shared, has_adapters = learner.sharding == "fsdp2", config.model.lora.rank > 0
     width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
     each = width * parameters / 1e9 / (learner.num_ranks if is_shared else learner.tensor_parallel)

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +29,15 @@ from impala_llm.environment_faults import failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.webshop.suite import tasks_name
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import working
-from impala_llm.observability.writers import last_metrics
+from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, WebShopConfig, model_directory
+from impala_llm.settings import Config, model_directory
 from impala_llm.trajectory import Trajectory
 
 NEGLIGIBLE = 0.01
@@ -282,13 +282,14 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
         suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
         is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
         shop, seed = config.env.webshop, config.evaluation.unseen_seed
-        suites = [(suite, _hard_catalogue(shop) if is_shop else "")]
+        suites = [(suite, f", {tasks_name(shop)}" if is_shop else "")]
         is_another = seed != shop.catalogue_seed or shop.items is not None
         if seed is not None and is_shop and is_another:
             shop = dataclasses.replace(
                 shop, catalogue_seed=seed, goals="synthetic", items=None, attributes=None, human=None, nouns=None
             )
-            suites.append((make_suite(dataclasses.replace(config.env, webshop=shop)), f", unseen catalogue {seed}"))
+            unseen = make_suite(dataclasses.replace(config.env, webshop=shop))
+            suites.append((unseen, f", {tasks_name(shop, 'unseen')}"))
     results: list[Result] = []
     examples: list[Example] = []
     with reserved_servers(config), asyncio.Runner() as runner:
@@ -304,12 +305,6 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
                 results.append(result)
                 examples = read or examples
     return results, examples
-
-
-def _hard_catalogue(shop: WebShopConfig) -> str:
-    """The words that name a hard catalogue; none where it is another."""
-    is_hard = shop.items is None and shop.catalogue == "hard"
-    return f", hard catalogue {shop.catalogue_seed}" if is_hard else ""
 
 
 def short_label(label: str) -> str:
@@ -406,24 +401,22 @@ def compare(config: Config) -> list[Result]:
     pairs = paired(results, *policies)
     texts = show_differences(pairs, console)
     (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
-    if "tensorboard" in config.run.metric_writers:
-        write_comparison(Path(config.run.dir) / "tensorboard", *pairs[0], "\n".join(texts))
+    write_comparison(config, *pairs[0], "\n".join(texts))
     return results
 
 
-def write_comparison(folder: Path, before: Result, after: Result, text: str) -> None:
-    """Add the comparison of two policies to the TensorBoard files of their run, at its last step."""
-    from impala_llm.observability.tensorboard import TensorBoardWriter  # which takes a second that most need not wait
-
+def write_comparison(config: Config, before: Result, after: Result, text: str) -> None:
+    """Add the comparison of two policies to the metrics of their run, at its last step."""
+    folder = Path(config.run.dir) / "tensorboard"
     scores = {
         f"evaluation/{which}_{name}": value
         for which, result in (("before", before), ("after", after))
         for name, value in (("score", result.score), ("success_rate", result.success))
     }
-    writer = TensorBoardWriter(folder)
-    writer.write(int(last_metrics(folder).get("step", 0)), scores, time.time())
-    writer.write_text("before and after", text)
-    writer.close()
+    step = int(last_metrics(folder).get("step", 0))
+    with MetricWriter(folder, config.run.metric_writers, with_lines=False) as writer:
+        writer.write(step, scores)
+        writer.write_text("before and after", text)
 
 
 def main(config: Config, as_json: bool = False) -> int:

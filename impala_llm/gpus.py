@@ -1,5 +1,6 @@
 """Assigns the GPUs of a host to the learner's ranks and the actors."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -46,7 +47,7 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
     Raises:
         ConfigError: too few for the learner's ranks, or for the servers.
     """
-    engine, num_actors = config.engine, config.actor.num_actors
+    engine, num_actors = config.engine, config.num_actors
     if not gpus or (config.model.device == "cpu" and engine.name != "sglang"):
         return GpuShares([], [[] for _ in range(num_actors)])
     num_ranks = _num_ranks_here(config)
@@ -73,10 +74,15 @@ def deal_gpus(config: Config, gpus: Sequence[str]) -> GpuShares:
     return GpuShares(learner, [free[index * each : (index + 1) * each] for index in range(num_actors)])
 
 
-def num_servers(config: Config, gpus: Sequence[str]) -> int:
-    """Number of SGLang servers, one for each actor, for which there are GPUs beside the learner; at least 1."""
+def with_num_actors(config: Config, words: Sequence[str], gpus: Sequence[str]) -> tuple[Config, list[str]]:
+    """Settings, and the words that they are of, with the number of actors where the user set none: one for each server
+    of `engine.urls`, or for which there are GPUs beside the learner's; at least one."""
+    if config.engine.name != "sglang" or config.actor.num_actors is not None:
+        return config, list(words)
     free = len(gpus) - _num_ranks_here(config)
-    return max(1, len(config.engine.urls or ()) or free // config.engine.tensor_parallel)
+    number = max(1, len(config.engine.urls or ()) or free // config.engine.tensor_parallel)
+    settled = dataclasses.replace(config, actor=dataclasses.replace(config.actor, num_actors=number))
+    return settled, [*words, f"actor.num_actors={number}"]
 
 
 def _num_ranks_here(config: Config) -> int:

@@ -68,10 +68,12 @@ class EvaluationSchedule:
     Args:
         config: of evaluations.
         update: of the run, that the learner begins after. 0: the first evaluation is due at once.
+        value_warmup_updates: first updates of the run, in which the policy does not learn. Evaluations that are begun
+            before it does are of the same weights, and patience does not count them.
     """
 
-    def __init__(self, config: EvaluationConfig, update: int) -> None:
-        self._config = config
+    def __init__(self, config: EvaluationConfig, update: int, value_warmup_updates: int = 0) -> None:
+        self._config, self._value_warmup_updates = config, value_warmup_updates
         # Not of a version: after a lost host versions are ahead.
         self._update = update
         self._last_update = None if update == 0 else update
@@ -122,7 +124,7 @@ class EvaluationSchedule:
         is_best = counts and (self.best is None or score > self.best.score)
         if is_best:
             self.best, self._without_gain = Best(first, score, first - ahead), 0
-        elif counts:
+        elif counts and first - ahead > self._value_warmup_updates:
             self._without_gain += 1
         metrics |= {
             "evaluation/score": score,
@@ -196,11 +198,17 @@ class InRunEvaluation:
         tasks: ids of the validation tasks, of which the first ones are played.
         run_folder: the best policy is kept there. Where one lies there already, of an earlier learner of this run,
             only a better one takes its place.
-        update: of the run, that the learner begins after.
+        update, value_warmup_updates: see `EvaluationSchedule`.
     """
 
     def __init__(
-        self, config: EvaluationConfig, receiver: Receiver, tasks: Sequence[int], run_folder: Path, update: int
+        self,
+        config: EvaluationConfig,
+        receiver: Receiver,
+        tasks: Sequence[int],
+        run_folder: Path,
+        update: int,
+        value_warmup_updates: int = 0,
     ) -> None:
         self._config = config
         self._receiver = receiver
@@ -208,7 +216,7 @@ class InRunEvaluation:
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
-        self.schedule = EvaluationSchedule(config, update)
+        self.schedule = EvaluationSchedule(config, update, value_warmup_updates)
         if update > 0:
             self._compare_with_kept()
 

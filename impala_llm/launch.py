@@ -24,7 +24,7 @@ from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_ali
 from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
-from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
+from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
 from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
@@ -138,7 +138,7 @@ def _claims(config: Config) -> Iterator[list[int]]:
 
     Raises ConfigError where another command on this host uses one of the servers.
     """
-    num_actors = config.actor.num_actors
+    num_actors = config.num_actors
     servers = reserved_servers(config) if num_actors else contextlib.nullcontext()
     with servers, claimed_indices(config.run.name, num_actors) as indices:
         yield indices
@@ -368,19 +368,10 @@ def _show(learner: Child, view: TerminalView) -> None:
         view.status("the learner is started again")
 
 
-def one_actor_per_server(words: Sequence[str], gpus: Sequence[str]) -> list[str]:
-    """Overrides with `actor.num_actors` for all GPUs of an actors' host, if servers use them and the user set none."""
-    config = load(words)
-    if config.engine.name != "sglang" or any(word.startswith("actor.num_actors=") for word in words):
-        return list(words)
-    return [*words, f"actor.num_actors={num_servers(config, gpus)}"]
-
-
 def main(argv: Sequence[str]) -> int:
     """Actors alone; see `supervise_actors` for the exit code, and 2 for bad settings."""
     try:
-        words = one_actor_per_server(argv, visible_gpus())
-        return supervise_actors(load(words), words)
+        return supervise_actors(*with_num_actors(load(argv), argv, visible_gpus()))
     except ConfigError as error:
         say(str(error))
         return BAD_SETTINGS

@@ -286,11 +286,11 @@ class Learner:
 
     def make_evaluation(self, suite: Suite, stack: ExitStack) -> InRunEvaluation | None:
         """Evaluations inside of the run, on rank 0."""
-        config = self.config.evaluation
+        config, warmup = self.config.evaluation, self.config.learner.value_warmup_updates
         if not config.inside_run or not self.ranks.is_main:
             return None
         tasks = contract.tasks(suite, "validation")
-        evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update)
+        evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update, warmup)
         stack.callback(evaluation.close)
         return evaluation
 

@@ -361,6 +361,15 @@ def check_call(kind: Kind, name: str, part: Any, *given: Any, **arguments: Any) 
         pass
 
 
+def is_async(function: Any) -> bool:
+    """Return whether a function, or an object that is called as one, returns coroutines.
+
+    What a decorator of functools.wraps returns is taken for what the function behind it returns.
+    """
+    calls = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(call) for each in calls for call in (each, inspect.unwrap(each)))
+
+
 def parts_with(kind: Kind, option: str) -> list[str]:
     """Short names of the packaged parts that have an option, sorted."""
     parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}

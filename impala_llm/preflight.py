@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from impala_llm.config import ConfigError
+from impala_llm.config import ConfigError, to_yaml
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_positions, check_python, find_python
 from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
@@ -84,10 +84,17 @@ def unfit_policy(config: Config) -> str | None:
     if found := _starting_policy(config):
         return found[0]
     directory = model_directory(path)
-    with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
+    with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         trained = None if directory is None else yaml.safe_load((directory.parent / "config.yaml").read_text())
-        if trained is not None and (before := trained["env"]["name"]) != env:
+        if trained is None:
+            return None
+        if (before := trained["env"]["name"]) != env:
             return f"model.path={path} was trained with env={before}: its scores with env={env} may say nothing"
+        args = yaml.safe_load(to_yaml(config))["env"]["args"] or {}
+        others = {key: value for key, value in (trained["env"]["args"] or {}).items() if args.get(key) != value}
+        if others:
+            were = ", ".join(f"env.args.{key}={value}, and not {args.get(key)}" for key, value in others.items())
+            return f"model.path={path} was trained with {were}: it may have been trained on tasks that are held out now"
     return None
 
 
@@ -329,7 +336,7 @@ def _device(config: Config) -> list[str]:
 
 
 def _sglang(config: Config) -> list[str]:
-    if config.engine.name != "sglang" or config.engine.urls is not None or config.actor.num_actors == 0:
+    if config.engine.name != "sglang" or config.engine.urls is not None or config.num_actors == 0:
         return []
     directory = model_directory(config.model.path)
     try:
@@ -405,28 +412,34 @@ def _unknown_host(key: str, value: str, host: str) -> list[str]:
     return []
 
 
-def _memory(config: Config) -> list[str]:
-    """All of it is reserved as the processes start: what does not fit is an error then, again and again."""
-    num_ranks, num_actors = config.learner.num_ranks, config.actor.num_actors
+def reserved_bytes(config: Config) -> dict[str, int]:
+    """Bytes of shared memory by the setting that they follow from, on the learner's host; where the learner is on
+    another one, on that of its actors.
+
+    All of it is reserved as the processes start: what does not fit is an error then, again and again.
+    """
+    pipeline, path = config.pipeline, config.model.path
+    if not config.learner_processes_here:  # what the relay fetches
+        is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
+        return {f"model.path={path}": RELAY_COPIES * float32_bytes(path) // (2 if is_narrow else 1)}
     # A version that is not published may be kept, on a board of two slots.
-    num_slots = config.pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
-    weights = float32_bytes(config.model.path)
-    parts = {
-        "replay.capacity_mb": num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
-        "pipeline.arena_mb": num_actors * config.pipeline.arena_mb * MEGABYTE,
-        "pipeline.weight_slots": num_slots * weights,
+    num_slots = pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
+    return {
+        "replay.capacity_mb": config.learner.num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
+        "pipeline.arena_mb": config.num_actors * pipeline.arena_mb * MEGABYTE,
+        "pipeline.weight_slots": num_slots * float32_bytes(path),
     }
-    return _shortage(parts, left_bytes(config.run.name))
+
+
+def _memory(config: Config) -> list[str]:
+    return _shortage(reserved_bytes(config), left_bytes(config.run.name))
 
 
 def _actors_memory(config: Config) -> list[str]:
-    """Beside a learner the arenas of actors lie in shared memory; on another host only what its relay fetches."""
-    pipeline, path = config.pipeline, config.model.path
-    if pipeline.connect is None:
-        parts = {"pipeline.arena_mb": config.actor.num_actors * pipeline.arena_mb * MEGABYTE}
-        return _shortage(parts, left_bytes(config.run.name, suffix=ARENA))
-    is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
-    parts = {f"model.path={path}": RELAY_COPIES * float32_bytes(path) // (2 if is_narrow else 1)}
+    """Beside a learner the arenas of actors lie in shared memory."""
+    parts = reserved_bytes(config)
+    if config.learner_processes_here:
+        return _shortage({"pipeline.arena_mb": parts["pipeline.arena_mb"]}, left_bytes(config.run.name, suffix=ARENA))
     return _shortage(parts, left_bytes(config.run.name))
 
 

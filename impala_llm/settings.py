@@ -233,8 +233,9 @@ class ModelConfig:
 
 @dataclass
 class ActorConfig:
-    num_actors: int = bounded(1, least=0, most=4096)
-    """Actor processes on this host, each with an engine of its own; 0: none beside the learner."""
+    num_actors: int | None = bounded(None, least=0, most=4096)
+    """Actor processes on this host, each with an engine of its own; 0: none beside the learner; None: one, and with
+    engine=sglang one for each server of engine.urls, or that the GPUs beside the learner's hold."""
     max_episodes: int = bounded(64, least=1)
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = bounded(300.0, least=0.001)
@@ -265,6 +266,8 @@ class CreditSettings:
     """Whether it compares an episode with the others of its group."""
     needs_reference: ClassVar[bool] = False
     """Whether it calls `Episodes.log_probs`."""
+    is_for_one_step: ClassVar[bool] = False
+    """Whether its advantages hold only for the weights that an update begins with, and so for one optimizer step."""
 
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
@@ -352,6 +355,11 @@ class AlgorithmConfig:
     """When the learner takes its own log-probabilities, of when a trajectory reaches it, in place of the engine's;
     on_mismatch: while that alarm is on. They are right where the engine's are wrong; where the engine merely computes
     otherwise, its own are those it sampled from, and the ratios correct for it. See learning/mismatch.py."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether log-probabilities under the reference policy are needed."""
+        return self.kl_coef > 0 or self.reward_kl_coef > 0 or self.credit.needs_reference
 
 
 @dataclass
@@ -530,7 +538,8 @@ class EvaluationConfig:
     """How long their results are waited for, since the first one was at an actor. Those that came by then are shown;
     with fewer than 95 % the evaluation is neither the best one nor counted for patience."""
     patience: int | None = bounded(None, least=1)
-    """The run ends early after so many evaluations in a row that were no better than the best one; None: never."""
+    """The run ends early after so many evaluations in a row that were no better than the best one; None: never. Those
+    that are begun before the policy learns, in learner.value_warmup_updates, are not counted."""
 
     @property
     def inside_run(self) -> bool:
@@ -611,6 +620,11 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+
+    @property
+    def num_actors(self) -> int:
+        """Actor processes on this host; where none are set and no GPUs were counted (`gpus.with_num_actors`): 1."""
+        return 1 if self.actor.num_actors is None else self.actor.num_actors
 
     @property
     def learner_processes_here(self) -> int:

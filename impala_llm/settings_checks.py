@@ -249,10 +249,9 @@ def _idle_problems(config: Config) -> list[str]:
     Not reject_low and reject_high: a preset has them, and algorithm.reject=none beside it shall do.
     """
     algorithm, learner, found = config.algorithm, config.learner, []
-    uses_reference = algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or algorithm.credit.needs_reference
     needed = {
         "algorithm.reference": (
-            uses_reference,
+            algorithm.uses_reference,
             f"algorithm.kl_coef=0, reward_kl_coef=0 and algorithm.credit={algorithm.credit.name}",
             "algorithm.kl_coef=0.05",
         ),
@@ -483,6 +482,12 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.refill={algorithm.refill:g} does not go with algorithm.credit={algorithm.credit.name}, which "
             "compares no group: set algorithm.refill=0 or algorithm.credit=group_relative"
         )
+    for key in ("epochs", "minibatches"):
+        if algorithm.credit.is_for_one_step and (value := getattr(config.learner, key)) > 1:
+            found.append(
+                f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
+                f"hold only for the weights that an update begins with: set learner.{key}=1"
+            )
     if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
         found.append(
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
@@ -534,9 +539,9 @@ def _engine_problems(config: Config) -> list[str]:
                 f"engine.server_args has {flag}: each run makes a key for the servers that it starts, and hands it on "
                 "in a file; what stands here would be seen by every user of the host. Leave it out"
             )
-    if engine.urls is not None and len(engine.urls) < config.actor.num_actors:
+    if engine.urls is not None and len(engine.urls) < config.num_actors:
         found.append(
-            f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.actor.num_actors}: each actor "
+            f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.num_actors}: each actor "
             "loads weights into servers of its own; lower actor.num_actors or add servers"
         )
     for url in engine.urls or ():

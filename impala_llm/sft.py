@@ -33,11 +33,12 @@ from impala_llm.imitation import Imitation
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
-from impala_llm.learning.checkpoint_files import CheckpointError, newest_whole
+from impala_llm.learning.checkpoint_files import CheckpointError, checkpoints, newest_whole, set_aside
 from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.origin import base_checksum
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport
@@ -139,6 +140,8 @@ class WarmStart:
         self.folder = Path(sft.dir)
         self.owner = owner
         self.files = policy_files(policy)
+        self.base = base_checksum(policy) if config.model.lora.rank else None
+        """Checksum of the weights that adapters are learned on; None: there are no adapters."""
         self.log = MetricLog()
         self.ranks = Ranks(config.model.device)
         torch.manual_seed(config.run.seed)
@@ -266,13 +269,17 @@ class WarmStart:
             "sft.held_out_tasks": sft.held_out_tasks,
             "sft.min_score": sft.min_score,
             "sft.data": self.data.checksum,
+            "weights": self.base,
         }
 
     def go_on(self) -> None:
         """Take over the newest checkpoint of the folder, if there is one."""
         manifest, passed_over = newest_whole(self.folder / STATE)
-        for reason in passed_over:
-            say(f"sft: checkpoint {reason}: it is passed over")
+        if manifest is None and passed_over:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder / STATE} is whole ({'; '.join(passed_over)}): restore the files of one "
+                "from a copy, or set another sft.dir"
+            )
         if manifest is None:
             return
         checkpoint = CheckpointReader(manifest)
@@ -280,10 +287,16 @@ class WarmStart:
         for key, value in self.facts().items():
             before = plain["facts"].get(key, value)  # what an earlier release did not note
             if before != value:
-                differs = "other demonstrations" if key == "sft.data" else f"{key}={before}, and not {value}"
+                differs = {
+                    "sft.data": "other demonstrations",
+                    "weights": f"adapters of other weights than model.path={self.config.model.path} has now",
+                }.get(key, f"{key}={before}, and not {value}")
                 raise ConfigError(
                     f"sft.dir={self.folder} holds a warm start with {differs}: name another folder, or put that back"
                 )
+        # As newest ones they would count among those that are kept, and new ones be removed at once.
+        for path, reason in zip(checkpoints(self.folder / STATE), passed_over, strict=False):
+            say(f"sft: checkpoint {reason}: it is passed over, and stays as {set_aside(path).name}")
         checkpoint.load_model(self.imitation.model)
         checkpoint.load_optimizer(self.imitation.optimizer)
         self.imitation.budget.load_state_dict(plain["budget"])
@@ -332,8 +345,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     """Run a warm start, or go on with it. Returns the directory of the policy.
 
     Raises:
-        ConfigError, DemonstrationError: it cannot begin. KeyboardInterrupt, SystemExit: it was told to stop, and what
-            was learned is saved.
+        ConfigError, DemonstrationError, CheckpointError: it cannot begin.
+        KeyboardInterrupt, SystemExit: it was told to stop, and what was learned is saved.
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)

@@ -447,11 +447,20 @@ def test_threads_never_exceed_the_cores():
     assert threads_per_process(config) == 1
 
 
+@pytest.mark.parametrize("section", ["run", "sft", "demonstrations"])
+def test_a_folder_of_a_file_of_settings_may_lie_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{section}:\n  dir: ~/runs/toy\n")
+    assert getattr(load([f"experiment={file}"]), section).dir == str(tmp_path / "runs" / "toy")
+
+
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "entry", [["-m", "impala_llm.cli", "train"], ["impala_llm/actor.py"], ["impala_llm/learner.py"]]
-)
+@pytest.mark.parametrize("entry", [["-m", "impala_llm.cli", "train"], ["impala_llm/actor.py"]])
 def test_entries_stop_before_any_work(entry):
+    """A learner's entry, tests/system/test_refusals.py and test_train.py show."""
     done = subprocess.run(
         [sys.executable, *entry, "algorithm.max_staleness=-1"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -74,6 +74,7 @@ def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path)
         assert option and re.fullmatch(SBATCH_OPTIONS[option[1]], option[2] or ""), line
 
 
+@pytest.mark.system
 def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, mounts: dict[str, Path]) -> None:
     (tmp_path / "bin").mkdir()
     srun = "import json, os, sys; given = [sys.argv[1:], os.environ.get('SRUN_CPUS_PER_TASK')]; "
@@ -106,6 +107,51 @@ def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, m
     away = load(actors[actors.index("actors") + 2 :])
     assert away.pipeline.connect == f"@{tmp_path}/runs/shop/learner"
     assert (away.learner.num_ranks, away.run.name) == (config.learner.num_ranks, config.run.name)
+
+
+def learner_job(tmp_path: Path, *words: str, **environment: str) -> tuple[int, list[str]]:
+    """Run learner.sh with an `srun` that ends with status CODE. Returns its status and the words given to srun."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    keeps = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['WORDS'], 'w')); "
+    write_program(tmp_path / "bin" / "srun", f"{keeps}sys.exit(int(os.environ['CODE']))")
+    here = {
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "RUNS": str(tmp_path / "runs"),
+        "WORDS": str(tmp_path / "words"),
+        "SLURM_GPUS_PER_NODE": "4",
+        "CODE": "0",
+    }
+    done = subprocess.run(
+        ["bash", str(DEPLOY / "slurm/learner.sh"), *words],
+        cwd=ROOT,
+        env={**os.environ, **here, **environment},
+        timeout=120,
+    )
+    return done.returncode, yaml.safe_load((tmp_path / "words").read_text())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("ranks", "processes"), [({}, 4), ({"RANKS": "1"}, 2)], ids=["all GPUs", "RANKS"])
+def test_a_slurm_learner_whose_ranks_are_several_processes_has_them_all(
+    tmp_path: Path, mounts: dict[str, Path], ranks: dict[str, str], processes: int
+) -> None:
+    """The name of the run's folder is that of the settings file."""
+    settings = mounts["settings"]
+    settings.write_text(settings.read_text().replace("  num_ranks: 4\n", "  num_ranks: 4\n  tensor_parallel: 2\n"))
+    code, learner = learner_job(tmp_path, f"experiment={settings}", LEARNER_ADDRESS="node-7", **ranks)
+    assert code == 0
+    config = load(learner[learner.index("impala_llm.learner") + 1 :])
+    assert learner[learner.index("--nproc-per-node") + 1] == str(config.learner.num_processes) == str(processes)
+    assert config.run.dir == str(tmp_path / "runs" / "shop")
+
+
+@pytest.mark.system
+def test_a_slurm_learner_that_is_refused_leaves_actors_the_address_of_the_one_that_lives(tmp_path: Path) -> None:
+    words = ("experiment=toy", "run.name=toy")
+    assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-7")[0] == 0
+    assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-8", CODE="1")[0] == 1
+    assert (tmp_path / "runs/toy/learner").read_text() == "tcp://node-7:7400\n"
 
 
 def test_kubernetes_manifests_start_both_sides_with_settings_that_fit(mounts: dict[str, Path]) -> None:

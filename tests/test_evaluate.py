@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from impala_llm import evaluate as evaluation
 from impala_llm.config import ConfigError, load
@@ -29,6 +29,7 @@ from impala_llm.observability.writers import MetricWriter
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.settings import Config
 from tests.engines.sglang.fake_server import FakeServer
+from tests.helpers import events_of
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(1, 7), (10, 20), (499, 500), (3, 3)])
@@ -59,7 +60,7 @@ def test_the_interval_of_a_mean_holds_95_percent_of_student_s_distribution(num_v
     values = [0.0] * (num_values - 1) + [1.0]
     quantile = (mean_interval(values)[1] - np.mean(values)) / (np.std(values, ddof=1) / math.sqrt(num_values))
     degrees = num_values - 1
-    t = np.linspace(-quantile, quantile, 100_001)
+    t = np.linspace(-quantile, quantile, 10_001)
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
     inside = np.trapezoid(scale * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), t)
     assert inside == pytest.approx(0.95, abs=tolerance)
@@ -99,8 +100,15 @@ class ScriptedEngine:
         self.closed = True
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random policy that a run of experiment=toy begins with. Read only."""
+    return resolve_policy(load(["experiment=toy", f"run.dir={tmp_path_factory.mktemp('scratch')}"]))
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path: Path, scratch: Path) -> Config:
+    shutil.copytree(scratch, tmp_path / scratch.name)
     return load(["experiment=toy", "evaluation.num_tasks=40", f"run.dir={tmp_path}"])
 
 
@@ -220,8 +228,7 @@ def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest
     assert played == [{"before": resolve_policy(config), "after": tmp_path / "policy"}]
     kept = json.loads((tmp_path / "evaluation.json").read_text())
     assert [(r["label"], r["score"], r["num_tasks"]) for r in kept] == [("before", 0.25, 40), ("after", 1.0, 40)]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = events_of(tmp_path / "tensorboard")
     for name, value in (("before_score", 0.25), ("after_score", 1.0), ("after_success_rate", 1.0)):
         assert [(event.step, event.value) for event in events.Scalars(f"evaluation/{name}")] == [(120, value)]
     [event] = events.Tensors("before and after/text_summary")
@@ -513,7 +520,7 @@ def test_the_unseen_catalogue_is_a_synthetic_one_where_there_are_data_files(conf
     unseen = ["env.webshop.goals=human", "evaluation.unseen_seed=7"]
     both, _ = evaluation.evaluate_policies(load([*words, *of_files, *unseen]), {})
     alone, _ = evaluation.evaluate_policies(load([*words, "env.webshop.catalogue_seed=7"]), {})
-    found = [r for r in both if r.tasks == "webshop, unseen catalogue 7, split train"]
+    found = [r for r in both if r.tasks.startswith("webshop, unseen catalogue 7, ")]
     assert [(r.label, r.turns, r.scores) for r in found] == [(r.label, r.turns, r.scores) for r in alone] and found
     same = ["env.webshop.catalogue_seed=7", "evaluation.unseen_seed=7"]
     once, _ = evaluation.evaluate_policies(load([*words, *same]), {})

@@ -1,9 +1,13 @@
 """Sharing of a host's GPUs among learner, actors and servers."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from impala_llm import cli
 from impala_llm.config import ConfigError, load
-from impala_llm.gpus import GpuShares, deal_gpus, num_servers, visible_gpus
+from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.settings import Config
 
 FOUR, EIGHT = list("0123"), list("01234567")
@@ -67,17 +71,42 @@ def test_too_few_gpus_are_an_error_that_names_the_settings(
 @pytest.mark.parametrize(
     ("gpus", "words", "expected"),
     [
-        (EIGHT, ("engine=sglang", "engine.tensor_parallel=2", "away"), 4),
+        (EIGHT, ("engine=sglang", "engine.tensor_parallel=2", "model.device=cpu"), 4),
         (EIGHT, ("engine=sglang", "engine.tensor_parallel=2"), 3),  # beside a learner of one rank
         ([], ("engine=sglang",), 1),
         (["0"], ("engine=sglang",), 1),
         (EIGHT, ("engine=sglang", "engine.urls=[http://127.0.0.1:1,http://127.0.0.1:2]"), 2),
+        (EIGHT, ("engine=sglang", "+actor.num_actors=2"), 2),
+        (EIGHT, ("engine=sglang", "actor.num_actors=0"), 0),
+        (EIGHT, (), 1),
     ],
 )
-def test_a_host_has_room_for_as_many_servers_as_the_learner_leaves(
+def test_a_host_has_as_many_actors_as_the_learner_leaves_servers_unless_the_user_says(
     gpus: list[str], words: tuple[str, ...], expected: int
 ) -> None:
-    assert num_servers(config(*words), gpus) == expected
+    given = ["experiment=toy", *words]
+    settled, settled_words = with_num_actors(load(given), given, gpus)
+    assert settled.num_actors == expected
+    assert load(settled_words) == settled
+
+
+def test_a_file_says_how_many_actors_a_host_has(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    override = "defaults:\n  - override /engine: sglang\n  - override /env: parrot\n  - override /model: scratch\n"
+    file.write_text(f"{override}actor:\n  num_actors: 2\n")
+    words = [f"experiment={file}"]
+    assert with_num_actors(load(words), words, EIGHT)[0].num_actors == 2
+
+
+def test_training_on_one_host_uses_all_of_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    words = ["experiment=toy", "engine=sglang", "learner.num_ranks=4", f"run.dir={tmp_path / 'run'}"]
+    cli.main(["train", "--dry-run", *words])  # refused where SGLang is not installed, after the plan was printed
+    printed = capsys.readouterr().out
+    assert re.search(r"^# learner, 4 ranks: ", printed, re.MULTILINE)
+    assert len(re.findall(r"^# actor \d+: ", printed, re.MULTILINE)) == 4
 
 
 def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,22 @@
 """Evaluation inside of a run: when it is due, the results that are reported, and the policy that is kept."""
 
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from impala_llm.config import ConfigError, load
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, EvaluationSchedule, InRunEvaluation
+from impala_llm.learner import Learner
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.resume import Start
 from impala_llm.observability.intervals import mean_interval, wilson_interval
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
@@ -103,6 +110,23 @@ def test_the_best_is_the_highest_and_of_equals_the_first_and_patience_counts_the
     assert outcomes == [(True, 0), (True, 0), (False, 1), (True, 0), (False, 1), (False, 2)]
     assert due.best == (3, 0.6, 3) and due.is_over
     assert "the best is that of update 3 with 0.600" in found.text
+
+
+def test_patience_counts_from_the_first_evaluation_of_a_policy_that_has_learned(tmp_path: Path) -> None:
+    """Weights stay as they are up to the last update of the value head alone, and so do scores."""
+    words = ["experiment=toy", "algorithm=ppo", "learner.value_warmup_updates=20", "learner.total_updates=100"]
+    words += ["evaluation.every_updates=10", "evaluation.patience=2", f"run.dir={tmp_path}", "run.terminal=false"]
+    config = load([*words, f"run.name=test-{uuid.uuid4().hex[:12]}"])
+    with ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        inside = learner.make_evaluation(suite_of(config), stack)
+        assert inside is not None
+        due, counted = inside.schedule, []
+        for update in (0, 10, 20, 30, 40):
+            assert not due.is_over
+            found = due.observe(evaluation([0.5] * 4, version=update), update, update)
+            counted.append(found.metrics["evaluation/without_gain"])
+    assert counted == [0, 0, 0, 1, 2] and due.is_over
 
 
 def test_an_evaluation_without_the_slow_tasks_neither_makes_the_best_nor_ends_the_run() -> None:

@@ -101,15 +101,6 @@ def test_each_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in children] == ["4,5", "6", "7", "6"]
 
 
-def test_a_host_of_actors_has_one_for_each_share_of_its_gpus() -> None:
-    words = ["experiment=toy", "engine=sglang", "engine.tensor_parallel=2"]
-    gpus = list("01234567")
-    assert launch.one_actor_per_server(words, gpus)[-1] == "actor.num_actors=3"  # beside the learner's GPU
-    assert launch.one_actor_per_server(words, [])[-1] == "actor.num_actors=1"
-    assert launch.one_actor_per_server([*words, "actor.num_actors=3"], gpus)[-1] == "actor.num_actors=3"
-    assert launch.one_actor_per_server(["experiment=toy"], gpus) == ["experiment=toy"]
-
-
 @pytest.mark.parametrize("engine", ["engine=torch", "engine=sglang"])
 @pytest.mark.parametrize("gpus", ["", "4,5"])
 def test_a_learner_alone_is_a_run(engine: str, gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,14 @@ def test_the_command_and_the_licence_are_in_the_metadata(wheel_files: dict[str, 
     assert b"Apache License" in wheel_files[f"{metadata}/licenses/LICENSE"]
 
 
+def test_the_source_archive_has_the_files_that_its_tests_read() -> None:
+    """Pages, deployment files, data of results: all that is not the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = set(project["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"])
+    assert {"tests", "tools", "docs", "deploy", "configs", "Dockerfile", "constraints.txt"} <= shipped
+    assert all((ROOT / path).exists() for path in shipped)
+
+
 def test_every_direct_dependency_is_pinned_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]

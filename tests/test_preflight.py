@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from impala_llm import child_processes, cli, preflight
+from impala_llm import child_processes, cli, doctor, preflight
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
@@ -188,6 +188,14 @@ def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str])
     said = refused("replay.capacity_mb=1000000")
     # 5/4 of it, and 64 MiB beside
     assert "1,250,064 MB for replay.capacity_mb" in said and "--shm-size" in said
+
+
+def test_doctor_says_how_much_shared_memory_the_settings_reserve() -> None:
+    """Of a model from scratch its weights are not counted."""
+    words = ["experiment=toy", "replay.capacity_mb=8000", "pipeline.arena_mb=1000", "actor.num_actors=2"]
+    state, problems = doctor.memory(load([*words, "learner.num_ranks=2"]))
+    reserved = (2 * (8000 * 5 / 4 + 64) + 2 * 1000) * 2**20
+    assert f"these settings reserve {reserved / 1e9:.1f} GB" in state and problems == []
 
 
 def test_an_actors_arenas_share_its_memory_however_many_ranks_there_are(

@@ -174,16 +174,30 @@ def test_the_tool_reports_what_has_finished_and_says_what_has_not(study: ModuleT
     assert "no run has finished" in study.report("c", grid.part_c([0]), [0], tmp_path, tmp_path / "out")
 
 
+def test_a_phase_that_cannot_be_planned_leaves_the_reports_of_the_others(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dpo` rests on `dpo-rates`, of which there is no run here."""
+    reported: list[str] = []
+    monkeypatch.setattr(study, "report", lambda part, *_: reported.append(part) or "")
+    monkeypatch.setattr(study, "restore", lambda *_: None)
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["study.py", "--report", "--part", "dpo", "--part", "precision", *folders])
+    assert study.main() == 1
+    assert reported == ["precision"] and "part dpo cannot be planned" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("settings", trace.all_settings(), ids=str)
 def test_measured_half_lives_agree_with_the_formula(settings: trace.TraceSettings) -> None:
     """The formula's expectation is checked against draws here, the line's fit against an exact exponential below."""
-    noise = trace.draw_noise(settings, (64, 4096), seed=1).numpy()
+    log_ratios = trace.draw_noise(settings, (64, 2048), seed=1)
+    noise = log_ratios.numpy()
     kept = np.where(np.abs(noise) < settings.dead_band, 0.0, noise)
     turns = kept.reshape(64, -1, trace.TURN_TOKENS)
     steps = {"token": kept, "geometric": turns.mean(2), "product": turns.sum(2)}[settings.granularity]
     a_token = np.minimum(0.0, steps).sum() / kept.size
     assert trace.predicted_half_life(settings) == pytest.approx(-math.log(2.0) / a_token, rel=0.3)
-    distances, values = trace.credit(settings, trace.draw_noise(settings, (64, 4096), seed=1))
+    distances, values = trace.credit(settings, log_ratios)
     assert trace.half_life(distances, values) == pytest.approx(trace.predicted_half_life(settings), rel=0.3)
 
 

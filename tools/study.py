@@ -301,6 +301,8 @@ def main() -> int:
             wanted = planned(part, seeds, arguments.runs, arguments.policy)
         except plan.Missing as error:
             failures.append(f"part {part} cannot be planned: {error}")
+            if arguments.report:
+                continue
             break
         if arguments.quick:
             wanted = [grid.quick(settings) for settings in wanted]

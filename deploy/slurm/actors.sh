@@ -21,10 +21,19 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-name=impala
-for word in "$@"; do
-  case $word in run.name=*) name=${word#run.name=} ;; esac
-done
+read_settings() {
+  python - "$@" <<'PYTHON'
+import sys
+from impala_llm.config import ConfigError, load
+try:
+    config = load(sys.argv[1:])
+except ConfigError as error:
+    sys.exit(f"impala-llm: {error}")
+print(config.run.name, config.learner.tensor_parallel)
+PYTHON
+}
+settings=$(read_settings "$@")
+read -r name _ <<<"$settings"
 run=$(realpath -m "${RUNS:-outputs}/$name")
 
 until [ -d "$run/keys/authorised" ] && [ -s "$run/learner" ]; do

@@ -22,20 +22,31 @@
 set -euo pipefail
 
 # sbatch copies one file to the node, so what both scripts begin with stands in both.
-name=impala
-for word in "$@"; do
-  case $word in run.name=*) name=${word#run.name=} ;; esac
-done
+read_settings() {
+  python - "$@" <<'PYTHON'
+import sys
+from impala_llm.config import ConfigError, load
+try:
+    config = load(sys.argv[1:])
+except ConfigError as error:
+    sys.exit(f"impala-llm: {error}")
+print(config.run.name, config.learner.tensor_parallel)
+PYTHON
+}
+settings=$(read_settings "$@")
+read -r name width <<<"$settings"
 run=$(realpath -m "${RUNS:-outputs}/$name")
 port=${PORT:-7400}
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} # those that srun gets: as many as the job asks for
-ranks=${RANKS:-${gpus##*:}}
+ranks=${RANKS:-$((${gpus##*:} / width))}
 
 mkdir -p "$run"
 # Keys are made once. The folder is this user's alone, on every node.
 [ -d "$run/keys" ] || impala-llm keys --dir "$run/keys" >/dev/null
 
-# Renamed into place: actors read it at any moment.
+# Renamed into place: actors read it at any moment. A learner that cannot start, as another one of this run lives, gives
+# that one its place back.
+before=$(cat "$run/learner" 2>/dev/null || true)
 echo "tcp://${LEARNER_ADDRESS:-$(hostname -f)}:$port" >"$run/learner.new"
 mv "$run/learner.new" "$run/learner"
 
@@ -44,7 +55,14 @@ mv "$run/learner.new" "$run/learner"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
 # Since Slurm 22.05 srun does not take the cores of a task over from sbatch.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-exec srun --ntasks=1 --kill-on-bad-exit=1 \
-  torchrun --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
+trap : TERM # which srun gets as well: wait for what it saves
+status=0
+srun --ntasks=1 --kill-on-bad-exit=1 \
+  torchrun --standalone --nproc-per-node "$((ranks * width))" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
   "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
-  pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" pipeline.keys="$run/keys"
+  pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" pipeline.keys="$run/keys" || status=$?
+if [ "$status" -ne 0 ] && [ -n "$before" ]; then
+  echo "$before" >"$run/learner.new"
+  mv "$run/learner.new" "$run/learner"
+fi
+exit "$status"

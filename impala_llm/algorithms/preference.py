@@ -156,6 +156,7 @@ class Preference(EpisodeCredit):
     """
 
     needs_reference: ClassVar[bool] = True
+    is_for_one_step: ClassVar[bool] = True
     metrics = {
         "preference/accuracy_share": "share of a batch's pairs that the policy orders rightly, against the reference",
         "preference/margin_mean": "implicit reward of the better minus that of the worse episode, per pair",
@@ -182,5 +183,10 @@ class Preference(EpisodeCredit):
             found.append(
                 f"algorithm.loss={algorithm.loss.name} does not go with algorithm.credit={self.name}, whose advantages "
                 "are the gradient of DPO already: set algorithm.loss=reinforce, or algorithm=dpo for both"
+            )
+        if algorithm.whiten_advantages:
+            found.append(
+                f"algorithm.whiten_advantages=true does not go with algorithm.credit={self.name}, as an episode of no "
+                "pair would be learned from: set algorithm.whiten_advantages=false"
             )
         return found

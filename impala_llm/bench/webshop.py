@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import impala_llm
+from impala_llm.bench.frame import BenchError
+from impala_llm.envs.webshop.pages import OBSERVATION_MODES
 
 OPTIONS = {
     "products": "catalogue size for steps_per_s; default 1000",
     "episodes": "episodes for steps_per_s; default 3000",
-    "mode": "observation mode for steps_per_s, text or text_rich; default text",
+    "mode": f"observation mode for steps_per_s, {' or '.join(OBSERVATION_MODES)}; default text",
     "load": "catalogue size for the load figures; default 100000",
 }
 
@@ -35,10 +37,12 @@ def run(options: dict[str, str]) -> tuple[dict[str, float], list[dict[str, Any]]
 
     num_products, num_episodes = int(options.get("products", 1000)), int(options.get("episodes", 3000))
     num_loaded = int(options.get("load", 100_000))
+    if (mode := options.get("mode", "text")) not in OBSERVATION_MODES:
+        raise BenchError(f"--mode is {mode!r}: it takes {' or '.join(OBSERVATION_MODES)}")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "episodes.json"
         script.write_text(json.dumps(record_episodes(num_products, num_episodes)))
-        steps_per_s, rows = _in_child("steps", str(script), str(num_products), options.get("mode", "text"))
+        steps_per_s, rows = _in_child("steps", str(script), str(num_products), mode)
         for name, records in zip(FILES, make_records(num_loaded, seed=0), strict=True):
             (Path(folder) / f"{name}.json").write_text(json.dumps(records))
         seconds, gigabytes = _in_child("load", folder)

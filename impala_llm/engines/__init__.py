@@ -53,7 +53,7 @@ def sglang_engine(setup: EngineSetup) -> Engine:
     servers: Any
     if engine.urls is not None:
         # No two actors of a command have the same share: their indices follow one another.
-        own = engine.urls[setup.index % max(1, config.actor.num_actors) :: max(1, config.actor.num_actors)]
+        own = engine.urls[setup.index % max(1, config.num_actors) :: max(1, config.num_actors)]
         servers = partial(find_servers, own, engine.start_timeout_s)
     else:
         settings = ServerSettings(

@@ -162,7 +162,8 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints is no reply
     if memory_gib is not None:
-        resource.setrlimit(resource.RLIMIT_AS, 2 * (int(memory_gib * 2**30),))
+        most, _ = _within_hard_limit(resource.RLIMIT_AS, int(memory_gib * 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         verify = load(VERIFIERS, verifier)
     except Exception as error:
@@ -175,7 +176,7 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         longest_s = timeout_s if number else max(timeout_s, _START_TIMEOUT_S)
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = int(used.ru_utime + used.ru_stime + longest_s * len(os.sched_getaffinity(0))) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, _within_hard_limit(resource.RLIMIT_CPU, limit))
         try:
             answer, task, arguments = json.loads(line)
             score, reason = float(verify(answer, task, **arguments)), None
@@ -184,6 +185,13 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         if os.getpid() != process_id:  # a fork of the verifier's: a request has one reply
             os._exit(0)
         _reply(replies, score, reason)
+
+
+def _within_hard_limit(kind: int, wanted: int) -> tuple[int, int]:
+    """The limits of this process to set: the wanted one, or the user's hard limit where that is smaller, and the hard
+    limit as it is, which root alone may raise."""
+    hard = resource.getrlimit(kind)[1]
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard
 
 
 def _end_with(parent: int) -> None:

@@ -1,7 +1,6 @@
 """Tasks from a file, one turn each: a prompt, an answer, a verifier that scores it."""
 
 import hashlib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from impala_llm.envs.extras import needed
 from impala_llm.envs.json_lines import read_json_lines
 from impala_llm.envs.scoring_process import ScoringProcess
 from impala_llm.envs.single_turn import ReferenceScript, SingleTurnSession
-from impala_llm.plugs import VERIFIERS, check_call, load
+from impala_llm.plugs import VERIFIERS, check_call, is_async, load
 from impala_llm.settings import bounded
 
 _VALIDATION, _TEST = 5, 5
@@ -69,8 +68,7 @@ class TaskFileSuite:
         check_call(VERIFIERS, options.verifier, self._verify, "", {}, **options.verifier_args)
         self._check_answers(rows)
         self._scoring: ScoringProcess | None = None
-        # A function, or an object whose call is one.
-        if not any(map(inspect.iscoroutinefunction, (self._verify, type(self._verify).__call__))):
+        if not is_async(self._verify):
             example = self._begin(0)[1], options.verifier_args
             self._scoring = ScoringProcess(options.verifier, options.timeout_s, example=example)
 

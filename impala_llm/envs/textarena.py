@@ -3,6 +3,7 @@
 The games draw from Python's global generator; each episode has a state of it of its own.
 """
 
+import asyncio
 import inspect
 import itertools
 import random
@@ -23,6 +24,9 @@ from impala_llm.settings import bounded
 
 _SPEAKER = re.compile(r"^\[[^\[\]\n]+\] (?=\S)")
 _BRACKETED = re.compile(r"\[[^\[\]\n]+\]")
+_MOST_OPPONENT_MOVES = 2000
+"""Moves of the other seats, without one of the policy's, after which a game is given up: some games let a seat whose
+move is invalid move again and again."""
 
 
 class Opponent(Protocol):
@@ -180,15 +184,20 @@ class TextArenaSession:
             self._done, _ = self._game.step(action=move)
 
     async def _until_own_turn(self) -> str:
-        """Let the others play. Returns what the policy's seat has been told."""
-        while True:
+        """Let the others play. Returns what the policy's seat has been told. Raises ValueError where they never end."""
+        for _ in range(_MOST_OPPONENT_MOVES):
             with self._random.drawn():
                 seat, messages = self._game.get_observation()
             told = self._written(seat, messages)
             if seat == self._seat or self._done:
                 return told
+            await asyncio.sleep(0)  # other episodes, and the time limit of this one, wait for the event loop
             answer = self._players[seat].act(told)
             self._move(after_thoughts(await answer if inspect.isawaitable(answer) else answer))
+        raise ValueError(
+            f"env.args.opponent={self._suite.options.opponent} has made {_MOST_OPPONENT_MOVES} moves and the policy "
+            "none; they may all be invalid: choose another opponent, or another game (env.args.id)"
+        )
 
     def _written(self, seat: int, messages: Any) -> str:
         """Messages as text, without the seat's own moves, which it knows."""

@@ -22,6 +22,12 @@ from impala_llm.envs.extras import needed
 from impala_llm.envs.single_turn import ReferenceScript, Result, check_task, split_sizes
 from impala_llm.settings import bounded
 
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tw-cooking": {"recipe_seed": 0, "split": None},
+    "tw-simple": {"rewards": "dense", "goal": "detailed", "test": False},
+}
+"""Settings without which a challenge makes no game, and which only the library's command line fills in or asks for."""
+
 
 class TextWorldSuite:
     """Games of one challenge."""
@@ -33,7 +39,8 @@ class TextWorldSuite:
         challenge: str = "tw-coin_collector"
         """tw-coin_collector | tw-treasure_hunter | tw-simple | tw-cooking."""
         settings: dict[str, Any] = field(default_factory=lambda: {"level": 1})
-        """Settings of the challenge, such as env.args.settings.level=5."""
+        """Settings of the challenge, such as env.args.settings.level=5. tw-cooking plays with recipe_seed=0 and
+        split=null, tw-simple with rewards=dense, goal=detailed and test=false, unless they are given."""
         folder: str = "~/.cache/impala_llm/textworld"
         """Folder of the games."""
         show_actions: bool = True
@@ -54,6 +61,7 @@ class TextWorldSuite:
         if options.challenge not in known:
             raise ValueError(f"env.args.challenge={options.challenge} is none: choose one of {', '.join(known)}")
         self.name, self.options = f"textworld-{options.challenge}", options
+        self.settings = _DEFAULTS.get(options.challenge, {}) | options.settings
         self.system_prompt = "Answer with one action, such as: go north"
         self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
         facts = ("score", "max_score", "won", "lost", "admissible_commands", "policy_commands")
@@ -76,8 +84,8 @@ class TextWorldSuite:
     def game(self, task_id: int) -> Path:
         """Return the file of a game, made where it is missing. Takes seconds. ValueError where it cannot be made."""
         check_task(task_id, self._splits)
-        settings = json.dumps(self.options.settings, sort_keys=True)
-        words = "-".join(f"{key}_{value}" for key, value in sorted(self.options.settings.items()))
+        settings = json.dumps(self.settings, sort_keys=True)
+        words = "-".join(f"{key}_{value}" for key, value in sorted(self.settings.items()))
         path = Path(self.options.folder).expanduser() / f"{self.options.challenge}-{words}-{task_id}.z8"
         if path.is_file():
             return path

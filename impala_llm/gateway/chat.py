@@ -177,11 +177,12 @@ class ChatTokens:
         assert isinstance(text, str)  # of one row
         return text
 
-    def reply(self, tokens: Sequence[int], read: Sequence[int] = ()) -> Reply:
+    def reply(self, tokens: Sequence[int], read: Sequence[int] = (), with_calls: bool = True) -> Reply:
         """An answer's tokens as a message. Calls that the parser finds broken stay a part of its text.
 
         Args:
             read: tokens before it, with which the template may have opened the reasoning.
+            with_calls: look for calls; where the client has offered no tools there are none.
         """
         ids = list(tokens)
         while ids and ids[-1] in self.stop_token_ids:
@@ -189,7 +190,7 @@ class ChatTokens:
         opened = _THINK if self.whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK) else ""
         thoughts = self._num_thoughts(ids, opened)
         calls: list[dict[str, Any]] = []
-        if self._tool_parser is not None:
+        if self._tool_parser is not None and with_calls:
             rest, parsed = self._tool_parser.extract(ids[thoughts:])
             if parsed and all(
                 str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed

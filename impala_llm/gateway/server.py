@@ -175,7 +175,7 @@ class Gateway:
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read)
+            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read, bool(wish.tools))
             content, stop = _before_stop(reply.content, wish.stop)
             message = Reply(content, reply.reasoning, reply.tool_calls).message()
             conversation.remember(place, answer, message)

@@ -12,7 +12,6 @@ does.
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import shlex
@@ -31,7 +30,7 @@ from typing import Any, BinaryIO
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
-from impala_llm.plugs import AGENTS, load
+from impala_llm.plugs import AGENTS, is_async, load
 
 ALIVE_S = 1.0
 """Time between two signs of life."""
@@ -71,11 +70,10 @@ def function_runner(name: str) -> _Run:
             """Do nothing: an agent that closes its client closes those of the other episodes as well."""
 
     http_client = SharedClient()
-
-    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+    is_awaited = is_async(agent)
 
     async def run(task: Task, url: str, key: str) -> Any:
-        if is_async:
+        if is_awaited:
             return await agent(task, openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http_client))
         try:
             return await asyncio.to_thread(agent, task, openai.OpenAI(base_url=url, api_key=key))

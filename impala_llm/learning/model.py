@@ -47,8 +47,8 @@ class PolicyModel(nn.Module):
         value_trunk_gradient: whether the value loss reaches the LM.
     """
 
-    base: int | None = None
-    """Checksum of the weights that adapters are added to, see `base_checksum`; None: there are no adapters."""
+    bases: Mapping[str, int] = {}
+    """Checksums of other weights that its training rests on, see `base_checksums`."""
     other_hidden_size: int | None = None
     """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
 

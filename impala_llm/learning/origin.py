@@ -4,6 +4,7 @@ They lie on a board in shared memory, in a checkpoint, or in the directory of th
 """
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.weights.board import WeightReader
-from impala_llm.settings import Config
+from impala_llm.settings import Config, model_directory, other_models
 from impala_llm.supervised import say
 
 _NONE, _NONE_WHOLE = -1, -2
@@ -123,22 +124,15 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
-    if config.model.lora.rank:
-        model.base = base_checksum(resolve_policy(config))
-        before = None if checkpoint is None else checkpoint.plain(0).get("base")
-        if checkpoint is not None and before not in (None, model.base):
-            raise ConfigError(
-                f"model.path={config.model.path} has other weights than those that the adapters of checkpoint "
-                f"{checkpoint.manifest.path.name} were learned on: put these back, or train its policy further with "
-                f"model.path={checkpoint.manifest.path / POLICY} and another run.name, and run.dir where it is given"
-            )
+    model.bases = base_checksums(config)
+    if checkpoint is not None and model.bases:
+        _compare_bases(config, model.bases, checkpoint)
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
-    # Of the board's version a checkpoint has what a narrower type on the board has not.
-    is_narrow = board_dtype(config) is not None
-    is_exact = checkpoint is not None and checkpoint.manifest.version == origin.version and is_narrow
-    if checkpoint is not None and (is_exact or not is_on_board):
+    # Of the board's version a checkpoint has what a narrower type took from it on the board, also where settings had
+    # that type only before.
+    if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
         checkpoint.load_model(model)
     if not ranks.is_sharded:
         model.check(config.engine.max_length)
@@ -146,6 +140,30 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_main:
         describe(config, ranks, model, origin)
     return model
+
+
+def base_checksums(config: Config) -> dict[str, int]:
+    """Checksums of the weights that stay as they are while the policy learns: those under adapters, of a reference and
+    of a teacher. Their keys are the settings that name them, with their values."""
+    algorithm = config.algorithm
+    paths = {f"{key}={path}": model_directory(path) for key, path in other_models(config).items()}
+    if config.model.lora.rank or (algorithm.uses_reference and algorithm.reference is None):
+        paths[f"model.path={config.model.path}"] = resolve_policy(config)
+    return {word: base_checksum(directory) for word, directory in paths.items() if directory is not None}
+
+
+def _compare_bases(config: Config, bases: Mapping[str, int], checkpoint: CheckpointReader) -> None:
+    """Raise ConfigError where such weights differ from those that a checkpoint was trained with."""
+    plain, folder = checkpoint.plain(0), checkpoint.manifest.path
+    # Earlier releases noted those under adapters alone, as one number.
+    before = plain.get("bases") or {f"model.path={config.model.path}": plain.get("base")}
+    for word, base in bases.items():
+        if before.get(word) not in (None, base):
+            raise ConfigError(
+                f"{word} has other weights than those that checkpoint {folder.name} was trained with, under its "
+                "adapters, as its reference or as its teacher: put these back, or train its policy further with "
+                f"model.path={folder / POLICY} and another run.name, and run.dir where it is given"
+            )
 
 
 def base_checksum(directory: Path) -> int:

@@ -69,6 +69,7 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     name = f"algorithm.credit={credit.name}"
     worth = _require(name, Worth, _call(name, lambda: credit(scored, batch, prepared)))
     _require_floats(f"{name} returned advantages", worth.advantages, scored.log_probs)
+    _require_fit(name, worth)
     _require_metrics(name, worth.metrics)
     return worth
 
@@ -153,10 +154,21 @@ def _require_metrics(name: str, metrics: object) -> None:
 
 
 def _require_floats(what: str, value: object, like: Tensor, noun: str = "token") -> None:
-    if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
-        size = list(like.shape)
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+        raise PartFault(f"{what} = {_kind(value)}: {_kind(like)} is expected, a number for each {noun}")
+
+
+def _require_fit(name: str, worth: Worth) -> None:
+    """Require values, targets and rows of one length, or none of them."""
+    parts = {"values": worth.values, "targets": worth.targets, "value_rows": worth.value_rows}
+    if all(part is None for part in parts.values()):
+        return
+    size = [worth.values.numel()] if isinstance(worth.values, Tensor) else []
+    expected = [(dtype, size) for dtype in (torch.float32, torch.float32, torch.int64)]
+    if [(part.dtype, list(part.shape)) for part in parts.values() if isinstance(part, Tensor)] != expected:
+        given = ", ".join(f"{key} = {_kind(part)}" for key, part in parts.items())
         raise PartFault(
-            f"{what} = {_kind(value)}: a float tensor of shape {size} is expected, a number for each {noun}"
+            f"{name} returned {given}: tensors of one length are expected, float32, float32 and int64, or None for all"
         )
 
 

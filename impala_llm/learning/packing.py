@@ -7,6 +7,7 @@ beginning, in smaller micro-batches: what counts its results sees each trajector
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -179,13 +180,16 @@ class TokenBudget:
         # In an order of its own, so that each micro-batch has rows of all lengths.
         order = np.random.default_rng(0).permutation(len(trajectories))
         rates: dict[int, float] = {}
-        trial(next(_micro_batches([trajectories[i] for i in order], sizes[0])))  # the first pass prepares much
-        best = 0
+        _seconds(trial, [next(_micro_batches([trajectories[i] for i in order], sizes[0]))])  # it prepares much
+        best, lacking = 0, list[str]()
         for size in sizes:
             number = -(-_TRIAL_TOKENS // size)
             micros = list(islice(_micro_batches([trajectories[i] for i in order], size), number))
             tokens = ranks.sum([float(sum(len(micro.tokens) for micro in micros))])[0]
             seconds = ranks.sum([_seconds(trial, micros)])[0]
+            if math.isinf(seconds):
+                lacking.append(f"memory does not suffice for {size:,}")
+                break
             if seconds < _TRIAL_S * ranks.world_size:
                 seconds = min(seconds, ranks.sum([_seconds(trial, micros)])[0])
             rates[size] = tokens / seconds
@@ -193,10 +197,10 @@ class TokenBudget:
                 best = size
             elif size > 2 * best:
                 break
-        self.tokens = best
-        return "forward and backward make, by processor time, " + ", ".join(
-            f"{rate:,.0f} tokens/s at {size:,}" for size, rate in rates.items()
-        )
+        self.tokens = best or self.tokens  # for which memory may not suffice either: `run` says so
+        speeds = ", ".join(f"{rate:,.0f} tokens/s at {size:,}" for size, rate in rates.items())
+        measured = [f"forward and backward make, by processor time, {speeds}"] if rates else []
+        return "; ".join(measured + lacking)
 
     def _choose_by_memory(
         self,
@@ -292,9 +296,14 @@ def _micro_batches(trajectories: Sequence[Trajectory], token_budget: int) -> Ite
 
 
 def _seconds(trial: Callable[[PackedBatch], object], micros: Sequence[PackedBatch]) -> float:
-    """Processor time of this thread. Beside actors that are busy, that on the clock says little; that of the process
-    adds up the threads that share a product, and those that have no part in it."""
+    """Processor time of this thread, infinite where memory runs out. Beside actors that are busy, that on the clock
+    says little; that of the process adds up the threads that share a product, and those that have no part in it."""
     begin = time.thread_time()
-    for micro in micros:
-        trial(micro)
+    try:
+        for micro in micros:
+            trial(micro)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return math.inf
     return time.thread_time() - begin

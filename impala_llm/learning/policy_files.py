@@ -11,14 +11,16 @@ from impala_llm.settings import Config, model_directory
 def resolve_policy(config: Config) -> Path:
     """The directory of the starting policy; a `scratch` policy is made under `run.dir` if it is not there yet.
 
-    The bytes of a scratch policy depend on `run.seed` only, so processes that make it at once agree.
+    The bytes of a scratch policy depend on `run.seed` and `model.scratch` alone: processes that make it at once agree.
     """
     directory = model_directory(config.model.path)
     if directory is not None:
         return directory
-    target = Path(config.run.dir) / f"scratch-{config.run.seed}"
+    shape = config.model.scratch
+    # An earlier command may have left a policy of another seed or shape in this folder.
+    name = f"scratch-{config.run.seed}-{shape.hidden_size}x{shape.num_layers}"
+    target = Path(config.run.dir) / name
     if not (target / "config.json").is_file() or not (target / "model.safetensors").is_file():
-        shape = config.model.scratch
         # Made aside and renamed: nobody sees half of one.
         aside = target.with_name(f"{target.name}-{os.getpid()}")
         make_scratch_policy(aside, shape.hidden_size, shape.num_layers, config.run.seed)

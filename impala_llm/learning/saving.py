@@ -267,7 +267,7 @@ class Saving:
             "rows": np.array(rows, np.int64),
             "held": list(held),
             "random": random_state(),
-            "base": parts.model.base,
+            "bases": dict(parts.model.bases),
         }
         exports = parts.ranks.is_main and not parts.ranks.is_sharded and not is_adapted(parts.model.lm)
         return State(

@@ -58,7 +58,7 @@ class Scorers:
         self._is_near_reference = algorithm.kl_coef > 0
         self._context: Tensor | None = None
         self._reference = self._teacher = None
-        if algorithm.kl_coef > 0 or algorithm.reward_kl_coef > 0 or credit.needs_reference:
+        if algorithm.uses_reference:
             # With LoRA the policy that training started from is the one without its adapters.
             is_own = algorithm.reference is None and is_adapted(policy.lm)
             self._reference = policy if is_own else _frozen(config, "algorithm.reference", policy, device)

@@ -79,16 +79,24 @@ class MetricWriter:
         names: of the writers beside the JSONL file.
         after: step from which the run goes on: what the JSONL file has of later ones is removed, since they are made
             again. None: it has none.
+        with_lines: whether the JSONL file is written. The comparison after a run is no step and stands in
+            evaluation.json.
 
     Raises:
         ConfigError: a writer cannot be made.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str] = ("tensorboard",), after: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        names: Sequence[str] = ("tensorboard",),
+        after: int | None = None,
+        with_lines: bool = True,
+    ) -> None:
         self._directory = directory
         self._is_full_said = False
         self._writers: dict[str, Writer] = {}
-        for name in (METRICS_FILE, *names):
+        for name in (METRICS_FILE, *names) if with_lines else names:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 if name == METRICS_FILE and after is not None:

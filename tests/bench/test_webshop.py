@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from impala_llm.bench import webshop
+from impala_llm.bench import frame, webshop
 from impala_llm.envs.webshop import WebShopEnv, synthetic_catalogue
 from impala_llm.envs.webshop.synthetic import make_records
 
@@ -15,6 +15,11 @@ def test_rows_account_for_all_steps():
     assert set(actions) == kinds | {"reset"}
     assert sum(actions[kind]["per_step"] for kind in kinds) == pytest.approx(1.0, abs=0.01)
     assert all(row["us_each"] > 0 for row in rows)
+
+
+def test_an_unknown_observation_mode_is_refused_before_anything_is_measured(capsys):
+    assert frame.main(["webshop", "--json", "--mode", "html"]) == 2
+    assert "--mode is 'html': it takes text or text_rich" in capsys.readouterr().err
 
 
 def test_recorded_episodes_repeat_and_have_meaning():

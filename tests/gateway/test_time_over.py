@@ -4,18 +4,22 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from impala_llm.actor import Actor
 from impala_llm.config import load
-from impala_llm.engines.base import EngineError
-from impala_llm.environment_faults import is_fault
+from impala_llm.engines.base import EngineError, Generation
+from impala_llm.environment_faults import EnvironmentFaults, is_fault
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import evaluate
 from impala_llm.gateway.agents import AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 
 AGENT = """
@@ -89,6 +93,38 @@ def test_a_time_out_is_the_agents_fault_unless_the_engine_was_awaited(tmp_path: 
         return found
 
     assert asyncio.run(main()) == [True, False]
+
+
+@pytest.mark.system
+def test_a_time_out_of_an_agent_is_no_fault_where_values_are_learned(tmp_path: Path, asleep: Path) -> None:
+    """With values the turns of an episode of reset and step are kept, and its answer is aborted: not an agent's."""
+
+    class Engine(SlowEngine):
+        async def generate(self, *_: object) -> Any:
+            self.asked.set()
+            await self.aborted.wait()
+            return Generation(np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "abort")
+
+    policy = make_scratch_policy(tmp_path / "policy")
+    settings = ["experiment=toy", "agent.name=slow_agent:asks", "agent.processes=1", f"run.dir={tmp_path}"]
+    failed: list[str] = []
+
+    async def main() -> None:
+        actor: Any = Actor.__new__(Actor)
+        actor.config, actor.actor_id = load([*settings, f"actor.episode_timeout_s={TIMEOUT_S}"]), "actor-0"
+        actor.episodes, actor.keep_aborted, actor.failure, actor.faults = 0, True, None, EnvironmentFaults(20.0)
+        actor.suite, actor.engine, actor.limits = suite_of(actor.config), Engine(), EpisodeLimits(1.0, 8, 400)
+        actor.channel = SimpleNamespace(send=None, fail=lambda ticket, reason: failed.append(reason))
+        actor.agents = AgentPlayer(actor.config, policy, actor.suite)
+        await actor.agents.start(actor.engine)
+        watching = asyncio.create_task(end_time(actor.engine, asleep))
+        await actor.play(Ticket(1, 1, 1, 1, 0))
+        await watching
+        await actor.agents.close()
+        assert actor.faults.num_in_a_row == 0, failed
+
+    asyncio.run(main())
+    assert len(failed) == 1 and "the engine was still at an answer" in failed[0]
 
 
 @pytest.mark.system

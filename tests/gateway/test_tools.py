@@ -93,6 +93,19 @@ def test_tools_without_a_parser_are_warned_of_once(
     assert caplog.text.count("agent.tool_parser=none") == (parser == "none")
 
 
+@pytest.mark.parametrize("wish", [{"tools": [TOOL], "tool_choice": "none"}, {}], ids=["choice none", "no tools"])
+def test_a_call_stays_text_where_no_tools_are_offered(chat: ChatTokens, wish: dict[str, Any]) -> None:
+    engine = Scripted(chat, [CALL, CALLS[0], CALLED, END])
+
+    async def main() -> None:
+        async with serving(chat, engine) as served:
+            [choice] = (await served.say([{"role": "user", "content": "a ?"}], **wish)).choices
+            assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+            assert choice.message.content == "".join([CALL, CALLS[0], CALLED])
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_calls_stream_in_their_own_places(chat: ChatTokens) -> None:
     engine = Scripted(chat, [CALL, CALLS[0], CALLED, CALL, CALLS[1], CALLED, END])
 

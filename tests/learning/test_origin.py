@@ -4,6 +4,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from impala_llm.config import load
 from impala_llm.learning.checkpoint_files import (
@@ -13,13 +14,17 @@ from impala_llm.learning.checkpoint_files import (
     checksum,
     manifest_bytes,
     name_of,
+    newest_whole,
     remove_old,
 )
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.parallel import Ranks
-from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.learning.builders import save_lm
+from tests.learning.test_saving import MOMENT, make_saving
 
 
 def make_checkpoint(run_folder: Path, update: int, version: int | None = None) -> Path:
@@ -121,3 +126,27 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(
         make_checkpoint(tmp_path, update)
         remove_old(tmp_path, 1)
         assert {path.name for path in folder.iterdir()} == {name_of(update), "update-000200.damaged"}
+
+
+@pytest.mark.parametrize("now", ["engine", "float32"])
+def test_weights_that_are_rounded_on_the_board_come_from_a_checkpoint_of_the_same_version(
+    tmp_path: Path, now: str
+) -> None:
+    """Also where `pipeline.weights_dtype` was set to float32 since, as the message on rounded weights advises."""
+    start = save_lm(tmp_path / "model")
+    model = PolicyModel.from_pretrained(start, None, True)
+    with torch.no_grad():
+        for p in model.lm.parameters():
+            p.mul_(1.01)
+    boards = [WeightPublisher(tmp_path / name, 2, policy_files(start)) for name in ("board", "kept")]
+    VersionPublisher(Ranks("cpu"), model, *boards, interval=1, max_staleness=2, dtype=torch.bfloat16).begin(5)
+    saving, checkpointer = make_saving(tmp_path, 0, model=model)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    settings = [f"model.path={start}", "engine.max_length=64", "engine.dtype=bfloat16", f"pipeline.weights_dtype={now}"]
+    origin = Origin(5, 5, WeightReader(tmp_path / "board"), CheckpointReader(manifest), is_lost=False)
+    found = make_model(load(settings), origin, Ranks("cpu"))
+    for (name, mine), expected in zip(found.lm.named_parameters(), model.lm.parameters(), strict=True):
+        assert torch.equal(mine, expected), name

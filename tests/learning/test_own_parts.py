@@ -1,6 +1,7 @@
 """Mistakes of an own loss or credit are named, with its setting and what is expected."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -31,9 +32,12 @@ class OwnLoss(Loss):
         return self.act(scored, advantages)
 
 
+@dataclass
 class OwnCredit(Credit):
-    def __call__(self, scored: Scored, batch: Any, prepared: Any) -> Worth:
-        return Worth(torch.zeros(2))
+    worth: Worth | None = None
+
+    def __call__(self, scored: Scored, batch: Any, prepared: Any) -> Any:
+        return self.worth
 
 
 def scored() -> Scored:
@@ -54,6 +58,7 @@ ONES = torch.ones(N)
         ),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, ONES.long()), "weights = a tensor of shape .*dtype int64"),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, None), "weights = a NoneType"),
+        (lambda s, a: LossOutput((-a * s.log_probs).double(), {}, ONES), "per_token = .* dtype float64: .* float32 is"),
         (lambda s, a: LossOutput(-a * s.log_ratio, {}, ONES), "without a gradient.*compute it from scored.log_probs"),
         (lambda s, a: LossOutput(-a * s.log_probs, None, ONES), "metrics = a NoneType: a mapping .*expected"),  # type: ignore[arg-type]
         (
@@ -71,9 +76,21 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
     assert ("Traceback" in capsys.readouterr().err) == ("raised" in said), "of the user's own lines"
 
 
-def test_a_credit_s_mistake_is_named() -> None:
-    with pytest.raises(PartFault, match=r"algorithm.credit=mine:OwnCredit returned advantages = .*\[2\].*\[3\]"):
-        call_credit(OwnCredit("mine:OwnCredit"), scored(), None, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("worth", "said"),
+    [
+        (Worth(torch.zeros(2)), r"advantages = .*\[2\].*\[3\]"),
+        (Worth(torch.zeros(N, dtype=torch.float64)), "advantages = .*dtype float64: .*dtype float32 is expected"),
+        (Worth(ONES, ONES, ONES, value_coef=0.5), "values = a .*, value_rows = a NoneType: tensors of one length"),
+        (Worth(ONES, value_rows=ONES.long()), "values = a NoneType, .*: tensors of one length .* or None for all"),
+        (Worth(ONES, ONES, ONES[:2], ONES.long()), r"values = .*, targets = .* \[2\] .*: tensors of one length"),
+        (Worth(ONES, ONES, ONES.double(), ONES.long()), "values = .* dtype float64, .*: .* float32, float32 and int64"),
+        (Worth(ONES, ONES, ONES, ONES), "values = .*, value_rows = .* dtype float32: .*, float32, float32 and int64"),
+    ],
+)
+def test_a_credit_s_mistake_is_named(worth: Worth, said: str) -> None:
+    with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnCredit returned {said}"):
+        call_credit(OwnCredit("mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
 
 
 class OwnBatchLoss(OwnLoss, BatchLoss):
@@ -107,6 +124,7 @@ def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
         (lambda e: e.scores, "raised AttributeError: .*scores.*test_own_parts.py:[0-9]+"),
         (lambda e: e.returns, "returned a tensor of .*a Prepared is expected"),
         (lambda e: Prepared(e.returns[:2]), r"returned advantages = a tensor .*\[2\].*\[3\].* for each episode"),
+        (lambda e: Prepared(e.returns.double()), "returned advantages = .* dtype float64: .* dtype float32 is "),
         (lambda e: Prepared(e.returns, None), "returned metrics = a NoneType: a sequence"),
     ],
 )
@@ -163,6 +181,8 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     output = LossOutput(-tokens.log_probs, {"x_share": torch.tensor(0.5)}, ONES)
     assert call_loss(OwnLoss(lambda s, a: output), tokens, ONES) is output
     nothing = tokens.select(torch.zeros(N, dtype=torch.bool))
+    for worth in (Worth(ONES), Worth(ONES, ONES[:2], ONES[:2], ONES[:2].long())):
+        assert call_credit(OwnCredit("mine:OwnCredit", worth=worth), tokens, None, None) is worth  # type: ignore[arg-type]
     empty = LossOutput(torch.zeros(0), {}, torch.zeros(0))
     assert call_loss(OwnLoss(lambda s, a: empty), nothing, ONES[:0]) is empty, "no token has no gradient"
 

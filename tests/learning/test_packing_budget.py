@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config, LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
+from tests.two_ranks import Meeting, ThreadRanks
 
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -127,6 +129,46 @@ def test_the_chosen_budget_is_said_and_kept_by_a_learner_that_goes_on(
     other = TokenBudget(4096)
     other.load_state_dict(trainer.budget.state_dict())
     assert other.tokens == 4096, "a setting that was changed counts"
+
+
+def compute(micro: PackedBatch) -> None:
+    """Take as long for a token in a micro-batch of any size."""
+    begin = time.thread_time()
+    while time.thread_time() - begin < 2e-6 * len(micro.tokens):
+        pass
+
+
+@pytest.mark.parametrize("most", [0, 1024])
+@pytest.mark.parametrize("error", [name for name in ERRORS if name != "cuda"])
+def test_on_a_cpu_no_budget_is_chosen_for_which_memory_does_not_suffice(
+    error: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trial(micro: PackedBatch) -> None:
+        if len(micro.tokens) > most:
+            raise ERRORS[error]
+        compute(micro)
+
+    budget = TokenBudget("auto")
+    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    assert budget.is_chosen and budget.tokens <= max(512, most)
+    assert f"memory does not suffice for {2 * most or 512:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("most", [0, 1024])
+def test_all_ranks_stop_their_trials_where_the_memory_of_one_does_not_suffice(most: int) -> None:
+    meeting, budgets = Meeting(), [TokenBudget("auto") for _ in range(2)]
+
+    def choose(rank: int) -> None:
+        def trial(micro: PackedBatch) -> None:
+            if rank == 1 and len(micro.tokens) > most:
+                raise MemoryError
+            compute(micro)
+
+        budgets[rank].choose(make_batch() * 50, trial, torch.nn.Identity(), ThreadRanks(rank, meeting))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(choose, (0, 1)))
+    assert budgets[0].tokens == budgets[1].tokens <= max(512, most)
 
 
 def test_a_trial_leaves_no_gradient_and_no_other_weights(tmp_path: Path) -> None:
@@ -250,6 +292,7 @@ def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
     assert [len(micro.tokens) for micro in pack(make_batch(), budget.tokens)] == sizes[1:]
 
 
+@pytest.mark.system
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep a process below a limit of its memory")
 def test_memory_that_the_system_does_not_give_lowers_the_budget() -> None:
     code = """if True:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgpack
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start
 from impala_llm.learning.saving import Moment, Parts, Saving
-from impala_llm.settings import LearnerConfig, LoraConfig
+from impala_llm.settings import Config, LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
 from tests.two_ranks import Meeting, ThreadRanks
 
@@ -167,22 +168,64 @@ def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
     learner.endpoint.run_dir.remove()
 
 
-def test_adapters_are_not_put_on_other_weights_than_those_that_they_were_learned_on(tmp_path: Path) -> None:
-    """`model.path` was trained further meanwhile, under the same name and of the same shape."""
-    start = save_lm(tmp_path / "model")
-    config = load([f"model.path={start}", "model.lora.rank=2", "engine.max_length=64"])
+# --- weights beside those that learn
+
+
+def make_checkpoint(folder: Path, config: Config) -> CheckpointReader:
+    """A checkpoint of a run with these settings."""
     model = make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
-    saving, checkpointer = make_saving(tmp_path, 2, model=model)
+    saving, checkpointer = make_saving(folder, 0, model=model)
     saving.save(saving.tickets(5), MOMENT)
     assert checkpointer.wait()
-    manifest, _ = newest_whole(tmp_path / "run")
+    manifest, _ = newest_whole(folder / "run")
     assert manifest is not None
-    origin = Origin(5, 5, None, CheckpointReader(manifest), is_lost=True)
-    make_model(config, origin, Ranks("cpu"))
-    weights = load_file(start / "model.safetensors")
+    return CheckpointReader(manifest)
+
+
+def train_further(directory: Path) -> None:
+    """Give a model other weights, under the same name and of the same shape."""
+    weights = load_file(directory / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.25
-    save_file(weights, start / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=f"model.path={start} has other weights .*: put .* model.path={manifest.path}/"
-    ):
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("model.path", ["model.lora.rank=2"]),
+        ("model.path", ["algorithm.kl_coef=0.1"]),
+        ("model.path", ["algorithm.reward_kl_coef=0.1"]),
+        ("model.path", ["algorithm=dpo"]),
+        ("algorithm.reference", ["algorithm.kl_coef=0.1"]),
+        ("algorithm.credit.teacher", ["algorithm.credit=distillation"]),
+    ],
+    ids=str,
+)
+def test_a_run_does_not_go_on_beside_other_weights_than_it_was_trained_with(
+    tmp_path: Path, changed: str, words: list[str]
+) -> None:
+    """Those under its adapters, its reference, its teacher."""
+    paths = {key: save_lm(tmp_path / key) for key in ("model.path", changed)}
+    config = load(["engine.max_length=64", *words, *(f"{key}={path}" for key, path in paths.items())])
+    checkpoint = make_checkpoint(tmp_path, config)
+    origin = Origin(5, 5, None, checkpoint, is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    train_further(paths[changed])
+    said = f"{changed}={paths[changed]} has other weights .*: put .* model.path={checkpoint.manifest.path}/"
+    with pytest.raises(ConfigError, match=said):
+        make_model(config, origin, Ranks("cpu"))
+
+
+def test_weights_under_adapters_are_compared_with_those_that_an_earlier_release_noted(tmp_path: Path) -> None:
+    start = save_lm(tmp_path / "model")
+    config = load([f"model.path={start}", "model.lora.rank=2", "algorithm.kl_coef=0.1", "engine.max_length=64"])
+    checkpoint = make_checkpoint(tmp_path, config)
+    file = checkpoint.manifest.path / "rank-0.msgpack"
+    state = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
+    [state["base"]] = state.pop("bases").values()
+    file.write_bytes(msgpack.packb(state))
+    origin = Origin(5, 5, None, checkpoint, is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    train_further(start)
+    with pytest.raises(ConfigError, match="has other weights"):
         make_model(config, origin, Ranks("cpu"))

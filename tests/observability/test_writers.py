@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from impala_llm.config import ConfigError, load
+from impala_llm.evaluate import Result, write_comparison
 from impala_llm.observability.metrics import MetricError
 from impala_llm.observability.writers import METRICS_FILE, MetricWriter, last_metrics
+from tests.helpers import events_of
 
 
 def read_lines(directory: Path) -> list[dict[str, float | None]]:
@@ -23,8 +24,7 @@ def test_both_files_hold_the_same_numbers(tmp_path: Path) -> None:
     with MetricWriter(tmp_path / "run") as writer:
         for step, metrics in steps.items():
             writer.write(step, metrics)
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
+    events = events_of(tmp_path / "run")
     assert set(events.Tags()["scalars"]) == {"rollout/score", "loss/policy", "env/invalid_actions"}
     assert [(event.step, event.value) for event in events.Scalars("rollout/score")] == [(1, 0.25), (2, 0.5)]
     lines = read_lines(tmp_path / "run")
@@ -70,8 +70,7 @@ def test_a_text_reaches_the_writers_that_take_texts(tmp_path: Path) -> None:
     with MetricWriter(tmp_path) as writer:
         writer.write_text("settings", "learner:\n  batch_size: 64")
         writer.write(1, {"rollout/score": 0.5})
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     [event] = events.Tensors("settings/text_summary")
     [text] = event.tensor_proto.string_val
     assert text.decode().splitlines() == ["    learner:", "      batch_size: 64"]
@@ -97,6 +96,16 @@ class Scores:
         print("closed", file=self.file)
         self.file.close()
 
+class Named:
+    def __init__(self, directory):
+        self.file = open(directory / "names.txt", "a")
+
+    def write(self, step, metrics, time_s):
+        print(step, metrics["evaluation/before_score"], metrics["evaluation/after_score"], file=self.file)
+
+    def close(self):
+        self.file.close()
+
 class Full(Scores):
     def write(self, step, metrics, time_s):
         raise OSError("no space")
@@ -115,6 +124,9 @@ class LoggedOut:
 """
 
 
+RESULTS = (("before", 0.25), ("after", 0.5))
+
+
 @pytest.fixture
 def own(user_folder: Path) -> Path:
     """The current directory, with writers of the user's own in it."""
@@ -130,6 +142,20 @@ def test_a_writer_of_the_users_own_gets_the_same_numbers(own: Path) -> None:
     assert not list((own / "run").glob("events.*"))
 
 
+def test_the_comparison_at_the_end_of_a_run_reaches_every_writer(own: Path) -> None:
+    words = ["experiment=toy", f"run.dir={own / 'run'}", "run.metric_writers=[tensorboard,my_writers:Named]"]
+    folder = own / "run" / "tensorboard"
+    with MetricWriter(folder, []) as writer:
+        writer.write(3, {"learner/version": 3.0})
+    before, after = (
+        Result(name, "toy", 2, score, (0, 1), 0.0, (0, 1), 1.0, 5.0, (score,) * 2) for name, score in RESULTS
+    )
+    write_comparison(load(words), before, after, "better")
+    assert (folder / "names.txt").read_text() == "3 0.25 0.5\n"
+    assert events_of(folder).Scalars("evaluation/after_score")[0].value == 0.5
+    assert [line["step"] for line in read_lines(folder)] == [3], "evaluation.json has it"
+
+
 def test_a_writer_that_fails_is_named_and_left_out(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with MetricWriter(own, ["my_writers:Full", "tensorboard"]) as writer:
         writer.write(1, {"loss/policy": 0.5})
@@ -138,8 +164,7 @@ def test_a_writer_that_fails_is_named_and_left_out(own: Path, capfd: pytest.Capt
     assert said.count("metric writer my_writers:Full failed at step 1") == 1 and "no space" in said
     assert [line["step"] for line in read_lines(own)] == [1, 2]
     assert (own / "scores.txt").read_text() == ""
-    events = EventAccumulator(str(own))
-    events.Reload()
+    events = events_of(own)
     assert set(events.Tags()["scalars"]) == {"loss/policy", "rollout/score"}
 
 
@@ -175,18 +200,6 @@ def test_a_writer_that_does_not_exist_is_refused(own: Path, names: str, said: li
         assert word in str(caught.value)
 
 
-@pytest.mark.system
-def test_a_run_writes_with_the_users_own(own: Path) -> None:
-    words = ["experiment=toy", "run.metric_writers=[my_writers:Scores]", "learner.total_updates=3"]
-    place = [f"run.name=own-{own.name}", f"run.dir={own}/run", "run.terminal=false"]
-    command = [sys.executable, "-m", "impala_llm.cli", "train", *words, *place]
-    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = (own / "run/tensorboard/scores.txt").read_text().splitlines()
-    assert lines[-1] == "closed" and lines[-2].startswith("3 ")
-    assert "tensorboard --logdir" not in done.stdout
-
-
 ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
@@ -203,6 +216,7 @@ exit_process(4)
 """
 
 
+@pytest.mark.system
 def test_standard_output_on_a_full_disk_ends_no_training_and_leaves_its_exit_code(own: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK], cwd=own, stdout=full, stderr=full)
@@ -222,7 +236,6 @@ def test_what_a_resumed_run_makes_again_replaces_what_was_there(tmp_path: Path) 
             writer.write(step, {"rollout/score": step / 100})
     scores = [0.1, 0.2, 0.3, 0.4, 0.05, 0.06, 0.07]
     assert [line["rollout/score"] for line in read_lines(tmp_path)] == scores
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     assert [event.step for event in events.Scalars("rollout/score")] == list(range(1, 8))
     assert [event.value for event in events.Scalars("rollout/score")] == pytest.approx(scores)

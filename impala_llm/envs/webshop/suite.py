@@ -32,6 +32,9 @@ from impala_llm.envs.webshop.synthetic import synthetic_catalogue
 from impala_llm.settings import WebShopConfig
 
 SPARSE_REWARD = 10.0
+_USUAL = WebShopConfig(max_steps=30, results_per_page=5)
+"""Settings of the tasks with model=tiny_shopper, the default: their names leave these out."""
+_NAMED = ("num_products", "goals", "strict_compat", "solvable_only", "max_steps", "results_per_page")
 
 
 class WebShopSuite:
@@ -194,6 +197,18 @@ def suite_from_config(config: WebShopConfig) -> WebShopSuite:
             config.items, config.attributes, config.human, config.nouns, config.num_products, config.catalogue_seed
         )
     return WebShopSuite(catalogue, config)
+
+
+def tasks_name(config: WebShopConfig, kind: str | None = None) -> str:
+    """Return the name of the tasks: their catalogue, and the settings of goals, splits and limits that are not usual.
+
+    Args:
+        kind: of the catalogue; None: its files, or env.webshop.catalogue.
+    """
+    of_files = f"catalogue {config.catalogue_seed} of {config.items}"
+    made = f"{kind or config.catalogue} catalogue {config.catalogue_seed}"
+    others = [f"{key}={value}" for key in _NAMED if (value := getattr(config, key)) != getattr(_USUAL, key)]
+    return ", ".join([made if config.items is None else of_files, *others])
 
 
 def _tasks_by_split(

@@ -1,0 +1,56 @@
+"""What an evaluation says about the tasks that it plays."""
+
+from pathlib import Path
+
+import pytest
+
+from impala_llm.config import load, to_yaml
+from impala_llm.evaluate import evaluate_policies
+from impala_llm.preflight import unfit_policy
+
+DATA = Path(__file__).parent / "fixtures" / "webshop" / "data"
+
+
+def names(tmp_path: Path, *words: str) -> list[str]:
+    """The names of the tasks that an evaluation plays."""
+    small = ["evaluation.num_tasks=1", "env.webshop.num_products=40", f"run.dir={tmp_path}"]
+    results, _ = evaluate_policies(load([*small, *words]), {})
+    return list(dict.fromkeys(result.tasks for result in results))
+
+
+def test_results_on_other_catalogues_goals_or_limits_have_other_names(tmp_path: Path) -> None:
+    usual = "webshop, hard catalogue 0, num_products=40, split test"
+    assert names(tmp_path) == [usual]
+    assert names(tmp_path, "env.webshop.catalogue=easy") == [usual.replace("hard", "easy")]
+    assert names(tmp_path, "env.webshop.catalogue_seed=7", "env.webshop.max_steps=9", "evaluation.unseen_seed=3") == [
+        "webshop, hard catalogue 7, num_products=40, max_steps=9, split test",
+        "webshop, unseen catalogue 3, num_products=40, max_steps=9, split test",
+    ]
+
+
+def test_the_files_of_a_catalogue_and_the_goals_of_people_are_named(tmp_path: Path) -> None:
+    files = {"items": "items_shuffle", "attributes": "items_ins_v2", "human": "items_human_ins", "nouns": "nouns"}
+    of_files = [f"env.webshop.{key}={DATA / name}.json" for key, name in files.items()]
+    found = names(tmp_path, *of_files, "env.webshop.goals=human", "evaluation.split=train")
+    catalogue = f"catalogue 0 of {DATA / 'items_shuffle.json'}"
+    assert found == [f"webshop, {catalogue}, num_products=40, goals=human, split train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.args.num_train=50"], "num_train=200, and not 50: it may have been trained on tasks that are held out"),
+        (["env.args.num_train=200", "env.args.config.max_terms=4"], "env.args.config={}, and not {'max_terms': 4}"),
+        (["env.args.num_train=200"], None),
+    ],
+)
+def test_other_settings_of_the_tasks_than_those_of_the_training_are_named(
+    tmp_path: Path, words: list[str], said: str | None
+) -> None:
+    gym = ["env=reasoning_gym", "env.args.task=chain_sum"]
+    policy = tmp_path / "run" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load([*gym, "model=scratch", "env.args.num_train=200"])))
+    found = unfit_policy(load([*gym, "model=pretrained", f"model.path={policy}", *words]))
+    assert found is None if said is None else said in str(found)
