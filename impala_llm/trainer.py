@@ -16,7 +16,6 @@ import torch
 from impala_llm.algorithms.advantages import episode_return, equal_share
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
-from impala_llm.algorithms.shaping import overlong_share, turn_divergences
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
@@ -27,7 +26,8 @@ from impala_llm.learning.own_parts import call_batch_limit, call_credit, call_pr
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
-from impala_llm.learning.update import Update, optimizer_steps, reason_left_out
+from impala_llm.learning.shaped_rewards import are_shaped, shaped_rewards
+from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
 from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, declare
@@ -69,7 +69,7 @@ class Trainer:
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
         self.warnings = RateLimitedWarnings(on_terminal=True)
-        self.shapes = config.algorithm.overlong_tokens is not None or config.algorithm.reward_kl_coef > 0
+        self.shapes = are_shaped(config)
         """Whether rewards are added to the environment's."""
         self.num_updates = 0
         """Updates of the run; after a restart without a checkpoint those of this process, and warm-ups begin again."""
@@ -87,16 +87,14 @@ class Trainer:
             progress: share of the run that is over.
             arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
         """
-        with self.timer.stage("pack"):
-            batch, metrics = self.balance.exchange(batch, stays=self.monitor.replaces(batch.trajectories))
-            self.log.add_all(metrics)
-        if not self.budget.is_chosen:
-            with self.timer.stage("forward"):
+        with self.timer.stage("forward"):
+            if not self.budget.is_chosen:
                 self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
+            self.monitor.begin(batch.trajectories, version)
         with self.timer.stage("pack"):
+            batch = self.exchanged(batch, version)
             update = self.prepare(batch, version)
         with self.timer.stage("forward"):
-            self.monitor.begin(batch.trajectories, version)
             learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
             steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
             whitens = self.config.algorithm.whiten_advantages
@@ -146,10 +144,36 @@ class Trainer:
         for name in _STATEFUL:
             getattr(self, name).load_state_dict(state[name])
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether an episode as good as its group, or too old, has no gradient: it is counted, and not computed."""
+        algorithm = self.config.algorithm
+        has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
+        # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
+        return self.credit.of_episodes and not has_own_term and algorithm.entropy_target is None
+
+    def oldest_version(self, version: int) -> int:
+        """Return the version of the oldest tokens that teach the learner at `version`."""
+        staleness = self.config.algorithm.max_staleness
+        return 0 if staleness is None else version - staleness
+
+    def exchanged(self, batch: Batch, version: int) -> Batch:
+        """Return the batch that this rank computes, see work_balance.py."""
+        computed = [True] * len(batch.trajectories)
+        if self.leaves_out:
+            of_groups = self.credit.compares_group and not self.shapes
+            discount = self.config.algorithm.credit.discount if of_groups else None
+            computed = have_gradients(batch.trajectories, self.oldest_version(version), discount)
+        batch, metrics = self.balance.exchange(batch, computed, self.monitor.replaces(batch.trajectories))
+        self.log.add_all(metrics)
+        return batch
+
     def prepare(self, batch: Batch, version: int) -> Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
-        shaping = self.shaping(trajectories)
+        shaping = shaped_rewards(self.config, trajectories, self.scorers, self.budget, self.ranks.device)
+        if self.shapes:
+            self.log.add("reward/shaping", float(np.mean([extra.sum() for extra in shaping])), len(shaping))
         discount = algorithm.credit.discount
         returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
@@ -157,13 +181,9 @@ class Trainer:
         prepared = call_prepare(self.credit, episodes)
         finite = torch.tensor(returns).isfinite().tolist()
         endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
-        oldest_version = 0 if algorithm.max_staleness is None else version - algorithm.max_staleness
+        oldest_version = self.oldest_version(version)
         teaching = list(range(len(trajectories)))
-        has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
-        # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
-        has_own_term = has_own_term or algorithm.entropy_target is not None
-        if prepared is not None and self.credit.of_episodes and not has_own_term:
-            # Without a term of its own an episode as good as its group, or too old, has no gradient, and only counts.
+        if prepared is not None and self.leaves_out:
             teaching = prepared.advantages.nonzero().flatten().tolist()
             teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
         if self.credit.compares_group:
@@ -205,7 +225,8 @@ class Trainer:
             found = score(self.model, micro, self.config.engine.temperature, rows, update.version)
             advantages = call_credit(self.credit, found, micro, rows.prepared).advantages.double()
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
-            return places, rows, found.log_probs, sums, compare(found.log_probs, micro, update.version)
+            comparison = compare(found.log_probs, micro, update.version, rows.is_own)
+            return places, rows, found.log_probs, sums, comparison
 
         for places, rows, log_probs, sums, comparison in self.budget.run(taught, scored, take_part=self.take_part):
             update.moments = [total + part for total, part in zip(update.moments, sums, strict=True)]
@@ -254,6 +275,7 @@ class Trainer:
             self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in places]),
             self.scorers.scores(micro),
             torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
+            torch.tensor([update.batch.item_ids[i] not in update.batch.borrowed for i in places]).to(device),
         )
 
     def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
@@ -359,31 +381,6 @@ class Trainer:
         scaled = torch.tensor(returns) / self.rewards.divisor
         group_ids = torch.tensor([t.group_id for t in trajectories])
         return Episodes(trajectories, scaled, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
-
-    def shaping(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-        """float32[turns] for each trajectory: rewards beside the environment's."""
-        algorithm, limit = self.config.algorithm, self.config.engine.max_length
-        found = [np.zeros(len(t.turns), np.float32) for t in trajectories]
-        if algorithm.overlong_tokens is not None:
-            for t, extra in zip(trajectories, found, strict=True):
-                if len(extra) and not t.continues:
-                    share = overlong_share(int(t.context_lengths.max()), limit, algorithm.overlong_tokens)
-                    extra[-1] -= algorithm.overlong_penalty * share
-        if algorithm.reward_kl_coef > 0:
-
-            def divergences(cpu_micro: PackedBatch) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
-                micro = cpu_micro.to(self.ranks.device)
-                reference = self.scorers.reference(micro)
-                assert reference is not None
-                apart = turn_divergences(micro.behaviour_log_probs, reference, micro.turn_ids, len(micro.turn_rewards))
-                return micro.members, apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
-
-            for members, parts in self.budget.run(trajectories, divergences):
-                for place, part in zip(members, parts, strict=True):
-                    found[place] -= algorithm.reward_kl_coef * part.numpy()
-        if self.shapes:
-            self.log.add("reward/shaping", float(np.mean([extra.sum() for extra in found])), len(found))
-        return found
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[M] twice: log π and log π_ref of all action tokens of a trajectory together."""

@@ -113,6 +113,7 @@ def learner_job(tmp_path: Path, *words: str, **environment: str) -> tuple[int, l
     """Run learner.sh with an `srun` that ends with status CODE. Returns its status and the words given to srun."""
     (tmp_path / "bin").mkdir(exist_ok=True)
     keeps = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['WORDS'], 'w')); "
+    keeps += "os.system(os.environ.get('MEANWHILE', '')); "
     write_program(tmp_path / "bin" / "srun", f"{keeps}sys.exit(int(os.environ['CODE']))")
     here = {
         "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -152,6 +153,23 @@ def test_a_slurm_learner_that_is_refused_leaves_actors_the_address_of_the_one_th
     assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-7")[0] == 0
     assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-8", CODE="1")[0] == 1
     assert (tmp_path / "runs/toy/learner").read_text() == "tcp://node-7:7400\n"
+
+
+@pytest.mark.system
+def test_a_slurm_learner_that_ends_leaves_the_address_of_its_successor(tmp_path: Path) -> None:
+    """As a job that reaches its time limit while it saves."""
+    words = ("experiment=toy", "run.name=toy")
+    learner_job(tmp_path, *words, LEARNER_ADDRESS="node-6")
+    successor = f"echo tcp://node-8:7400 >{tmp_path}/runs/toy/learner"
+    assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-7", CODE="143", MEANWHILE=successor)[0] == 143
+    assert (tmp_path / "runs/toy/learner").read_text() == "tcp://node-8:7400\n"
+
+
+def test_a_slurm_job_with_fewer_gpus_than_a_rank_needs_is_told(tmp_path: Path) -> None:
+    script = (DEPLOY / "slurm/learner.sh").read_text()
+    check = script[script.index("ranks=${RANKS") : script.index("mkdir -p")]
+    done = subprocess.run(["bash", "-c", f"gpus=h100:1 width=2\n{check}"], capture_output=True, text=True)
+    assert done.returncode == 2 and "learner.tensor_parallel=2 needs 2 GPUs, and this job has 1" in done.stderr
 
 
 def test_kubernetes_manifests_start_both_sides_with_settings_that_fit(mounts: dict[str, Path]) -> None:

@@ -39,6 +39,10 @@ run=$(realpath -m "${RUNS:-outputs}/$name")
 port=${PORT:-7400}
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} # those that srun gets: as many as the job asks for
 ranks=${RANKS:-$((${gpus##*:} / width))}
+if [ "$ranks" -lt 1 ]; then
+  echo "learner.tensor_parallel=$width needs $width GPUs, and this job has ${gpus##*:}: raise --gpus-per-node" >&2
+  exit 2
+fi
 
 mkdir -p "$run"
 # Keys are made once. The folder is this user's alone, on every node.
@@ -47,7 +51,8 @@ mkdir -p "$run"
 # Renamed into place: actors read it at any moment. A learner that cannot start, as another one of this run lives, gives
 # that one its place back.
 before=$(cat "$run/learner" 2>/dev/null || true)
-echo "tcp://${LEARNER_ADDRESS:-$(hostname -f)}:$port" >"$run/learner.new"
+own="tcp://${LEARNER_ADDRESS:-$(hostname -f)}:$port"
+echo "$own" >"$run/learner.new"
 mv "$run/learner.new" "$run/learner"
 
 # The ranks of a learner share the memory of one host, hence --standalone: one node. torchrun starts them again when one
@@ -61,7 +66,8 @@ srun --ntasks=1 --kill-on-bad-exit=1 \
   torchrun --standalone --nproc-per-node "$((ranks * width))" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
   "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
   pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" pipeline.keys="$run/keys" || status=$?
-if [ "$status" -ne 0 ] && [ -n "$before" ]; then
+# Not where a later learner has written its own.
+if [ "$status" -ne 0 ] && [ -n "$before" ] && [ "$(cat "$run/learner")" = "$own" ]; then
   echo "$before" >"$run/learner.new"
   mv "$run/learner.new" "$run/learner"
 fi

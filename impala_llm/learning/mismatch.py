@@ -85,18 +85,21 @@ class Recomputed:
         return torch.where(self.is_new, log_probs.detach(), self.log_probs)
 
 
-def compare(log_probs: Tensor, batch: PackedBatch, version: int) -> Comparison:
+def compare(log_probs: Tensor, batch: PackedBatch, version: int, is_own: Tensor | None = None) -> Comparison:
     """The learner's log-probabilities against the engine's.
 
     Args:
         log_probs: float32[N] of the action tokens, by the learner at `version`.
         version: >= that of every token.
+        is_own: bool[S], rows to compare: not those that another rank's engines have played. None: all.
     """
     log_ratio = (log_probs - batch.behaviour_log_probs).detach()
     age = version - batch.versions
     oldest_age = age.new_zeros(len(batch.lengths)).scatter_reduce(0, batch.segment_ids, age, "amax")
-    exact = oldest_age[batch.segment_ids] == 0
-    groups = {"logprob": exact} | {f"age_{name}": (age >= low) & (age <= high) for name, (low, high) in AGES.items()}
+    own = torch.ones_like(age, dtype=torch.bool) if is_own is None else is_own[batch.segment_ids]
+    exact = own & (oldest_age[batch.segment_ids] == 0)
+    ages = {f"age_{name}": own & (age >= low) & (age <= high) for name, (low, high) in AGES.items()}
+    groups = {"logprob": exact} | ages
     metrics: list[MetricValue] = []
     for name, mask in groups.items():
         chosen = log_ratio[mask]

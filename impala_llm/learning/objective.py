@@ -96,6 +96,8 @@ class Rows:
     """Log-probabilities by the reference policy and the teacher."""
     proximal_log_probs: Tensor | None = None
     """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
+    is_own: Tensor | None = None
+    """bool[S]: drawn by this rank, whose engines the mismatch monitor compares; None: all."""
 
 
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
@@ -136,7 +138,9 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
         *worth.metrics,
         *_token_metrics(scored, worth.advantages, keep, batch),
     ]
-    return _outcome(total, scored, worth, output.weights * weights[batch.segment_ids[keep]], sums, metrics, batch)
+    final_weights = output.weights * weights[batch.segment_ids[keep]]
+    comparison = compare(scored.log_probs, batch, scored.version, rows.is_own)
+    return _outcome(total, scored, worth, final_weights, sums, metrics, batch, comparison)
 
 
 @torch.no_grad()
@@ -148,6 +152,7 @@ def _outcome(
     sums: Tensor,
     metrics: list[MetricValue],
     batch: PackedBatch,
+    comparison: Comparison,
 ) -> Outcome:
     """Collect the results of a micro-batch.
 
@@ -162,7 +167,7 @@ def _outcome(
         float(scored.entropy.sum()),
         (float(len(scored.log_probs)), float(final_weights.sum()), float(final_weights.square().sum())),
         (size + sums).isfinite(),
-        compare(scored.log_probs, batch, scored.version),
+        comparison,
         metrics,
     )
 

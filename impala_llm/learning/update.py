@@ -30,6 +30,20 @@ def optimizer_steps(
     return found
 
 
+def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, discount: float | None) -> list[bool]:
+    """Whether each trajectory teaches something, where nothing but its advantage against its group does.
+
+    Args:
+        oldest_version: of the tokens that teach.
+        discount: of returns; None: groups of equal returns are not looked for.
+    """
+    returns: dict[int, set[float]] = {}
+    if discount is not None:
+        for t in trajectories:
+            returns.setdefault(t.group_id, set()).add(episode_return(t, discount))
+    return [t.newest_version >= oldest_version and len(returns.get(t.group_id, "12")) > 1 for t in trajectories]
+
+
 def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:
     """Why a step is left out: a sentence that names what has a number that is not finite.
 

@@ -3,8 +3,8 @@
 Each rank draws from its own replay shard, and all wait for the one whose rows take longest. Whole items move, so that a
 group stays together, and for this update alone: tickets, replay and priorities stay with the rank that has drawn them.
 
-The work of a row of n tokens is P n + L d n² multiplications, with P parameters in L layers of width d: the matrices,
-and causal attention. In units of L d that is n² + n P / (L d).
+The work of a context of n tokens is P n + L d n² multiplications, with P parameters in L layers of width d: the
+matrices, and causal attention. In units of L d that is n² + n P / (L d). A row has one context or several.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
+from impala_llm.trajectory import Trajectory
 
 TOLERANCE = 0.03
 """Difference between the most and the least loaded rank, in units of the mean load, that is let be."""
@@ -36,15 +37,17 @@ class WorkBalance:
         self._token = num_parameters / (shape.num_hidden_layers * shape.hidden_size)
         self._is_exchanged = False
 
-    def work(self, num_tokens: int) -> float:
+    def work(self, trajectory: Trajectory) -> float:
         """Return the work of a row, in products of a pair of tokens in all layers."""
-        return num_tokens * (num_tokens + self._token)
+        lengths = trajectory.context_lengths
+        return float((lengths * (lengths + self._token)).sum())
 
-    def exchange(self, batch: Batch, stays: bool) -> tuple[Batch, list[MetricValue]]:
+    def exchange(self, batch: Batch, computed: Sequence[bool], stays: bool) -> tuple[Batch, list[MetricValue]]:
         """Exchange items with the other ranks.
 
         Args:
             batch: that this rank has drawn.
+            computed: whether each trajectory is computed; others are only counted.
             stays: leave this rank out. It gives no item away and takes none.
 
         Returns:
@@ -56,11 +59,13 @@ class WorkBalance:
         places: dict[int, list[int]] = {}
         for place, item in enumerate(batch.item_ids):
             places.setdefault(item, []).append(place)
-        works = [sum(self.work(batch.trajectories[i].num_tokens) for i in rows) for rows in places.values()]
+        works = [sum(self.work(batch.trajectories[i]) for i in rows if computed[i]) for rows in places.values()]
         found = self._ranks.gather({"works": works, "stays": [float(stays)]})
         taking_part = [rank for rank, part in enumerate(found) if not part["stays"][0]]
         assigned = assign([found[rank]["works"] for rank in taking_part])
         loads = np.array([sum(part["works"]) for part in found])
+        if not loads.any():
+            return batch, []
         metrics: list[MetricValue] = [("learner/imbalance_drawn", float(loads.max() / loads.mean()), 1.0)]
         for rank, homes in zip(taking_part, assigned, strict=True):
             loads[rank] = sum(found[taking_part[home]]["works"][index] for home, index in homes)

@@ -1,5 +1,6 @@
 """Items of a batch are exchanged between ranks so that each computes about as much, and training stays as it was."""
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,9 @@ from impala_llm.learning.work_balance import TOLERANCE, WorkBalance, assign
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
+from impala_llm.trajectory import CONTEXT_START, Trajectory
 from tests.learning.builders import make_config, make_trajectory, save_lm
+from tests.learning.test_mismatch import log_probs_of
 from tests.two_ranks import Meeting, ThreadRanks
 
 
@@ -72,10 +75,14 @@ LENGTHS = ((60, 41), (52, 33), (9, 12), (20, 17))
 """Tokens of the two trajectories of each of four groups: the first two groups are rank 0's."""
 
 
+def with_rewards(t: Trajectory, factor: float) -> Trajectory:
+    return dataclasses.replace(t, rewards=t.rewards * np.float32(factor))
+
+
 def drawn(groups: Sequence[int]) -> Batch:
     """The batch of a rank: each group is an item, numbered from 0."""
     rows = [
-        make_trajectory(length, [(2, 5), (6, length)], seed=10 * group + i, group_id=group)
+        with_rewards(make_trajectory(length, [(2, 5), (6, length)], seed=10 * group + i, group_id=group), 1 + i)
         for group in groups
         for i, length in enumerate(LENGTHS[group])
     ]
@@ -95,7 +102,7 @@ def test_groups_move_whole_with_their_weights_and_numbers_come_home(tmp_path: Pa
 
     def work(rank: int) -> tuple[Batch, dict[str, float], dict[int, float]]:
         balance = WorkBalance(ThreadRanks(rank, meeting), model)
-        batch, metrics = balance.exchange(batches[rank], stays=False)
+        batch, metrics = balance.exchange(batches[rank], [True] * 4, stays=False)
         sizes = {item: float(batch.trajectories[batch.item_ids.index(item)].group_id) for item in batch.item_ids}
         return batch, {name: value for name, value, _ in metrics}, balance.bring_home(batch, sizes)
 
@@ -115,7 +122,7 @@ def test_a_rank_that_stays_out_computes_what_it_has_drawn(tmp_path: Path) -> Non
     batches = [drawn([0, 1]), drawn([2, 3])]
 
     def work(rank: int) -> Batch:
-        return WorkBalance(ThreadRanks(rank, meeting), model).exchange(batches[rank], stays=rank == 1)[0]
+        return WorkBalance(ThreadRanks(rank, meeting), model).exchange(batches[rank], [True] * 4, stays=rank == 1)[0]
 
     assert of_both(work, (0, 1)) == batches
 
@@ -160,13 +167,81 @@ def test_two_ranks_with_unlike_batches_train_as_one_and_each_learns_its_own_prio
     together, _ = trained(Ranks("cpu"), drawn([0, 1, 2, 3]), models[2])
     assert metrics["learner/imbalance"] < metrics["learner/imbalance_drawn"]
     assert [mine[0], mine[1], other[0], other[1]] == pytest.approx([together[item] for item in range(4)], rel=1e-4)
+    assert all(mine.values()) and all(other.values())
     for p, q, alone in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(p, q)
         torch.testing.assert_close(p, alone, atol=2e-5, rtol=1e-3)
 
 
+def test_work_is_counted_by_contexts_and_not_where_nothing_is_computed(tmp_path: Path) -> None:
+    """A row of four contexts of 25 tokens is four times a row of 25, and less than one of 100."""
+    balance = WorkBalance(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    short, long = (make_trajectory(length, [(2, 5)]) for length in (25, 100))
+    cut = make_trajectory(100, [(2, 5), (27, 30), (52, 55), (77, 80)])
+    versions = cut.versions.copy()
+    versions[[25, 50, 75]] = CONTEXT_START
+    assert balance.work(dataclasses.replace(cut, versions=versions)) == pytest.approx(4 * balance.work(short))
+    assert balance.work(long) - 4 * balance.work(short) == pytest.approx(100**2 - 4 * 25**2)
+
+
+def test_groups_of_equal_returns_which_are_not_computed_are_no_work(tmp_path: Path) -> None:
+    """Rank 0 has two groups that teach, rank 1 one that does and a long one that does not."""
+    save_lm(tmp_path)
+    meeting = Meeting()
+    models = [PolicyModel.from_pretrained(tmp_path) for _ in range(2)]
+    rows = drawn([0, 1]).trajectories
+    equal = tuple(with_rewards(t, 0.0) for t in drawn([1]).trajectories)
+    equal = tuple(dataclasses.replace(t, group_id=7, ticket_id=90 + i) for i, t in enumerate(equal))
+    batches = [
+        Batch(rows, (1.0,) * 4, (0, 0, 1, 1), 1.0),
+        Batch((*equal, *drawn([3]).trajectories), (1.0,) * 4, (0, 0, 1, 1), 1.0),
+    ]
+
+    def work(rank: int) -> dict[str, float]:
+        config = make_config(GroupRelative(), PPOClip(), max_staleness=None)
+        ranks = TrainingRanks(rank, meeting)
+        trainer = Trainer(config, ranks, models[rank], Priorities(), MetricLog())  # type: ignore[arg-type]
+        trainer.update(batches[rank], version=3, progress=0.0)
+        return trainer.log.flush()
+
+    balance = WorkBalance(Ranks("cpu"), models[0])
+    loads = [sum(map(balance.work, rows)), sum(map(balance.work, drawn([3]).trajectories))]
+    found = of_both(work, (0, 1))
+    assert found[0]["learner/imbalance_drawn"] == pytest.approx(max(loads) / np.mean(loads))
+    assert found[0]["advantage/zero_share"] + found[1]["advantage/zero_share"] > 0
+
+
+def test_each_rank_judges_its_own_engines_alone(tmp_path: Path) -> None:
+    """The engine of rank 0 reports log-probabilities that are wrong, that of rank 1 right ones."""
+    save_lm(tmp_path)
+    meeting = Meeting()
+    models = [PolicyModel.from_pretrained(tmp_path) for _ in range(3)]
+
+    def reported(t: Trajectory, error: float) -> Trajectory:
+        right = log_probs_of(models[2], t)
+        return dataclasses.replace(t, behaviour_logprobs=np.where(t.action_mask, right - error, 0).astype(np.float32))
+
+    batches = [
+        dataclasses.replace(batch, trajectories=tuple(reported(t, error) for t in batch.trajectories))
+        for batch, error in ((drawn([0, 1]), 0.1), (drawn([2, 3]), 0.0))
+    ]
+
+    def work(rank: int) -> tuple[bool, float]:
+        config = make_config(GroupRelative(), PPOClip(), max_staleness=None, mismatch_alarm=0.05)
+        ranks = TrainingRanks(rank, meeting)
+        trainer = Trainer(config, ranks, models[rank], Priorities(), MetricLog())  # type: ignore[arg-type]
+        trainer.update(batches[rank], version=3, progress=0.0)
+        found = trainer.log.flush()
+        assert found["learner/imbalance"] < found["learner/imbalance_drawn"]
+        return trainer.monitor.alarm, found["mismatch/logprob_mean"]
+
+    (alarm, wrong), (other_alarm, right) = of_both(work, (0, 1))
+    assert (alarm, other_alarm) == (True, False)
+    assert wrong == pytest.approx(0.1, abs=1e-3) and right == pytest.approx(0.0, abs=1e-3)
+
+
 def test_a_batch_is_that_of_the_only_rank(tmp_path: Path) -> None:
     batch = drawn([0, 1])
     balance = WorkBalance(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
-    assert balance.exchange(batch, stays=False) == (batch, [])
+    assert balance.exchange(batch, [True] * 4, stays=False) == (batch, [])
     assert balance.bring_home(batch, {0: 1.0, 1: 2.0}) == {0: 1.0, 1: 2.0}
