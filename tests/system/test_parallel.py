@@ -36,7 +36,7 @@ def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
         facts = json.loads((tmp_path / "2" / f"facts-{rank}.json").read_text())
         assert facts["is_main"] == (rank == 0)
         assert facts["counts"] == json.loads((tmp_path / "1" / "facts-0.json").read_text())["counts"]
-        assert facts["missing"] == {"first": [2.0], "second": [0.0]}
+        assert facts["missing"] == {"first": [2.0], "second": None}
         assert facts["gathered"] == [{"rank-0": [0.0, 1.0]}, {"rank-1": [1.0, 1.0]}]
 
 

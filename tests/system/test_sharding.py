@@ -182,7 +182,14 @@ def test_ranks_that_share_the_policy_leave_a_step_out_together(start: Start, pol
     assert all(bool(p.isfinite().all()) for p in found.values())
     of_ranks = [facts(tmp_path / "out", rank) for rank in (0, 1)]
     assert [of_rank["skipped"] for of_rank in of_ranks] == [[0, 1, 0, 0, 0]] * 2
-    assert [of_rank["not_finite"] for of_rank in of_ranks] == [[0] * 5, [0, 1, 0, 0, 0]]
+    # By the rank that has computed it, which need not be the one that has drawn it.
+    assert [sum(counts) for counts in zip(*(of_rank["not_finite"] for of_rank in of_ranks), strict=True)] == [
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.system
