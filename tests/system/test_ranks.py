@@ -80,7 +80,9 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
         assert log.count("going on from update") == 1, run.printed()
         assert "begun again" not in log
         rows = run.rows()
-        assert column(rows, "learner/version") == list(range(1, 25))
+        versions = column(rows, "learner/version")
+        # The row of the version that was being published is written with the other ranks, and may be lost.
+        assert versions == sorted({*versions}) and versions[-1] == 24 and len(versions) >= 23
         # Each of 24 updates of 32 trajectories was played once, but for what was under way to the rank that died.
         assert sum(column(rows, "pipeline/received")) <= 24 * 32 + 2 * 32
         assert sum(column(rows, "pipeline/refused")) == 0
