@@ -307,6 +307,7 @@ def test_random_use_loses_changes_and_overlaps_nothing(
 # --- killed at any moment
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_killed_at_any_moment_leaves_whole_records_in_order(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
