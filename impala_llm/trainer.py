@@ -275,7 +275,7 @@ class Trainer:
             self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in places]),
             self.scorers.scores(micro),
             torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
-            torch.tensor([update.batch.item_ids[i] not in update.batch.borrowed for i in places]).to(device),
+            torch.tensor([update.batch.item_ids[i] >= 0 for i in places]).to(device) if update.batch.borrowed else None,
         )
 
     def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:

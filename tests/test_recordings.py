@@ -10,20 +10,11 @@ from impala_llm.config import ConfigError, load
 from impala_llm.demonstrate import record
 from impala_llm.demonstrations import read
 from tests.helpers import make_tiny_model
+from tests.test_demonstrations import words as words_of_six
 
 
 def words(folder: Path, model: Path, *more: str) -> list[str]:
-    return [
-        "experiment=corridor",
-        f"run.dir={folder / 'run'}",
-        f"model.path={model}",
-        f"demonstrations.dir={folder / 'demonstrations'}",
-        "demonstrations.noise=0",
-        "demonstrations.num_episodes=3",
-        "engine.max_new_tokens=2",
-        "engine.max_length=128",
-        *more,
-    ]
+    return words_of_six(folder, model, "demonstrations.num_episodes=3", *more)
 
 
 def test_a_folder_holds_the_episodes_of_one_policy(tmp_path: Path, tiny_model: Path) -> None:

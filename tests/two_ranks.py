@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+import torch
 
 from impala_llm.learning.parallel import Ranks
 
@@ -39,3 +40,13 @@ class ThreadRanks(Ranks):
 
     def gather(self, item: dict[str, list[Any]], of_processes: bool = False) -> list[dict[str, list[Any]]]:
         return [msgpack.unpackb(part) for part in self._meeting.exchange(self.rank, msgpack.packb(item))]
+
+
+class TrainingRanks(ThreadRanks):
+    """Two ranks that sum their gradients up."""
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        parameters = list(model.parameters())
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for p, *both in zip(parameters, *self._meeting.exchange(self.rank, mine), strict=True):
+            p.grad = both[0] + both[1]

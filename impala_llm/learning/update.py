@@ -41,7 +41,8 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
     if discount is not None:
         for t in trajectories:
             returns.setdefault(t.group_id, set()).add(episode_return(t, discount))
-    return [t.newest_version >= oldest_version and len(returns.get(t.group_id, "12")) > 1 for t in trajectories]
+    of_equals = {group_id for group_id, found in returns.items() if len(found) == 1}
+    return [t.newest_version >= oldest_version and t.group_id not in of_equals for t in trajectories]
 
 
 def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:

@@ -33,17 +33,7 @@ from tests.learning.builders import (
     trainer_with,
     varied,
 )
-from tests.two_ranks import Meeting, ThreadRanks
-
-
-class TrainingRanks(ThreadRanks):
-    """Two ranks that sum their gradients up."""
-
-    def sum_gradients(self, model: torch.nn.Module) -> None:
-        parameters = list(model.parameters())
-        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, *both in zip(parameters, *self._meeting.exchange(self.rank, mine), strict=True):
-            p.grad = both[0] + both[1]
+from tests.two_ranks import Meeting, TrainingRanks
 
 
 @pytest.mark.parametrize(("credit", "loss"), [(GAE(), PPOClip()), (GroupRelative(), M2PO(threshold=0.5))], ids=str)

@@ -21,7 +21,7 @@ from impala_llm.trainer import Trainer
 from impala_llm.trajectory import CONTEXT_START, Trajectory
 from tests.learning.builders import make_config, make_trajectory, save_lm
 from tests.learning.test_mismatch import log_probs_of
-from tests.two_ranks import Meeting, ThreadRanks
+from tests.two_ranks import Meeting, ThreadRanks, TrainingRanks
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,6 @@ def test_a_rank_that_stays_out_computes_what_it_has_drawn(tmp_path: Path) -> Non
         return WorkBalance(ThreadRanks(rank, meeting), model).exchange(batches[rank], [True] * 4, stays=rank == 1)[0]
 
     assert of_both(work, (0, 1)) == batches
-
-
-class TrainingRanks(ThreadRanks):
-    """Two ranks that sum their gradients up."""
-
-    def sum_gradients(self, model: torch.nn.Module) -> None:
-        parameters = list(model.parameters())
-        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, *both in zip(parameters, *self._meeting.exchange(self.rank, mine), strict=True):
-            p.grad = both[0] + both[1]
 
 
 class Priorities:

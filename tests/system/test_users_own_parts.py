@@ -8,35 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.algorithms import test_registry as registry
+from tests.observability import test_writers as writers
 from tests.system.runs import ROOT, SMALL
-
-CREDIT = """
-from impala_llm.algorithms.interface import Credit, Prepared, Worth
-
-@dataclass
-class PlainReturn(Credit):
-    metrics = {"return_mean": "mean return of an episode"}
-    scale: float = 1.0
-
-    def prepare(self, episodes):
-        count = len(episodes.trajectories)
-        return Prepared(self.scale * episodes.returns, [("credit/return_mean", float(episodes.returns.mean()), count)])
-
-    def __call__(self, scored, batch, prepared):
-        return Worth(prepared[scored.segment_ids])
-"""
-WRITER = """
-class Scores:
-    def __init__(self, directory):
-        self.file = open(directory / "scores.txt", "a")
-
-    def write(self, step, metrics, time_s):
-        print(step, metrics.get("rollout/score"), file=self.file, flush=True)
-
-    def close(self):
-        print("closed", file=self.file)
-        self.file.close()
-"""
 
 
 def example(page: str, begin: str) -> str:
@@ -51,8 +25,8 @@ def test_parts_of_the_users_own_train_write_metrics_and_are_evaluated(user_folde
     """Environment and loss are those of the documentation. Learner and actor are processes of their own, started where
     the user's files are."""
     (user_folder / "my_env.py").write_text(example("environments.md", "import random"))
-    (user_folder / "my_parts.py").write_text(example("algorithms.md", "from dataclasses") + CREDIT)
-    (user_folder / "my_writers.py").write_text(WRITER)
+    (user_folder / "my_parts.py").write_text(example("algorithms.md", "from dataclasses") + registry.OWN)
+    (user_folder / "my_writers.py").write_text(writers.OWN)
     words = [
         *("model=scratch", "env=my_env:NextLetter", "env.args.num_turns=3", f"run.name=own-{user_folder.name}"),
         *("algorithm=group_relative_by_std", "algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=3"),
