@@ -1,7 +1,7 @@
 """Composes the settings with Hydra and has them checked. Meaning of each: settings.py; rules: settings_checks.py.
 
 Invariant: whoever holds a `Config` holds a checked one. `load` composes it from configs/ and `key=value` overrides and
-stops at the first door, before any process, socket or file exists, with sentences that name key, value and fix.
+stops before any process, socket or file exists, with sentences that name key, value and fix.
 Nobody else reads raw Hydra dicts.
 """
 
@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from impala_llm.familiar_names import meant_by
+from impala_llm.idle_settings import in_force
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -120,7 +121,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     config = Config(**(vars(composed) | parts))
     for section in (config.run, config.sft, config.demonstrations):
         section.dir = os.path.expanduser(section.dir)
-    reasons = problems(config)
+    reasons = problems(config, overrides)
     if reasons:
         raise ConfigError.of(reasons)
     return config
@@ -153,7 +154,7 @@ def _present_word(word: str) -> str:
     """A word of the command line as the settings have it.
 
     `env=module:Class`, and `env=NAME` of an installed part that no preset has the name of, mean `env.name=...`, as for
-    engines; `env.options` is the older name of `env.args`.
+    engines.
     """
     key, equals, value = word.lstrip("+").partition("=")
     if value.startswith("~/"):  # which no shell expands there, and Hydra does not read
@@ -164,8 +165,6 @@ def _present_word(word: str) -> str:
         is_named = key == group and (":" in value or value in installed_parts(kind))
         if is_named and not os.path.isfile(config_folder() / group / f"{value}.yaml"):
             return f"{kind.key}={value}"
-    if key == "env.options" or key.startswith("env.options."):
-        return f"env.args{key.removeprefix('env.options')}{equals}{value}"
     return word
 
 
@@ -284,8 +283,6 @@ def _settings_file(path: Path) -> DictConfig:
         raise ConfigError(f"settings file {path}{line}: this is not YAML ({reason}): correct it") from None
     if not isinstance(settings, DictConfig) or not settings:
         raise ConfigError(f"settings file {path} holds no settings: write lines such as `learner: {{batch_size: 32}}`")
-    if isinstance(settings.get("env"), DictConfig) and "options" in settings.env:  # the older name
-        settings.env.setdefault("args", settings.env.pop("options"))
     return settings
 
 
@@ -345,9 +342,10 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(OmegaConf.to_container(OmegaConf.structured(config)))))
+def to_yaml(config: Config, only_in_force: bool = False) -> str:
+    """The resolved configuration as YAML; with `only_in_force` without what has no effect in `train`."""
+    settings = plain(OmegaConf.to_container(OmegaConf.structured(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(in_force(settings, config) if only_in_force else settings))
 
 
 def plain(value: Any) -> Any:

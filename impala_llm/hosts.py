@@ -124,6 +124,13 @@ def is_loopback_url(url: str) -> bool:
         return False
 
 
+def server_identity(url: str) -> tuple[str, int]:
+    """Host and port of an http URL, the same for all spellings of one server. Looks up no name."""
+    parts = urlsplit(url)
+    host = "localhost" if is_loopback_url(url) else (parts.hostname or "")
+    return host, parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def check_bind(endpoint: str, has_keys: bool) -> None:
     """Raise ValueError where a learner must not listen at an endpoint: other hosts reach it, and it has no keys."""
     if _is_ipc(endpoint):

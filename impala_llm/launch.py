@@ -124,8 +124,8 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
-    """Plan of `train` as text: the resolved configuration and the command line of every process."""
-    lines = [to_yaml(config), f"# threads a process: {threads_per_process(config)}"]
+    """Plan of `train` as text: the settings that have an effect, and the command line of every process."""
+    lines = [to_yaml(config, only_in_force=True), f"# threads a process: {threads_per_process(config)}"]
     for child in plan(config, overrides):
         ranks = f", {child.num_ranks} ranks" if (child.num_ranks or 1) > 1 else ""
         lines.append(f"# {child.name}{ranks}: {shlex.join(child.command)}")

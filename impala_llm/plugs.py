@@ -131,6 +131,11 @@ def load(kind: Kind, name: str) -> Any:
         raise ValueError(
             f"{kind.key}={name} cannot be used: derive it from {kind.base.__module__}.{kind.base.__name__}"
         )
+    if kind.base and inspect.isabstract(found):
+        raise ValueError(f"{kind.key}={name} cannot be used: it lacks {', '.join(sorted(found.__abstractmethods__))}")
+    annotations = {} if kind.base is None or "__dataclass_fields__" in vars(found) else inspect.get_annotations(found)
+    if own := [option for option, annotation in annotations.items() if "ClassVar" not in str(annotation)]:
+        raise ValueError(f"{kind.key}={name} cannot be used: its {own[0]} is an option only with @dataclass above it")
     return found
 
 

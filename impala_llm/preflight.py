@@ -29,6 +29,7 @@ from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.known_models import vocab_size
 from impala_llm.learning.checkpoint_files import checkpoints
 from impala_llm.learning.resume import how_to_start
+from impala_llm.observability.metrics import MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import ARENA, RunDirectoryError, left_bytes, shared_memory
@@ -76,6 +77,17 @@ def check_warm_start(config: Config) -> None:
     _raise_for(config, {"model": (_model,), "device": (_device,)})
 
 
+def _own_metrics(config: Config) -> list[str]:
+    """Metrics of the credit or the loss that cannot be logged."""
+    found = []
+    for key, part in (("credit", config.algorithm.credit), ("loss", config.algorithm.loss)):
+        try:
+            declarations(key, part.metrics)
+        except MetricError as error:
+            found.append(f"algorithm.{key}={part.name} cannot be used: {error}")
+    return found
+
+
 def unfit_policy(config: Config) -> str | None:
     """A sentence where the policy to be evaluated is known to have been made for other tasks; None otherwise."""
     env, path = config.env.name, config.model.path
@@ -102,6 +114,7 @@ def training_checks() -> Checks:
     """For the host of `impala-llm train`."""
     return {
         "run folder": (_own_learner, _folder, _earlier_run),
+        "algorithm": (_own_metrics,),
         "model": (_starting_policy, _model, _adapters, _other_models),
         "environment": (_catalogue, _unseen_catalogue, _task_file),
         **_engine_checks(),

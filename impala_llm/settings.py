@@ -7,7 +7,7 @@ Invariant: nothing here looks at another setting, or at more of the machine than
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -266,6 +266,10 @@ class CreditSettings:
     """Whether it compares an episode with the others of its group."""
     needs_reference: ClassVar[bool] = False
     """Whether it calls `Episodes.log_probs`."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Name -> meaning of each metric; a name without `/` is logged under `credit/`."""
+    teaches_at_any_age: ClassVar[bool] = False
+    """Whether tokens older than max_staleness teach as well, as nothing of theirs is weighed by a ratio."""
     is_for_one_step: ClassVar[bool] = False
     """Whether its advantages hold only for the weights that an update begins with, and so for one optimizer step."""
 
@@ -280,6 +284,11 @@ class LossSettings:
 
     name: str = ""
     """Short name, or import path of your own as module:Class; written `algorithm.loss=NAME`."""
+
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
+    bounds_steps: ClassVar[bool] = True
+    """Whether it bounds how far several optimizer steps on a batch move the policy."""
 
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
@@ -329,7 +338,8 @@ class AlgorithmConfig:
     """Average of the tokens' losses: over all tokens of the batch, or first summed or averaged in each
     sequence and then averaged over sequences."""
     entropy_coef: float = bounded(0.0, least=0, most=1000)
-    """Bonus for entropy; with a target, its start."""
+    """Bonus for entropy, an average over the action tokens of the batch whatever `aggregate` says; with a target, its
+    start."""
     entropy_target: float | None = bounded(None, least=0, most=100)
     """Nats a token: `entropy_coef` rises while the entropy is below and falls while it is above."""
     entropy_rate: float = bounded(0.01, least=0, most=1000)
@@ -340,7 +350,7 @@ class AlgorithmConfig:
     length_alarm: float = bounded(0.2, least=0, most=1)
     """The same for the mean number of tokens an episode's answers have."""
     kl_coef: float = bounded(0.0, least=0, most=1000)
-    """Weight of KL(π‖reference), per token."""
+    """Weight of KL(π‖reference), which is a part of each token's loss and averaged with it, by `aggregate`."""
     reference: str | None = None
     """Reference policy of kl_coef, reward_kl_coef and algorithm.credit=preference, as model.path; None: the one that
     training started from."""
@@ -471,6 +481,11 @@ class ReplayConfig:
     target_ess: float = bounded(0.0, least=0, most=1)
     """With max_replayed_share: where the effective sample size of a batch's weights, as a fraction, falls below this,
     the share falls as well, and rises again slowly."""
+
+    @property
+    def prioritised(self) -> bool:
+        """Whether recency, advantage or rarity decide what is drawn."""
+        return self.recency_tau is not None or self.advantage_exponent > 0 or self.rarity_exponent > 0
 
 
 @dataclass

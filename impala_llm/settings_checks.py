@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,14 +26,14 @@ from impala_llm.hosts import (
     check_connect,
     is_loopback_url,
     rank_endpoint,
+    server_identity,
 )
+from impala_llm.idle_settings import idle_problems
 from impala_llm.known_models import other_vocabulary, reasons_against, vocab_size
 from impala_llm.settings import (
     ASSETS,
     Config,
-    EngineConfig,
     LearnerConfig,
-    LoraConfig,
     longest_record,
     model_directory,
     other_models,
@@ -47,8 +48,12 @@ BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
 """Approximate size of a trajectory (record.py) with few turns and short texts."""
 
 
-def problems(config: Config) -> list[str]:
-    """Return all reasons why a configuration cannot work; none when it can."""
+def problems(config: Config, words: Sequence[str] = ()) -> list[str]:
+    """Return all reasons why a configuration cannot work; none when it can.
+
+    Args:
+        words: `key=value` of the command line.
+    """
     found = field_problems(config)
     if found:
         return found  # what follows compares values that must be sane first
@@ -57,7 +62,7 @@ def problems(config: Config) -> list[str]:
         *_batch_problems(config),
         *_memory_problems(config),
         *_schedule_problems(config),
-        *_idle_problems(config),
+        *idle_problems(config, words),
         *_algorithm_problems(config),
         *_replay_problems(config),
         *_pipeline_problems(config),
@@ -147,23 +152,11 @@ def _sharding_problems(config: Config) -> list[str]:
             for key, (is_set, fix) in others.items()
             if is_set
         ]
-    if learner.cpu_offload and learner.sharding != "fsdp2":
-        found.append(
-            f"learner.cpu_offload=true has no effect with learner.sharding={learner.sharding}: set "
-            "learner.sharding=fsdp2, or leave it out"
-        )
     if learner.sharding == "fsdp2" and learner.token_budget == "auto":
         found.append(
             "learner.token_budget=auto cannot go with learner.sharding=fsdp2: a rank whose trial runs out of memory "
             f"would leave the others waiting amid a pass; set a number, such as {LearnerConfig().token_budget}"
         )
-    given = LoraConfig()
-    for name in ("alpha", "targets"):
-        if not rank and (value := getattr(config.model.lora, name)) != getattr(given, name):
-            found.append(
-                f"model.lora.{name}={value} has no effect with model.lora.rank=0, which trains all weights: set "
-                "model.lora.rank, to 16 for instance, or leave it out"
-            )
     targets = config.model.lora.targets
     if rank and (named := [name for name in targets if name != "all-linear"]) and named != targets:
         found.append(
@@ -240,43 +233,6 @@ def _schedule_problems(config: Config) -> list[str]:
             f"learner.value_warmup_updates={value_warmup} does not go with algorithm.credit={credit.name}, which has "
             "no value head that could learn meanwhile: set learner.value_warmup_updates=0 or algorithm.credit=gae"
         )
-    return found
-
-
-def _idle_problems(config: Config) -> list[str]:
-    """Settings that have another value than the default, and that another one keeps from having an effect.
-
-    Not reject_low and reject_high: a preset has them, and algorithm.reject=none beside it shall do.
-    """
-    algorithm, learner, found = config.algorithm, config.learner, []
-    needed = {
-        "algorithm.reference": (
-            algorithm.uses_reference,
-            f"algorithm.kl_coef=0, reward_kl_coef=0 and algorithm.credit={algorithm.credit.name}",
-            "algorithm.kl_coef=0.05",
-        ),
-        "algorithm.overlong_penalty": (
-            algorithm.overlong_tokens is not None,
-            "algorithm.overlong_tokens=null",
-            f"algorithm.overlong_tokens={max(1, config.engine.max_length // 4)}",
-        ),
-        "algorithm.entropy_rate": (
-            algorithm.entropy_target is not None,
-            "algorithm.entropy_target=null",
-            "algorithm.entropy_target=0.5",
-        ),
-        "learner.checkpoint_every": (
-            learner.checkpoints_kept > 0,
-            "learner.checkpoints_kept=0",
-            f"learner.checkpoints_kept={LearnerConfig().checkpoints_kept}",
-        ),
-    }
-    for key, (has_effect, other, fix) in needed.items():
-        section, _, name = key.partition(".")
-        value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
-        if value != default and not has_effect:
-            without = "null" if default is None else default
-            found.append(f"{key}={value} has no effect with {other}: set {fix}, for instance, or {key}={without}")
     return found
 
 
@@ -493,6 +449,12 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
+    if algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
+        found.append(
+            f"algorithm.reward_kl_coef={algorithm.reward_kl_coef:g} takes the engine's log-probabilities, which "
+            f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "
+            "place, or algorithm.recompute_behaviour=never"
+        )
     loss = algorithm.loss
     return [*found, *algorithm.credit.problems(algorithm), *loss.problems_of_class(), *loss.problems(algorithm)]
 
@@ -502,16 +464,9 @@ _OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--conf
 
 
 def _engine_problems(config: Config) -> list[str]:
-    """Problems with settings that SGLang servers do not support, or that only they do."""
-    engine, found = config.engine, []
-    defaults = EngineConfig()
+    """Problems with settings that SGLang's servers do not support."""
+    engine, found = config.engine, list[str]()
     if engine.name != "sglang":
-        for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache"):
-            if getattr(engine, key) != getattr(defaults, key):
-                found.append(
-                    f"engine.{key}={getattr(engine, key)} is a setting of SGLang's servers, and engine.name="
-                    f"{engine.name} has none: set engine=sglang or leave it out"
-                )
         return found
     if engine.prefix_cache and engine.in_flight == "keep_kv":
         found.append(
@@ -544,9 +499,17 @@ def _engine_problems(config: Config) -> list[str]:
             f"engine.urls has {len(engine.urls)} servers for actor.num_actors={config.num_actors}: each actor "
             "loads weights into servers of its own; lower actor.num_actors or add servers"
         )
+    seen = set[tuple[str, int]]()
     for url in engine.urls or ():
         if not _is_server(url):
             found.append(f"engine.urls has {url!r}: write it as http://host:port")
+        elif (server := server_identity(url)) in seen:
+            found.append(
+                f"engine.urls has the server {url} twice: two actors would change its weights behind each other's "
+                "back; name each once"
+            )
+        else:
+            seen.add(server)
     if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
         found.append(
             f"engine.python={engine.python} is no interpreter: give the path of the python that has SGLang, see "
@@ -619,12 +582,8 @@ def _longest(config: Config) -> str:
 
 def _agent_problems(config: Config) -> list[str]:
     """Agents that are named twice, that are not there, or that other settings do not go with."""
-    agent, found = config.agent, []
+    agent, found = config.agent, list[str]()
     if not agent.is_set:
-        if agent.tasks is not None:
-            found.append(
-                f"agent.tasks={agent.tasks} is for an agent, and there is none: set agent.name or agent.command"
-            )
         return found
     if agent.name is not None and agent.command is not None:
         found.append(f"agent.name={agent.name} and agent.command={agent.command} exclude each other: leave one out")

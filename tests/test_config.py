@@ -237,6 +237,10 @@ def test_none_is_null_on_the_command_line() -> None:
         (["algorithm.max_staleness=-1"], ["algorithm.max_staleness=-1", "at least 0"]),
         (["algorithm.mismatch_alarm=0"], ["algorithm.mismatch_alarm=0", "at least 1e-09"]),
         (
+            ["algorithm.reward_kl_coef=0.1", "algorithm.recompute_behaviour=always"],
+            ["algorithm.reward_kl_coef=0.1", "algorithm.recompute_behaviour=always", "algorithm.kl_coef"],
+        ),
+        (
             ["algorithm.recompute_behaviour=often"],
             ["algorithm.recompute_behaviour=often", "never, on_mismatch, always"],
         ),
@@ -299,6 +303,8 @@ def test_none_is_null_on_the_command_line() -> None:
             ["engine.prefix_cache=True", "set engine.in_flight"],
         ),
         (["engine=sglang", "engine.urls=[host:1]"], ["'host:1'", "write it as http://host:port"]),
+        (["engine=sglang", "engine.urls=['http://a:1','http://A:1/']"], ["engine.urls", "http://A:1/ twice"]),
+        (["engine=sglang", "engine.urls=['http://localhost:1','http://127.0.0.1:1']"], ["http://127.0.0.1:1 twice"]),
         (["engine=sglang", "engine.urls=['http://a:1']", "actor.num_actors=2"], ["engine.urls", "actor.num_actors=2"]),
         (["engine=sglang", "engine.server_args=[--config,mine.yaml]"], ["engine.server_args has --config", "Leave"]),
         (
@@ -332,8 +338,8 @@ def test_none_is_null_on_the_command_line() -> None:
         (["pipeline.keys=nowhere"], ["pipeline.keys=nowhere", "not a folder", "impala-llm keys"]),
         (["learner.attention=flash"], ["learner.attention=flash", "learner.precision=float32", "=bfloat16"]),
         (["learner.attention=flex", "model.device=cpu"], ["learner.attention=flex", "model.device=cpu", "GPUs alone"]),
-        (["model.lora.alpha=4"], ["model.lora.alpha=4", "model.lora.rank=0", "leave it out"]),
-        (["model.lora.targets=[q_proj]"], ["model.lora.targets=['q_proj']", "model.lora.rank"]),
+        (["model.lora.alpha=4"], ["model.lora.alpha=4", "model.lora.rank=0", "or model.lora.alpha=32"]),
+        (["model.lora.targets=[q_proj]"], ["model.lora.targets=[q_proj]", "model.lora.rank"]),
         (
             ["model.lora.rank=4", "model.lora.targets=[all-linear,q_proj]"],
             ["model.lora.targets=['all-linear', 'q_proj']", "set model.lora.targets=[all-linear]", "[q_proj]"],

@@ -115,6 +115,22 @@ def test_a_model_without_tokenizer_is_refused(refused: Callable[..., str], model
     assert "has no tokenizer" in refused(f"model.path={model}")
 
 
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ('{"policy": "mine"}', "metric 'loss/policy' means 'policy-gradient part of"),
+        ('["steep_share"]', "write a dict of names and their meanings"),
+    ],
+)
+def test_metrics_of_an_own_loss_that_cannot_be_logged_are_refused(
+    refused: Callable[..., str], user_folder: Path, metrics: str, said: str
+) -> None:
+    lines = ["from impala_llm.algorithms.losses import Reinforce", "class Mine(Reinforce):", f"    metrics = {metrics}"]
+    (user_folder / "my_metrics.py").write_text("\n".join(lines))
+    message = refused("algorithm.loss=my_metrics:Mine")
+    assert "algorithm.loss=my_metrics:Mine cannot be used: " in message and said in message
+
+
 def test_a_file_of_tasks_that_is_missing_is_refused(refused: Callable[..., str]) -> None:
     assert "env.args.file=sum.jsonl is no file" in refused("env=tasks", "env.args.file=sum.jsonl", "model=scratch")
 

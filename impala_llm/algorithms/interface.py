@@ -255,8 +255,6 @@ class Credit(CreditSettings, ABC):
     """Whether all tokens of an episode have the same advantage."""
     needs_teacher: ClassVar[bool] = False
     """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
-    metrics: ClassVar[Mapping[str, str]] = {}
-    """Name -> meaning of each metric; a name without `/` is logged under `credit/`."""
 
     def prepare(self, episodes: Episodes) -> Prepared | None:
         """Called once for each batch, before it is packed; None where nothing needs to be known of whole episodes."""
@@ -276,9 +274,6 @@ class Credit(CreditSettings, ABC):
 @dataclass
 class Loss(LossSettings, ABC):
     """Policy loss of log-ratios and advantages. Subclasses are dataclasses; see the module."""
-
-    metrics: ClassVar[Mapping[str, str]] = {}
-    """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
 
     @abstractmethod
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:

@@ -44,6 +44,8 @@ from impala_llm.settings import AlgorithmConfig, bounded, one_of
 class Reinforce(Loss):
     """-A log π: no ratio, and so no correction."""
 
+    bounds_steps = False
+
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
         return LossOutput(-advantages * scored.log_probs, {}, torch.ones_like(advantages))
 
@@ -123,7 +125,8 @@ def decoupled_ppo(
         cap: largest w, > 0; infinity does not truncate.
 
     Returns:
-        Metrics: those of `ppo_clip`, on r; weight_mean, weight_max; weight_truncated_share (w > cap).
+        Metrics: those of `ppo_clip`, on r, but that clip_share also has the tokens with w > cap; weight_mean,
+        weight_max; weight_truncated_share (w > cap).
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, bounds or cap.
@@ -137,7 +140,9 @@ def decoupled_ppo(
     per_token, shares, free = clipped(ratio, advantages, clip_low, clip_high, dual_clip)
     free = where_free(log_probs - proximal_log_probs, free)
     metrics = ratio_metrics(ratio) | ratio_metrics(weight, "weight") | shares
-    metrics["weight_truncated_share"] = share(weight > cap)
+    is_truncated = weight > cap
+    metrics["weight_truncated_share"] = share(is_truncated)
+    metrics["clip_share"] = share(is_truncated | ((free == 0.0) & (advantages != 0.0)))
     weight = weight.clamp(max=cap)
     return LossOutput(weight * per_token, in_dtype(metrics, log_probs), weight * free)
 
@@ -270,6 +275,7 @@ def cispo(
 class CISPO(Loss):
     """-sg(min(ρ, 1 + clip_high)) A log π; see `cispo`."""
 
+    bounds_steps = False
     metrics = TRUNCATION_METRICS
     clip_high: float = bounded(0.28, 0)
     """Ratios are truncated at 1 + clip_high."""
@@ -309,6 +315,7 @@ def truncated_is(
 class TruncatedIS(Loss):
     """-sg(min(ρ, cap)) A log π; see `truncated_is`."""
 
+    bounds_steps = False
     metrics = TRUNCATION_METRICS
     cap: float = bounded(1.0, 1e-3)
     """Cap C of the weight min(π/μ, C)."""

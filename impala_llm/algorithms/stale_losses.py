@@ -187,6 +187,7 @@ def topr(
 class TOPR(Loss):
     """REINFORCE with a weight of 1 where A >= 0, and the ratio of the episode, at most 1, where A < 0; see `topr`."""
 
+    bounds_steps = False
     metrics = RATIO_METRICS | {
         "taper_mean": "mean of TOPR's weight, per action token that teaches",
         "taper_max": "largest of TOPR's weights",

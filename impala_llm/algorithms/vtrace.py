@@ -38,7 +38,7 @@ from impala_llm.algorithms.checks import (
 )
 from impala_llm.algorithms.importance import Caps, apply_dead_band, ratios, segment_mean, segment_sum
 from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit, moments
-from impala_llm.settings import bounded, one_of
+from impala_llm.settings import AlgorithmConfig, bounded, one_of
 
 
 class VTraceOutput(NamedTuple):
@@ -280,7 +280,10 @@ def _packed_targets(
     if values.numel() == 0:
         return values.clone(), values.clone()
     loops = kernels if values.device.type == "cpu" else scan
-    return loops.packed_targets(ratio, discounts, rewards, values, bootstrap_value, segment_ids, caps)
+    targets: tuple[Tensor, Tensor] = loops.packed_targets(
+        ratio, discounts, rewards, values, bootstrap_value, segment_ids, caps
+    )
+    return targets
 
 
 def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -> None:
@@ -368,12 +371,20 @@ class VTrace(ValueCredit):
     dead_band: float = bounded(0.0, 0)
     """Token log-ratios smaller than this count as 0 in the recursion."""
 
+    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
+        if self.granularity == "turn" or self.turn_ratio == "geometric":
+            return []
+        return [
+            f"algorithm.credit.turn_ratio={self.turn_ratio} has no effect with algorithm.credit.granularity=token: set "
+            "algorithm.credit.granularity=turn, or algorithm.credit.turn_ratio=geometric"
+        ]
+
     def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
         rules = (self.discount, self.rho_bar, self.c_bar, self.lam)
         if self.granularity == "token":
             target = token_vtrace(scored.log_ratio, steps, *rules, self.dead_band)
         else:
-            ratio: Any = self.turn_ratio  # checked by config.py
+            ratio: Any = self.turn_ratio  # checked by config.load
             target = turn_vtrace(scored.log_ratio, steps, *rules, ratio, self.dead_band)
         return target.advantages, target
 

@@ -91,7 +91,6 @@ class BatchSource:
         self._stall_timeout_s = config.learner.stall_timeout_s
         self._exponent = replay.correction_exponent
         self._groups = GroupAssembler(group_size)
-        prioritised = replay.recency_tau is not None or replay.advantage_exponent or replay.rarity_exponent
         sampler = (
             PrioritySampler(
                 recency_tau=math.inf if replay.recency_tau is None else replay.recency_tau,
@@ -99,7 +98,7 @@ class BatchSource:
                 rarity_exponent=replay.rarity_exponent,
                 uniform_floor=replay.uniform_floor,
             )
-            if prioritised or replay.max_replays > 1
+            if replay.prioritised or replay.max_replays > 1
             else OldestFirst()
         )
         staleness = config.algorithm.max_staleness
@@ -219,7 +218,7 @@ class BatchSource:
             return False
         self._refills_left -= 1
         self.num_refilled += 1
-        self._drop(list(group))
+        self._release(group)
         return True
 
     def _yield_oldest(self, version: int) -> None:
@@ -345,11 +344,19 @@ class BatchSource:
         return Batch(trajectories, weights, item_ids, reuse)
 
     def _evict(self, items: tuple[EvictedItem, ...]) -> None:
-        self._drop([t for item in items for t in item.trajectories])
+        for item in items:
+            if item.num_replays:  # it has taught before: nothing is lost
+                self._release(item.trajectories)
+            else:
+                self._drop(item.trajectories)
 
-    def _drop(self, trajectories: list[Trajectory]) -> None:
+    def _drop(self, trajectories: Sequence[Trajectory]) -> None:
+        """Give up trajectories that nothing was learned from."""
+        self.evicted.extend(trajectories)
+        self._release(trajectories)
+
+    def _release(self, trajectories: Sequence[Trajectory]) -> None:
         if trajectories:
-            self.evicted.extend(trajectories)
             self._receiver.evicted([t.unroll_id for t in trajectories])
 
 

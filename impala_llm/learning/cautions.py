@@ -2,7 +2,6 @@
 
 import torch
 
-from impala_llm.algorithms.stale_losses import TOPR
 from impala_llm.learning.model import PolicyModel
 from impala_llm.settings import Config
 
@@ -26,7 +25,7 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
             f"learner.learning_rate={rate:g} is likely to ruin {config.model.path}, which has {size / 1e6:.0f} million "
             f"parameters: set model=pretrained or learner.learning_rate=1e-6, or at most {limit:g}"
         )
-    if config.learner.epochs > 1 and isinstance(config.algorithm.loss, TOPR):
+    if config.learner.epochs > 1 and not config.algorithm.loss.bounds_steps:
         found.append(
             f"learner.epochs={config.learner.epochs} with algorithm.loss={config.algorithm.loss.name}: this loss does "
             "not bound how far several passes over a batch move the policy; take algorithm=ppo or "

@@ -128,7 +128,7 @@ _DECLARED = (
     ("progress/episodes", _LAST, "finished episodes that the learner has received since the run began"),
     ("progress/seconds", _LAST, "seconds since the run first began to train, restarts included"),
     # The update.
-    ("loss/policy", _MEAN, "policy-gradient part, per action token"),
+    ("loss/policy", _MEAN, "policy-gradient part of the loss, averaged as algorithm.aggregate says"),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
     ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
     ("loss/total", _MEAN, "the number that is differentiated, per action token"),
@@ -163,13 +163,13 @@ _DECLARED = (
     ("sft/epoch", _LAST, "passes over the demonstrations so far"),
     ("sft/tokens_per_s", _LAST, "tokens of the demonstrations learned from since the last line, per second"),
     # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).
-    ("ratio/mean", _MEAN, "importance ratio pi/mu of the configured granularity, per action token or turn"),
+    ("ratio/mean", _MEAN, "importance ratio pi/mu, per action token"),
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),
     ("ratio/rejected_share", _MEAN, "share of action tokens left out by max_staleness, reject and probability_limit"),
     (
         "ratio/pg_clip_share",
         _MEAN,
-        "share of action tokens whose weight in the loss is not their ratio",
+        "share of action tokens that teach where a bound of the loss has an effect; 0 where the loss has none",
     ),
     (
         "ratio/ess",
@@ -183,7 +183,7 @@ _DECLARED = (
     ("mismatch/logprob_max", _MAX, "largest |l| of these tokens"),
     ("mismatch/logprob_k3", _MEAN, "mean of e^l - 1 - l over these tokens; never negative"),
     ("mismatch/tokens", _SUM, "how many these tokens are, all ranks; 0: nothing was seen, and the alarm is as it was"),
-    ("mismatch/alarm", _MAX, "1 where the comparison judged last exceeded algorithm.mismatch_alarm, else 0"),
+    ("mismatch/alarm", _MAX, "1 where the comparison made last exceeded algorithm.mismatch_alarm, else 0"),
     ("mismatch/recomputed_share", _MEAN, "share of a batch's trajectories whose log mu the learner recomputed"),
     # The same by staleness, over all tokens compared: at 0 with those over an engine's cache of older weights, above 0
     # with what the policy has learned since.
@@ -250,11 +250,11 @@ _DECLARED = (
     ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
     ("pipeline/unknown_figures", _SUM, "metrics that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
-    ("pipeline/replay_arena_fill", _MEAN, "share of the replay arenas in use, what is being trained on included"),
+    ("pipeline/replay_arena_fill", _MEAN, "share of the trajectory stores in use, what is being trained on included"),
     ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
     ("buffer/trajectories", _SUM, "trajectories in the replay buffer, all ranks"),
     ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
-    ("buffer/evicted", _SUM, "trajectories dropped for age or space since the last step"),
+    ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped for age or space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     *(
         (f"buffer/evicted_{name}", _SUM, f"the same of {tokens} tokens, so that it is seen whether long ones are lost")
@@ -263,7 +263,7 @@ _DECLARED = (
     (
         "buffer/lost_tokens_share",
         _MEAN,
-        "share of action tokens, of all trained on or dropped, that are above max_staleness or of a dropped trajectory",
+        "share of action tokens, of all trained on or dropped, that taught nothing: above max_staleness, or dropped",
     ),
     *(
         (f"buffer/lost_tokens_{name}", _MEAN, f"the same over trajectories of {tokens} tokens")
@@ -301,7 +301,12 @@ METRICS: dict[str, Metric] = {name: Metric(name, kind, meaning) for name, kind, 
 
 
 def declare(part: str, meanings: Mapping[str, str]) -> None:
-    """Declare the metrics of a credit or loss.
+    """Declare the metrics of a credit or loss. For arguments and errors see `declarations`."""
+    METRICS.update(declarations(part, meanings))
+
+
+def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
+    """Return the metrics of a credit or loss by their whole names.
 
     Args:
         part: what a name without `/` is logged under.
@@ -309,15 +314,19 @@ def declare(part: str, meanings: Mapping[str, str]) -> None:
             means.
 
     Raises:
-        MetricError: a name has another meaning already.
+        MetricError: no names with their meanings, or a name that has another meaning already.
     """
+    if not isinstance(meanings, Mapping) or not all(isinstance(word, str) for word in (*meanings, *meanings.values())):
+        raise MetricError(f"metrics = {meanings!r:.100}: write a dict of names and their meanings")
+    found = {}
     for short, meaning in meanings.items():
         name = short if "/" in short else f"{part}/{short}"
         kinds = {"_max": Kind.MAX, "_min": Kind.MIN, "explained_variance": Kind.EXPLAINED}
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Kind.MEAN)
-        metric = Metric(name, kind, meaning)
-        if METRICS.setdefault(name, metric) != metric:
+        found[name] = metric = Metric(name, kind, meaning)
+        if METRICS.get(name, metric) != metric:
             raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give {meaning!r} another name")
+    return found
 
 
 for _credit in CREDITS.values():

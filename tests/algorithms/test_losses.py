@@ -95,7 +95,7 @@ def test_decoupled_ppo_is_its_formula(dual_clip: float | None, cap: float) -> No
         expected.append(-min(w, cap) * objective)
         weights.append(w)
         dual = math.inf if dual_clip is None else dual_clip
-        cuts.append((a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > dual)))
+        cuts.append((a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > dual)) or w > cap)
     np.testing.assert_allclose(out.per_token, expected, rtol=1e-10, atol=1e-15)
     assert float(out.metrics["clip_share"]) == pytest.approx(np.mean(cuts))
     assert float(out.metrics["weight_mean"]) == pytest.approx(np.mean(weights))

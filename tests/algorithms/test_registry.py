@@ -51,6 +51,12 @@ class Flagged(MyLoss):
 
 class NoLoss:
     pass
+
+class Undecorated(MyLoss):
+    margin: float = 0.5
+
+class Unfinished(Loss):
+    pass
 """
 
 
@@ -176,12 +182,20 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm=dpo", "algorithm.aggregate=token_mean"], ["algorithm.aggregate=token_mean", "preference"]),
         (["algorithm=dpo", "learner.epochs=2"], ["learner.epochs=2", "preference", "learner.epochs=1"]),
         (["algorithm=dpo", "learner.minibatches=2"], ["learner.minibatches=2", "preference", "learner.minibatches=1"]),
+        (["algorithm=dpo", "algorithm.reject=token"], ["algorithm.reject=token", "preference", "reject=none"]),
+        (["algorithm=dpo", "algorithm.probability_limit=0.5"], ["algorithm.probability_limit=0.5", "limit=null"]),
         (["algorithm=dpo", "algorithm.whiten_advantages=true"], ["algorithm.whiten_advantages=true", "preference"]),
         (["algorithm.credit=distillation"], ["algorithm.credit=distillation", "algorithm.credit.teacher"]),
         (["algorithm.loss=nowhere:Loss"], ["algorithm.loss=nowhere:Loss", "cannot be imported", "PYTHONPATH"]),
         (["algorithm.loss=json:Loss"], ["algorithm.loss=json:Loss", "json has no Loss"]),
         (["algorithm.loss=my_parts:NoLoss"], ["algorithm.loss=my_parts:NoLoss", "interface.Loss"]),
         (["algorithm.loss=my_parts:PlainReturn"], ["algorithm.loss=my_parts:PlainReturn", "interface.Loss"]),
+        (["algorithm.loss=my_parts:Undecorated"], ["its margin is an option only with @dataclass above it"]),
+        (["algorithm.loss=my_parts:Unfinished"], ["algorithm.loss=my_parts:Unfinished", "it lacks __call__"]),
+        (
+            ["algorithm.credit=vtrace", "algorithm.credit.granularity=token", "algorithm.credit.turn_ratio=product"],
+            ["algorithm.credit.turn_ratio=product", "algorithm.credit.granularity=turn"],
+        ),
         (["algorithm.loss=my_parts:Unasked"], ["class Unasked", "derive it from", "interface.BatchLoss"]),
         (["algorithm.loss=my_parts:Flagged"], ["class Flagged", "derive it from", "interface.BatchLoss"]),
         (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),

@@ -153,14 +153,6 @@ def test_a_toy_has_settings_too() -> None:
     assert len(make_suite(load(["experiment=toy", "env.args.num_words=7"]).env).words) == 7
 
 
-def test_the_older_name_of_its_settings_is_understood(own: Path) -> None:
-    assert load([*OWN, "env.options.num_turns=3"]).env.args.num_turns == 3
-    (own / "old.yaml").write_text("env:\n  name: my_env:NextLetter\n  options:\n    num_turns: 3\n")
-    assert load(["model=scratch", "experiment=old.yaml"]).env.args.num_turns == 3
-    (own / "older.yaml").write_text("env:\n  name: parrot\n  options: null\n")
-    assert load(["model=scratch", "experiment=older.yaml"]).env.name == "parrot"
-
-
 def test_what_was_saved_loads_again(own: Path) -> None:
     config = load([*OWN, "env.args.num_turns=3", "run.dir=x"])
     (own / "saved.yaml").write_text(to_yaml(config))

@@ -192,6 +192,16 @@ def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> Non
     assert reuse / 4 == pytest.approx(1.5)
 
 
+def test_what_was_trained_on_before_it_became_too_old_is_not_lost() -> None:
+    source, receiver = make_source("replay=prioritised", "replay.max_replays=4", "algorithm.max_staleness=1")
+    receiver.arriving = [t for group_id in range(3) for t in members(group_id)]
+    drawn = tickets(source.next_batch(version=0))
+    source.collect(version=5, timeout_s=0.0)
+    assert source.batch_at_hand(version=5) is None
+    assert sorted(receiver.evicted_tickets) == list(range(3 * GROUP)), "all end their tickets"
+    assert sorted(t.ticket_id for t in source.evicted) == sorted(set(range(3 * GROUP)) - set(drawn))
+
+
 def test_the_same_seed_draws_the_same_batches() -> None:
     def draws(seed: int) -> list[list[int]]:
         source, receiver = make_source("replay=prioritised", "algorithm.max_staleness=4", seed=seed)
@@ -339,6 +349,7 @@ def test_groups_without_variance_make_room_for_others_and_are_counted() -> None:
     assert tickets(source.next_batch(version=0)) == [*range(4, 8), *range(12, 16)]
     assert sorted(receiver.evicted_tickets) == [*range(0, 4), *range(8, 12)], "so that others are granted"
     assert source.num_refilled == 2
+    assert source.evicted == [], "what is dropped on purpose is not lost for age or space"
 
 
 def test_no_more_are_replaced_in_an_update_than_the_setting_says() -> None:

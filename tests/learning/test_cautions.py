@@ -58,6 +58,8 @@ def test_several_passes_with_a_loss_that_bounds_no_step_are_named(tmp_path: Path
     (said,) = cautions(load(words), model)
     assert "learner.epochs=4" in said and "algorithm=ppo" in said
     assert cautions(load([*words, "algorithm=ppo"]), model) == []
+    for loss in ("reinforce", "truncated_is", "cispo"):
+        assert f"algorithm.loss={loss}" in cautions(load([*words, f"algorithm.loss={loss}"]), model)[0]
     assert cautions(load(["model=tiny_shopper", "learner.minibatches=4"]), model) == [], "each token is learned once"
 
 
