@@ -207,7 +207,7 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str, run: Run)
     """Play the tasks with the scripts that the suite offers for comparison: none where it is not `Compared`."""
     if not config.evaluation.baselines or not isinstance(suite, Compared):
         return []
-    split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.py
+    split: Split = config.evaluation.split  # type: ignore[assignment]  # checked by config.load
     tasks = contract.tasks(suite, split)[: config.evaluation.num_tasks]
 
     timeout_s = config.actor.episode_timeout_s

@@ -68,16 +68,17 @@ class EvaluationSchedule:
     Args:
         config: of evaluations.
         update: of the run, that the learner begins after. 0: the first evaluation is due at once.
-        value_warmup_updates: first updates of the run, in which the policy does not learn. Evaluations that are begun
-            before it does are of the same weights, and patience does not count them.
+        learns_after: update of the run up to which the value head alone learns. Evaluations that are begun before it
+            are of the same weights, and patience does not count them.
     """
 
-    def __init__(self, config: EvaluationConfig, update: int, value_warmup_updates: int = 0) -> None:
-        self._config, self._value_warmup_updates = config, value_warmup_updates
+    def __init__(self, config: EvaluationConfig, update: int, learns_after: int = 0) -> None:
+        self._config, self._learns_after = config, learns_after
         # Not of a version: after a lost host versions are ahead.
         self._update = update
         self._last_update = None if update == 0 else update
-        self._last_s = 0.0
+        # Not known to a learner that goes on without a checkpoint.
+        self._last_s: float | None = 0.0 if update == 0 else None
         self.best: Best | None = None
         self._without_gain = 0
 
@@ -85,6 +86,8 @@ class EvaluationSchedule:
         """Return whether to begin one. elapsed_s: seconds of training so far."""
         if self._last_update is None:
             return True
+        if self._last_s is None:
+            self._last_s = elapsed_s
         updates, minutes = self._config.every_updates, self._config.every_minutes
         return (updates is not None and update - self._last_update >= updates) or (
             minutes is not None and elapsed_s - self._last_s >= 60 * minutes
@@ -124,7 +127,7 @@ class EvaluationSchedule:
         is_best = counts and (self.best is None or score > self.best.score)
         if is_best:
             self.best, self._without_gain = Best(first, score, first - ahead), 0
-        elif counts and first - ahead > self._value_warmup_updates:
+        elif counts and first - ahead > self._learns_after:
             self._without_gain += 1
         metrics |= {
             "evaluation/score": score,
@@ -198,7 +201,7 @@ class InRunEvaluation:
         tasks: ids of the validation tasks, of which the first ones are played.
         run_folder: the best policy is kept there. Where one lies there already, of an earlier learner of this run,
             only a better one takes its place.
-        update, value_warmup_updates: see `EvaluationSchedule`.
+        update, learns_after: see `EvaluationSchedule`.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class InRunEvaluation:
         tasks: Sequence[int],
         run_folder: Path,
         update: int,
-        value_warmup_updates: int = 0,
+        learns_after: int = 0,
     ) -> None:
         self._config = config
         self._receiver = receiver
@@ -216,7 +219,7 @@ class InRunEvaluation:
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
-        self.schedule = EvaluationSchedule(config, update, value_warmup_updates)
+        self.schedule = EvaluationSchedule(config, update, learns_after)
         if update > 0:
             self._compare_with_kept()
 

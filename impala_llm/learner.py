@@ -1,16 +1,15 @@
-"""Entry: a learner rank. By hand: `python impala_llm/learner.py key=value ...`, several on one host by `torchrun`.
+"""Entry: a learner rank: TOPR on GAE, or what `algorithm` says, such as V-trace. By hand: docs/launching.md.
 
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
-The files on this way stand in docs/pipeline.md, "Where it happens". Actors play on all the while, also validation tasks
+docs/pipeline.md, "Where it happens", names the files on this way. Actors play on all the while, validation tasks too
 (in_run_evaluation.py): the receiver takes their trajectories and deals tickets during every step. Each rank has its own
 receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before the first ticket is dealt.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
 every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one
 optimizer and warm-ups begin anew. What a step trained on counts once the step's version, or one after it, is on a
-board: that rename is the commit. Where versions are published rarely or never, one is kept, for the next learner alone,
-before the trajectories that wait for it fill the trajectory store.
+board: that rename is the commit. Where few are published, one is kept for the next learner before the store is full.
 
 Where shared memory is gone as well, all of it comes from the newest whole checkpoint (learning/checkpoint.py): the
 updates from there on are made again, under versions that were never published. Metrics and schedules count updates.
@@ -141,7 +140,7 @@ class Learner:
         batch_size = config.learner.batch_size // ranks.world_size
         tasks, curriculum, least = contract.tasks(suite, "train"), None, config.algorithm.curriculum
         if config.evaluation.before_and_after:  # which would find an empty split after the run
-            contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # checked by config.py
+            contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # checked by config.load
         if least is not None:
             curriculum = Curriculum(contract.kinds(suite, tasks), least, config.run.seed, rates_of(past))
         self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size, curriculum)
@@ -158,7 +157,7 @@ class Learner:
         self.trainer = Trainer(
             config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
         )
-        evaluation = self.make_evaluation(suite, stack)
+        evaluation = self.make_evaluation(suite, origin, stack)
         self.evaluations = EvaluationRounds(
             config.evaluation, ranks, evaluation, self.meters.log, self.save, self.checkpointer.mark_best
         )
@@ -284,12 +283,13 @@ class Learner:
             return SupervisorView()
         return stack.enter_context(TerminalView(self.config.learner.total_updates))
 
-    def make_evaluation(self, suite: Suite, stack: ExitStack) -> InRunEvaluation | None:
+    def make_evaluation(self, suite: Suite, origin: Origin, stack: ExitStack) -> InRunEvaluation | None:
         """Evaluations inside of the run, on rank 0."""
-        config, warmup = self.config.evaluation, self.config.learner.value_warmup_updates
+        config, begun = self.config.evaluation, 0 if origin.checkpoint else self.update
         if not config.inside_run or not self.ranks.is_main:
             return None
         tasks = contract.tasks(suite, "validation")
+        warmup = begun + self.config.learner.value_warmup_updates  # which begins again without a checkpoint
         evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update, warmup)
         stack.callback(evaluation.close)
         return evaluation

@@ -20,7 +20,7 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, objective, score
+from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, named, objective, score
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.own_parts import call_batch_limit, call_credit, call_prepare
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
@@ -98,7 +98,7 @@ class Trainer:
             learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
             steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
             whitens = self.config.algorithm.whiten_advantages
-            if len(steps) > 1 or (whitens and not self.credit.of_episodes):
+            if len(steps) > 1 or (whitens and (update.prepared is None or not self.credit.of_episodes)):
                 self.survey(update, keeps_log_probs=len(steps) > 1)
             if whitens:
                 update.whitening = self.whitening(update)
@@ -155,7 +155,7 @@ class Trainer:
     def oldest_version(self, version: int) -> int:
         """Return the version of the oldest tokens that teach the learner at `version`."""
         staleness = self.config.algorithm.max_staleness
-        return 0 if staleness is None else version - staleness
+        return 0 if staleness is None or self.credit.teaches_at_any_age else version - staleness
 
     def exchanged(self, batch: Batch, version: int) -> Batch:
         """Return the batch that this rank computes, see work_balance.py."""
@@ -188,7 +188,7 @@ class Trainer:
             teaching = [i for i in teaching if trajectories[i].newest_version >= oldest_version]
         if self.credit.compares_group:
             self.log.add("advantage/zero_share", equal_share(episodes), len(trajectories))
-        self.log.add_all(() if prepared is None else prepared.metrics)
+        self.log.add_all(() if prepared is None else named("credit", prepared.metrics))
         advantages = None if prepared is None else prepared.advantages
         weights = torch.tensor(batch.weights, dtype=torch.float32)
         return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), endless)

@@ -61,6 +61,12 @@ def test_a_learner_that_goes_on_does_not_evaluate_at_once() -> None:
     assert not due.is_due(16, 0.0) and due.is_due(17, 0.0)
 
 
+def test_one_that_goes_on_without_a_checkpoint_counts_minutes_from_its_start() -> None:
+    due = schedule(update=7, every_minutes=2.0)
+    assert not due.is_due(7, 500.0)
+    assert not due.is_due(8, 619.0) and due.is_due(9, 620.0)
+
+
 def test_a_checkpoint_whose_last_evaluation_is_ahead_of_the_run_puts_off_no_evaluation() -> None:
     """One of before evaluations were due by updates, written after a lost host: versions are 257 ahead."""
     due = schedule(update=7, every_updates=10)
@@ -119,14 +125,24 @@ def test_patience_counts_from_the_first_evaluation_of_a_policy_that_has_learned(
     config = load([*words, f"run.name=test-{uuid.uuid4().hex[:12]}"])
     with ExitStack() as stack:
         learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
-        inside = learner.make_evaluation(suite_of(config), stack)
+        inside = learner.make_evaluation(suite_of(config), Mock(checkpoint=None), stack)
         assert inside is not None
         due, counted = inside.schedule, []
         for update in (0, 10, 20, 30, 40):
             assert not due.is_over
             found = due.observe(evaluation([0.5] * 4, version=update), update, update)
             counted.append(found.metrics["evaluation/without_gain"])
-    assert counted == [0, 0, 0, 1, 2] and due.is_over
+        assert counted == [0, 0, 0, 1, 2] and due.is_over
+        # After a restart without a checkpoint the value head begins to learn again, and with a checkpoint it does not.
+        learner.update = 60
+        for origin, expected in ((Mock(checkpoint=None), [0, 0, 0, 1]), (Mock(), [0, 1, 2, 3])):
+            inside = learner.make_evaluation(suite_of(config), origin, stack)
+            assert inside is not None
+            found = [
+                inside.schedule.observe(evaluation([0.5] * 4, version=update), update, update).metrics
+                for update in (60, 70, 80, 90)
+            ]
+            assert [each["evaluation/without_gain"] for each in found] == expected
 
 
 def test_an_evaluation_without_the_slow_tasks_neither_makes_the_best_nor_ends_the_run() -> None:

@@ -152,10 +152,11 @@ class Preference(EpisodeCredit):
     """DPO: the best episode of each group is preferred to its worst; see `pair_advantages`.
 
     With algorithm.loss=reinforce and algorithm.aggregate=sequence_mean_token_sum the gradient is the mean over the
-    pairs of all ranks.
+    pairs of all ranks. A pair is learned from whole: max_staleness only bounds which groups are dropped.
     """
 
     needs_reference: ClassVar[bool] = True
+    teaches_at_any_age: ClassVar[bool] = True
     is_for_one_step: ClassVar[bool] = True
     metrics = {
         "preference/accuracy_share": "share of a batch's pairs that the policy orders rightly, against the reference",
@@ -184,6 +185,13 @@ class Preference(EpisodeCredit):
                 f"algorithm.loss={algorithm.loss.name} does not go with algorithm.credit={self.name}, whose advantages "
                 "are the gradient of DPO already: set algorithm.loss=reinforce, or algorithm=dpo for both"
             )
+        rejects = {"reject": (algorithm.reject, "none"), "probability_limit": (algorithm.probability_limit, None)}
+        found += [
+            f"algorithm.{key}={value} does not go with algorithm.credit={self.name}, as a pair of which one half was "
+            f"left out is no comparison: set algorithm.{key}={'null' if off is None else off}"
+            for key, (value, off) in rejects.items()
+            if value != off
+        ]
         if algorithm.whiten_advantages:
             found.append(
                 f"algorithm.whiten_advantages=true does not go with algorithm.credit={self.name}, as an episode of no "

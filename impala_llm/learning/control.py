@@ -52,7 +52,7 @@ class RewardScale:
     """Standard deviation of all returns so far, to divide rewards and scores by; 1 before there is any spread.
 
     A few returns cannot dominate the scale: those farther than 100 deviations from the others are clipped to that
-    distance. The first returns are kept and judged anew with each batch, until there are enough to know the deviation.
+    distance. The first returns are kept and compared again with each batch, until they tell the deviation.
 
     Args:
         num_ranks: that share the scale.

@@ -1,10 +1,11 @@
-"""The loss of a micro-batch: scored once, judged by the credit, turned into a loss per token, and normalised.
+"""The loss of a micro-batch: scored once, given advantages by the credit, turned into a loss per token, and normalised.
 
 Invariant: every part is a sum over this micro-batch divided by its count over ALL ranks and micro-batches of the update
 (`Denominators`), so summing gradients over micro-batches and ranks gives the gradient of the whole batch, however it is
 cut. Advantages and targets carry no gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +104,7 @@ class Rows:
 def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
-    scored, worth, keep = judged(config, model, batch, rows, rules)
+    scored, worth, keep = credited(config, model, batch, rows, rules)
     # Taken out of the loss's inputs: a ratio of a whole row must not reach tokens that do not teach, and 0 times what
     # is infinite is no number.
     output = call_loss(parts_of(algorithm)[1], scored.select(keep), worth.advantages[keep])
@@ -111,7 +112,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     per_token, kl_metrics = _with_reference(algorithm, scored, output, keep)
     per_token = per_token * weights[batch.segment_ids]
     denominator = denominators.tokens if algorithm.aggregate == "token_mean" else denominators.sequences
-    mode: Any = algorithm.aggregate  # checked by config.py
+    mode: Any = algorithm.aggregate  # checked by config.load
     of_policy = losses.aggregate(per_token, batch.segment_ids, mode, denominator)
     # The bonus is a part of what the policy learns, so it has the same mask: a state that the policy left long ago says
     # nothing of the entropy that it needs. The value loss has none: targets are corrected for age (V-trace) or have no
@@ -135,7 +136,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     metrics += [
         *kl_metrics,
         *_loss_metrics(output),
-        *worth.metrics,
+        *named("credit", worth.metrics),
         *_token_metrics(scored, worth.advantages, keep, batch),
     ]
     final_weights = output.weights * weights[batch.segment_ids[keep]]
@@ -172,7 +173,7 @@ def _outcome(
     )
 
 
-def judged(
+def credited(
     config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules
 ) -> tuple[Scored, Worth, Tensor]:
     """Score a micro-batch by one forward; return also its worth, and bool[N]: the action tokens that teach."""
@@ -186,8 +187,8 @@ def judged(
 def measured(
     loss: BatchLoss, config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules
 ) -> Tensor:
-    """Return `BatchLoss.measure` of a micro-batch, float32[n], which the loss needs before it can judge any token."""
-    scored, worth, keep = judged(config, model, batch, rows, rules)
+    """Return `BatchLoss.measure` of a micro-batch, float32[n], which the loss needs before any token has its loss."""
+    scored, worth, keep = credited(config, model, batch, rows, rules)
     return call_measure(loss, scored.select(keep), worth.advantages[keep])
 
 
@@ -223,7 +224,7 @@ def teaches(algorithm: AlgorithmConfig, scored: Scored, advantages: Tensor, olde
     """bool[N]: the action tokens that the policy learns from: young enough, and kept by what the settings reject."""
     keep = scored.versions >= oldest_version
     if algorithm.reject != "none":
-        level: Any = algorithm.reject  # checked by config.py
+        level: Any = algorithm.reject  # checked by config.load
         keep = keep & importance.rejection_mask(
             scored.log_ratio, scored.segment_ids, level, algorithm.reject_low, algorithm.reject_high
         )
@@ -263,10 +264,15 @@ def _value_loss(worth: Worth, weights: Tensor, denominators: Denominators) -> tu
     return errors, 0.5 * errors.sum() / count
 
 
+def named(part: str, metrics: Sequence[MetricValue]) -> list[MetricValue]:
+    """Metrics of a credit or loss under their whole names: one without `/` is under that of the part."""
+    return [(name if "/" in name else f"{part}/{name}", value, weight) for name, value, weight in metrics]
+
+
 def _loss_metrics(output: LossOutput) -> list[MetricValue]:
     """Every metric that the loss names."""
     count = float(len(output.per_token))
-    metrics = [(n if "/" in n else f"loss/{n}", float(value), count) for n, value in output.metrics.items()]
+    metrics = named("loss", [(name, float(value), count) for name, value in output.metrics.items()])
     clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
     return [*metrics, ("ratio/pg_clip_share", clipped, count)]
 

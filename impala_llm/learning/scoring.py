@@ -14,7 +14,7 @@ from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.config import ConfigError
 from impala_llm.engines.base import ModelRefused
-from impala_llm.known_models import other_vocabulary
+from impala_llm.known_models import num_positions, other_vocabulary
 from impala_llm.learning.attention import SEGMENTS
 from impala_llm.learning.attention_choice import compare
 from impala_llm.learning.lora import is_adapted, without_adapters
@@ -70,6 +70,7 @@ class Scorers:
                 tokenizer = AutoTokenizer.from_pretrained(resolve_policy(config))
                 ids = tokenizer.encode(credit.teacher_context, add_special_tokens=False)
                 self._context = torch.tensor(ids, dtype=torch.int64, device=device)
+                _check_context(config, len(ids), self._teacher)
 
     def scores(self, batch: PackedBatch) -> TokenScores:
         """Return the log-probabilities that credit and loss ask for."""
@@ -103,6 +104,17 @@ class Scorers:
             hidden = self._teacher.hidden(rows.tokens, position_ids, rows.lengths)
             actions = rows.positions[batch.action_positions]
             return self._teacher.action_log_probs(hidden[actions - 1], rows.tokens[actions], self._temperature)[0]
+
+
+def _check_context(config: Config, num_tokens: int, teacher: PolicyModel) -> None:
+    """Raise ConfigError where a row of the longest episode has no room for the context before it."""
+    longest, positions = config.engine.max_length, num_positions(teacher.lm.config.to_dict())
+    if positions is not None and longest + num_tokens > positions:
+        raise ConfigError(
+            f"algorithm.credit.teacher_context has {num_tokens} tokens, which with engine.max_length={longest} are "
+            f"more than the {positions} positions of the teacher: shorten it, or lower engine.max_length to at most "
+            f"{positions - num_tokens}"
+        )
 
 
 def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device) -> PolicyModel:

@@ -100,12 +100,14 @@ class Update:
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
     def untaught(self, part: Sequence[int]) -> list[MetricValue]:
-        """Part of an optimizer step's losses that trajectories without a gradient have: 0, for their action tokens.
+        """Part of an optimizer step's losses and advantages that trajectories without a gradient have: 0, for their
+        action tokens.
 
         Only credits of whole episodes leave some out, and they have no values.
         """
         count = sum(self.batch.trajectories[i].num_action_tokens for i in set(part) - set(self.teaching))
-        return [("loss/policy", 0.0, float(count)), ("loss/total", 0.0, float(count))]
+        names = ("loss/policy", "loss/total", "advantage/mean")
+        return [*((name, 0.0, float(count)) for name in names), ("advantage/std", (0.0, 0.0), float(count))]
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:
         """Take in a micro-batch. places: of its rows in the batch."""

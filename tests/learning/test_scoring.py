@@ -19,7 +19,7 @@ from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm
+from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm, trainer_with
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,34 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     config = load(["model=scratch", f"run.dir={tmp_path}", f"algorithm.reference={other}", *kl])
     with pytest.raises(ConfigError, match=said):
         Scorers(config, PolicyModel.from_pretrained(lm), CPU)
+
+
+def test_a_context_that_leaves_the_longest_episode_no_positions_is_refused(tmp_path: Path) -> None:
+    """The policy has 256 positions."""
+    scratch = make_scratch_policy(tmp_path / "policy")
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "lm"))
+    words = ["model=scratch", f"run.dir={tmp_path}", "algorithm.credit=distillation", f"model.path={scratch}"]
+    words += ["algorithm.credit.teacher_context=hint b"]
+    said = "teacher_context has 6 tokens, .*engine.max_length=251 .*256 positions .*at most 250"
+    with pytest.raises(ConfigError, match=said):
+        Scorers(load([*words, "engine.max_length=251"]), model, CPU)
+    Scorers(load([*words, "engine.max_length=250"]), model, CPU)
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_pair_is_learned_from_whole_however_old_one_half_is(tmp_path: Path, old: int) -> None:
+    words = ["algorithm=dpo", f"algorithm.reference={save_lm(tmp_path / 'reference')}", "engine.max_length=256"]
+    rows = [_rewarded(make_trajectory(12, [(4, 12)], seed), 1.0 - seed) for seed in range(2)]
+    gradients = []
+    for versions in ((3, 3), (0, 3) if old == 0 else (3, 0)):
+        trainer = trainer_with(tmp_path / "lm", *words, "learner.batch_size=2", "algorithm.max_staleness=2")
+        aged = [
+            dataclasses.replace(row, versions=np.where(row.action_mask, version, -1).astype(np.int32))
+            for row, version in zip(rows, versions, strict=True)
+        ]
+        trainer.update(Batch(tuple(aged), (1.0,) * 2, (0, 0), 1.0), 3, 0.0)
+        gradients.append(trainer.log.flush()["optimizer/gradient_norm"])
+    assert gradients[0] == gradients[1] > 0
 
 
 def test_pairs_are_the_gradient_of_dpo() -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.algorithms.advantages import GroupRelative, episode_return
-from impala_llm.algorithms.interface import Credit, LossOutput, Scored
+from impala_llm.algorithms.interface import Credit, LossOutput, PackedBatch, Scored, Worth
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
@@ -238,7 +240,21 @@ def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None
         assert found[number] == pytest.approx(rewards.flip(0).cumsum(0).flip(0).tolist(), abs=1e-3), number
 
 
-@pytest.mark.parametrize("credit", [GroupRelative(), GAE(), VTrace(granularity="token")], ids=["group", "gae", "token"])
+@dataclass
+class OfRows(Credit):
+    """Gives each row its length, without having prepared that."""
+
+    of_episodes: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, str]] = {"length_mean": "mean length of a row"}
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:
+        lengths = batch.lengths.float()
+        return Worth(lengths[scored.segment_ids], metrics=[("length_mean", float(lengths.mean()), len(lengths))])
+
+
+@pytest.mark.parametrize(
+    "credit", [GroupRelative(), GAE(), VTrace(granularity="token"), OfRows()], ids=["group", "gae", "token", "own"]
+)
 def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cut(
     tmp_path: Path, credit: Credit
 ) -> None:
@@ -249,6 +265,12 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     advantages = torch.cat(loss.seen).double()
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_metric_of_a_credit_is_logged_under_credit(tmp_path: Path) -> None:
+    trainer, _ = watching_trainer(tmp_path, OfRows())
+    trainer.update(varied(), version=3, progress=0.0)
+    assert trainer.log.flush()["credit/length_mean"] == pytest.approx(119 / 6)
 
 
 # --- an update by its definition

@@ -24,6 +24,20 @@ def test_episodes_count_whose_whole_group_has_one_return(tmp_path: Path, algorit
     assert trainer.log.flush()["advantage/zero_share"] == 0.5
 
 
+def test_advantages_of_the_batch_are_those_of_all_episodes_computed_or_not(tmp_path: Path) -> None:
+    """Without a bonus the first group, of equals, is not computed."""
+    found = []
+    for coef in (0.0, 1e-12):
+        words = ["algorithm=group_relative", "algorithm.group_size=3", "learner.batch_size=6", "engine.max_length=256"]
+        trainer = trainer_with(tmp_path / f"{coef}", *words, f"algorithm.entropy_coef={coef}")
+        rows = with_returns((1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (0.0, 5.0), (3.0, 0.0), (2.0, 3.0))
+        rows = [dataclasses.replace(t, group_id=number // 3) for number, t in enumerate(rows)]
+        trainer.update(Batch(tuple(rows), (1.0,) * 6, (0, 0, 0, 1, 1, 1), 1.0), version=3, progress=0.0)
+        metrics = trainer.log.flush()
+        found.append((metrics["advantage/mean"], metrics["advantage/std"]))
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
 def test_a_credit_that_compares_no_group_has_no_such_metric(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, "algorithm=ppo", "learner.batch_size=2")
     rows = with_returns((0.0, 5.0), (0.0, 5.0))
