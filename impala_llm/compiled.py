@@ -83,7 +83,7 @@ def _stamp(path: Path) -> str:
 def compiled(**options: Any) -> Callable[[_Function], _Function]:
     """A decorator: `numba.njit` that releases the GIL, with further options of it."""
 
-    def compile_(function: _Function) -> _Function:
+    def compile_(function: _Function) -> Any:
         dispatcher = numba.njit(nogil=True, **options)(function)
         try:
             dispatcher._cache = _Cache(function)

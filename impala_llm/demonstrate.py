@@ -151,7 +151,7 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
     chat = ChatFormat.of(policy, suite.system_prompt)
     if settings.player == "person" and suite.system_prompt:
         print(suite.system_prompt + "\n")
-    split: Split = settings.split  # type: ignore[assignment]  # checked by config.py
+    split: Split = settings.split  # type: ignore[assignment]  # checked by config.load
     tasks = list(contract.tasks(suite, split))
     random.Random(f"{config.run.seed}, {catalogue}").shuffle(tasks)
     limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
@@ -242,10 +242,12 @@ class _Watched:
         self.last: Any = None
 
     async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
-        return await self._keep(self._session.reset(task_id))
+        begun: tuple[str, dict[str, Any]] = await self._keep(self._session.reset(task_id))
+        return begun
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return await self._keep(self._session.step(action))
+        played: tuple[str, float, bool, bool, dict[str, Any]] = await self._keep(self._session.step(action))
+        return played
 
     def close(self) -> None:
         contract.close(self._session)

@@ -160,6 +160,11 @@ class EpisodeSpec:
     actor_id: str
     signature: str
 
+    @property
+    def trajectory_fields(self) -> dict[str, Any]:
+        """The fields of a `Trajectory` that are known here: all but the seed."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
 
 Answer = tuple[int, Generation, float]
 """Index of its first token, the engine's result, reward."""
@@ -339,15 +344,9 @@ class _Played:
             turns=turns,
             bootstrap=bootstrap,
             continues=continues,
-            episode_id=spec.episode_id,
             unroll_index=self.num_unrolls - 1,
-            group_id=spec.group_id,
-            task_id=spec.task_id,
-            env=spec.env,
-            actor_id=spec.actor_id,
-            ticket_id=spec.ticket_id,
-            signature=spec.signature,
             score=float(info.get("score", 0.0)),
             success=bool(info.get("success", False)),
             stats={key: float(value) for key, value in info.get("stats", {}).items()},
+            **spec.trajectory_fields,
         )

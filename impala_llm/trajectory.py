@@ -246,7 +246,8 @@ class Trajectory:
 
 
 def _kind(annotation: Any) -> type:
-    return get_origin(annotation) or annotation
+    kind: type = get_origin(annotation) or annotation
+    return kind
 
 
 METADATA_FIELDS = {

@@ -1,7 +1,7 @@
 """Parts of tools/gpu_check.sh: `_gpu_check_parts.py PART SETTINGS` ends with a line {"passed": bool, "figure": str}.
 
 Each compares what the project computes with a definition of it, or with itself on fewer processes. Models have random
-weights, so that nothing has to be downloaded.
+weights, so that nothing has to be downloaded. A long file: one function a part, which share their models and rows.
 """
 
 import asyncio

@@ -11,7 +11,8 @@ those of the arm: `algorithm.max_staleness`, which is 0 in the synchronous one; 
 are learned from before they have ended; in `versions` the correction, and how many episodes are played at once. They
 take turns seed by seed, so that whatever else the machine does meets all arms alike.
 A finished run is one file under --runs; runs whose data stand under --out are finished too. Needs the extra `plots`.
-What was decided before the runs, and what was found: docs/results/schedule.md.
+What was decided before the runs, and what was found: docs/results/schedule.md. A long file, since the plan, the runs
+and the report of this one study stand together, and nothing else uses them.
 """
 
 import argparse

@@ -110,7 +110,8 @@ def trainer(folder: Path, rows: Sequence[Trajectory], *words: str) -> tuple[Call
 def advantages(rows: Sequence[Trajectory]) -> list[float]:
     """Advantage of each row: its return less the mean of all rows."""
     returns = np.array([float(t.rewards.sum()) for t in rows])
-    return (returns - returns.mean()).tolist()
+    values: list[float] = (returns - returns.mean()).tolist()
+    return values
 
 
 def _update(
@@ -167,7 +168,9 @@ def hf_packed(folder: Path, rows: Sequence[Trajectory], token_budget: int) -> Ca
     of_rows, num_actions = torch.tensor(advantages(rows)), sum(t.num_action_tokens for t in rows)
 
     def loss_of(micro: Any, weights: Tensor) -> Tensor:
-        logits = model(input_ids=micro.tokens[None], position_ids=micro.position_ids[None], use_cache=False).logits[0]
+        logits: Tensor = model(
+            input_ids=micro.tokens[None], position_ids=micro.position_ids[None], use_cache=False
+        ).logits[0]
         places = micro.action_positions
         log_probs = logits[places - 1].log_softmax(-1).gather(-1, micro.tokens[places][:, None]).squeeze(-1)
         return -(weights * log_probs).sum() / num_actions
@@ -191,7 +194,7 @@ def padded(folder: Path, rows: Sequence[Trajectory]) -> Callable[[], float]:
         weights[i, : row.num_tokens] = advantage * torch.from_numpy(np.array(row.action_mask)).float()
 
     def loss_of() -> Tensor:
-        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+        logits: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
         log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return -(weights[:, 1:] * log_probs).sum() / num_actions
 

@@ -57,10 +57,12 @@ class SlowSession:
         self._suite, self._session = suite, session
 
     async def reset(self, task_id: int) -> tuple[str, dict[str, Any]]:
-        return await self._later(lambda: self._session.reset(task_id))
+        begun: tuple[str, dict[str, Any]] = await self._later(lambda: self._session.reset(task_id))
+        return begun
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return await self._later(lambda: self._session.step(action))
+        played: tuple[str, float, bool, bool, dict[str, Any]] = await self._later(lambda: self._session.step(action))
+        return played
 
     async def _later(self, call: Callable[[], Any]) -> Any:
         await asyncio.sleep(self._suite.latency_s())

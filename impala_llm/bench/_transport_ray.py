@@ -119,7 +119,8 @@ def _hold_cluster(folder: str, pipe: Connection) -> None:
 
 def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return found
     return []
 
 
@@ -180,6 +181,8 @@ class RayObjects(_OnRay):
 
     name = "ray"
     _num_under_way = 64
+    _num_known: int
+    _time: float
 
     def connect_consumer(self, batch: Batch) -> None:
         ray = self._connect()
@@ -216,9 +219,9 @@ class RayObjects(_OnRay):
         self._wait(len(self._calls))
 
     def receive(self) -> int:
-        num_taken, self._time = self._ray.get(self._sink.taken.remote(self._num_known), timeout=DEADLINE_S)
-        num_new, self._num_known = num_taken - self._num_known, num_taken
-        return num_new
+        before = self._num_known
+        self._num_known, self._time = self._ray.get(self._sink.taken.remote(before), timeout=DEADLINE_S)
+        return self._num_known - before
 
     def arrival_time(self) -> float:
         return self._time

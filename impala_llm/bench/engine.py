@@ -154,10 +154,11 @@ def python_with(module: str, named: str | None) -> str | None:
 
 def ratio(rounds: dict[str, list[Any]], ours: str, theirs: str) -> float:
     """Tokens a second of one contender over another's, median over the rounds, from their `Round`s."""
-    return statistics.median(
+    ratios: list[float] = [
         (our.tokens / our.seconds) / (their.tokens / their.seconds)
         for our, their in zip(rounds[ours], rounds[theirs], strict=True)
-    )
+    ]
+    return statistics.median(ratios)
 
 
 def table(rounds: dict[str, list[Any]], versions: dict[str, str]) -> list[dict[str, Any]]:

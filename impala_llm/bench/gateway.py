@@ -132,4 +132,4 @@ async def _measure(rounds: int, episodes: int, tokens: int, hidden: int, process
 
 def _children_seconds() -> float:
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))

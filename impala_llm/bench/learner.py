@@ -147,7 +147,7 @@ def _contenders(
     sizes: dict[str, int] = {}
     contenders: dict[str, Callable[[], float]] = {}
     contenders["trainer"], sizes["trainer"], policy = trainer(folder, rows)
-    makers = {"bare": lambda size: bare_loop(policy, rows, size)}
+    makers: dict[str, Callable[[int], Callable[[], float]]] = {"bare": lambda size: bare_loop(policy, rows, size)}
     if model == "5m":
         makers["hf_packed"] = lambda size: hf_packed(folder, rows, size)
     for name, maker in makers.items():

@@ -94,7 +94,7 @@ def measure(words: list[str]) -> dict[str, float]:
     seconds = [step["time/step_s"] for step in steps]
 
     def share(name: str) -> float:
-        return sum(step[name] * s for step, s in zip(steps, seconds, strict=True)) / sum(seconds)
+        return float(sum(step[name] * s for step, s in zip(steps, seconds, strict=True)) / sum(seconds))
 
     return {
         "updates_per_h": 3600 * len(steps) / sum(seconds),

@@ -112,7 +112,7 @@ def _receive(results: Connection) -> Times:
     try:
         if not results.poll(_SIDE_TIMEOUT_S):
             raise BenchError(f"no result after {_SIDE_TIMEOUT_S:.0f} s: a contender hangs")
-        times = results.recv()
+        times: Times | str = results.recv()
     except EOFError as error:
         raise BenchError("a process of the benchmark died: the end of its output is above") from error
     if isinstance(times, str):

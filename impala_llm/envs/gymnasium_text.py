@@ -13,7 +13,8 @@ from impala_llm.envs.answers import after_thoughts
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.own_random import OwnRandom
-from impala_llm.envs.single_turn import Result, check_task, split_sizes
+from impala_llm.envs.shared_options import ScoreRange, SplitSizes
+from impala_llm.envs.single_turn import Result, check_task
 from impala_llm.settings import bounded
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
@@ -23,7 +24,7 @@ class GymnasiumSuite:
     """One environment by its id. A task id is the seed of the reset."""
 
     @dataclass
-    class Options:
+    class Options(ScoreRange, SplitSizes):
         """Settings env.args.*"""
 
         id: str = "FrozenLake-v1"
@@ -36,24 +37,13 @@ class GymnasiumSuite:
         """Text before the first observation. Empty: a line with the actions, where they are discrete."""
         max_steps: int = bounded(100, least=1)
         """An episode is cut after so many actions, those that cannot be read included."""
-        score_low: float = 0.0
-        """Sum of rewards that is the score 0."""
-        score_high: float = 1.0
-        """Sum of rewards that is the score 1, and a success."""
-        num_train: int = bounded(10_000, least=1)
-        """Seeds for training."""
-        num_validation: int = bounded(100, least=1)
-        """Seeds for evaluations inside of a run."""
-        num_test: int = bounded(500, least=1)
-        """Seeds for evaluation."""
 
     def __init__(self, options: Options) -> None:
         """Raises ValueError for an environment that does not exist, or has no text."""
-        if options.score_high <= options.score_low:
-            raise ValueError(f"env.args.score_high={options.score_high}: set it above score_low={options.score_low}")
+        options.check_range()
         self._library = needed("gymnasium", "gymnasium")
         self.name, self.system_prompt, self.options = f"gymnasium-{options.id}", "", options
-        self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
+        self._splits = options.splits()
         try:
             env = self._library.make(options.id, **options.kwargs)
         except self._library.error.Error as error:
@@ -147,9 +137,8 @@ class GymnasiumSession:
         truncated = bool(truncated) or self._steps >= options.max_steps
         if not (terminated or truncated):
             return text, reward, False, False, {}
-        share = (self._return - options.score_low) / (options.score_high - options.score_low)
         stats = {"steps": float(self._steps), "invalid_actions": float(self._invalid), "return": self._return}
-        info = {"score": min(max(share, 0.0), 1.0), "success": share >= 1.0, "stats": stats}
+        info = {**options.scored(self._return), "stats": stats}
         return text, reward, bool(terminated), truncated and not terminated, info
 
     def close(self) -> None:

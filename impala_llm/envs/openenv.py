@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 
 from impala_llm.envs.base import Split
-from impala_llm.envs.single_turn import Result, check_task, split_sizes
+from impala_llm.envs.shared_options import ScoreRange, SplitSizes
+from impala_llm.envs.single_turn import Result, check_task
 from impala_llm.settings import bounded
 
 
@@ -21,7 +22,7 @@ class OpenEnvSuite:
     """An environment of a running server. A task id goes to the server as the seed of the reset."""
 
     @dataclass
-    class Options:
+    class Options(ScoreRange, SplitSizes):
         """Settings env.args.*"""
 
         url: str = "http://127.0.0.1:8000"
@@ -38,24 +39,13 @@ class OpenEnvSuite:
         """Text before the first observation."""
         max_steps: int = bounded(50, least=1)
         """Actions of an episode at most; then it is cut."""
-        score_low: float = 0.0
-        """Sum of rewards that is the score 0."""
-        score_high: float = 1.0
-        """Sum of rewards that is the score 1, and a success."""
         timeout_s: float = bounded(60.0, least=0.001)
         """Longest time for an answer of the server."""
-        num_train: int = bounded(10_000, least=1)
-        """Seeds for training."""
-        num_validation: int = bounded(100, least=1)
-        """Seeds for evaluations inside of a run."""
-        num_test: int = bounded(500, least=1)
-        """Seeds for evaluation."""
 
     def __init__(self, options: Options) -> None:
-        if options.score_high <= options.score_low:
-            raise ValueError(f"env.args.score_high={options.score_high}: set it above score_low={options.score_low}")
+        options.check_range()
         self.name, self.system_prompt, self.options = "openenv", options.system_prompt, options
-        self.splits = split_sizes(options.num_train, options.num_validation, options.num_test)
+        self.splits = options.splits()
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self.splits[split]
@@ -105,9 +95,8 @@ class OpenEnvSession:
         truncated = not ended and self._steps >= options.max_steps
         if not (ended or truncated):
             return self._shown(data), reward, False, False, {}
-        share = (self._return - options.score_low) / (options.score_high - options.score_low)
         stats = {"steps": float(self._steps), "return": self._return}
-        info = {"score": min(max(share, 0.0), 1.0), "success": share >= 1.0, "stats": stats}
+        info = {**options.scored(self._return), "stats": stats}
         return self._shown(data), reward, ended, truncated, info
 
     async def close(self) -> None:

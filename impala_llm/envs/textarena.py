@@ -18,7 +18,8 @@ from impala_llm.envs.answers import after_thoughts
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.own_random import OwnRandom
-from impala_llm.envs.single_turn import Result, check_task, split_sizes
+from impala_llm.envs.shared_options import SplitSizes
+from impala_llm.envs.single_turn import Result, check_task
 from impala_llm.plugs import OPPONENTS, check_call, load
 from impala_llm.settings import bounded
 
@@ -55,7 +56,7 @@ class TextArenaSuite:
     """One game by its id. A task id is the seed of the game, and decides the seat where none is set."""
 
     @dataclass
-    class Options:
+    class Options(SplitSizes):
         """Settings env.args.*"""
 
         id: str = "TicTacToe-v0"
@@ -73,12 +74,6 @@ class TextArenaSuite:
         """Arguments of the opponent; of a frozen policy its directory, env.args.opponent_args.path."""
         max_turns: int = bounded(100, least=1)
         """Moves of the policy at most; then the episode is cut."""
-        num_train: int = bounded(10_000, least=1)
-        """Games for training."""
-        num_validation: int = bounded(100, least=1)
-        """Games for evaluations inside of a run."""
-        num_test: int = bounded(500, least=1)
-        """Games for evaluation."""
 
     def __init__(self, options: Options) -> None:
         """Raises ValueError for a game that does not exist, or a seat or a number of players that it does not have."""
@@ -86,7 +81,7 @@ class TextArenaSuite:
         if options.seat is not None and options.seat >= options.num_players:
             raise ValueError(f"env.args.seat={options.seat}: with num_players={options.num_players} seats begin at 0")
         self.name, self.system_prompt, self.options = f"textarena-{options.id}", "", options
-        self._splits = split_sizes(options.num_train, options.num_validation, options.num_test)
+        self._splits = options.splits()
         self.opponent = load(OPPONENTS, options.opponent)
         check_call(OPPONENTS, options.opponent, self.opponent, seed=0, **options.opponent_args)
         if options.opponent == "policy":

@@ -15,6 +15,7 @@ from typing import Any
 
 from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.extras import needed
+from impala_llm.envs.shared_options import ScoreRange
 from impala_llm.envs.single_turn import Result
 from impala_llm.settings import bounded
 
@@ -29,24 +30,19 @@ class VerifiersSuite:
     """
 
     @dataclass
-    class Options:
+    class Options(ScoreRange):
         """Settings env.args.*"""
 
         id: str
         """Name of the environment module, as for verifiers.load_environment."""
         args: dict[str, Any] = field(default_factory=dict)
         """Arguments of its load_environment."""
-        score_low: float = 0.0
-        """Reward that is the score 0."""
-        score_high: float = 1.0
-        """Reward that is the score 1, and a success."""
         max_examples: int | None = bounded(None, least=3)
         """Use only so many examples of each of its data sets; null: all."""
 
     def __init__(self, options: Options) -> None:
         """Raises ValueError for a module that cannot be loaded, or that has tools."""
-        if options.score_high <= options.score_low:
-            raise ValueError(f"env.args.score_high={options.score_high}: set it above score_low={options.score_low}")
+        options.check_range()
         needed("verifiers", "verifiers")
         library = needed("verifiers.legacy", "verifiers")
         self.env: Any = library.load_environment(options.id, **options.args)
@@ -108,10 +104,9 @@ class VerifiersSession:
         result = self._result()
         if result.get("error"):
             raise RuntimeError(f"the rollout has failed: {result['error']}")
-        reward, options = float(result.get("reward") or 0.0), self._suite.options
-        share = (reward - options.score_low) / (options.score_high - options.score_low)
+        reward = float(result.get("reward") or 0.0)
         metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items()}
-        info = {"score": min(max(share, 0.0), 1.0), "success": share >= 1.0, "stats": metrics}
+        info = {**self._suite.options.scored(reward), "stats": metrics}
         return "", reward, True, False, info
 
     def close(self) -> None:
@@ -183,7 +178,7 @@ def _client_class() -> Any:
     base: Any = needed("verifiers.legacy.clients", "verifiers").Client
     types = needed("verifiers.legacy.types", "verifiers")
 
-    class SteppedClient(base):
+    class SteppedClient(base):  # type: ignore[misc]  # of a library without types
         def setup_client(self, config: Any) -> Any:
             raise NotImplementedError("it is made with a function, and not with the settings of a server")
 

@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
-from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
+from impala_llm.gateway.worker_pipes import open_pipe
 
 _SILENT_PARTS = 3
 """Parts of `Patience.blocked_s` that are waited for one after the other."""

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
-from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
+from impala_llm.gateway.worker_pipes import open_pipe
 from impala_llm.plugs import AGENTS, is_async, load
 
 ALIVE_S = 1.0

@@ -148,7 +148,8 @@ class PolicyModel(nn.Module):
         Args:
             tokens: int64[M]. position_ids: int64[M], from 0 in each context. lengths: int64[C] of these, sum M.
         """
-        return self(tokens, position_ids, lengths)[0]
+        hidden: Tensor = self(tokens, position_ids, lengths)[0]
+        return hidden
 
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
         """`hidden` as [1, M, H], and no view: what gathers a sharded policy hooks on to it."""
@@ -161,7 +162,8 @@ class PolicyModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, vocabulary]."""
-        return self.lm.get_output_embeddings()(hidden) * self._logit_scale
+        logits: Tensor = self.lm.get_output_embeddings()(hidden) * self._logit_scale
+        return logits
 
     def action_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """See `logprobs.token_log_probs`."""
@@ -173,7 +175,8 @@ class PolicyModel(nn.Module):
         """[N, H] → float32[N]. The LM gets a gradient through it only with `value_trunk_gradient`."""
         if not self.value_trunk_gradient:
             hidden = hidden.detach()
-        return self.value_head(hidden.float()).squeeze(-1)
+        values: Tensor = self.value_head(hidden.float()).squeeze(-1)
+        return values
 
     @torch.no_grad()
     def check(self, max_length: int) -> float:

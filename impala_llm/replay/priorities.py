@@ -118,11 +118,12 @@ class PrioritySampler:
             values[order] = log_base[rows[order]] - self.rarity_exponent * np.log(counts[signature] - gone_before)
             chosen = _smallest(values, num_items)
             if len(rows) == len(log_p) or values[chosen[-1]] <= bound:
-                return rows[chosen]
+                found: np.ndarray = rows[chosen]
+                return found
 
     def _log_bases(self, items: Items) -> np.ndarray:
         """log p up to a constant and without the factor of rarity, float64[N]."""
-        log_base = (items.version - items.version.max()) / self.recency_tau
+        log_base: np.ndarray = (items.version - items.version.max()) / self.recency_tau
         if self.advantage_exponent:
             log_base += self.advantage_exponent * np.log(items.abs_advantage + self.advantage_epsilon)
         return log_base

@@ -18,9 +18,9 @@ import pytest
 
 from impala_llm.gateway.agent_pool import PATIENCE, AgentFailed, AgentPool, Patience
 from impala_llm.gateway.descendants import WORKER
-from impala_llm.gateway.pipes import open_pipe
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker import Worker
+from impala_llm.gateway.worker_pipes import open_pipe
 
 AGENTS = """
 import asyncio, os, signal, subprocess, threading, time

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from impala_llm.bench import transport
-from impala_llm.bench._transport_peers import ZmqMultipart
+from impala_llm.bench.transport import ZmqMultipart
 
 pytestmark = [pytest.mark.system, pytest.mark.xdist_group("bench_transport")]  # they look for what is left
 

@@ -147,7 +147,8 @@ class HuggingFaceDecoder:
             logits_to_keep=0 if batch.sample_index is None else batch.sample_index,
             cached_batch=(batch, cache),
         )
-        return output.logits[0].float()
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
 
     def refresh(self) -> None:
         """Do nothing: the modules read the parameters."""

@@ -27,7 +27,7 @@ class CompactWeights:
         config = model.config
         self.layers = [CompactLayer(layer) for layer in trunk.layers]
         self.embedding: torch.Tensor = trunk.embed_tokens.weight.data
-        self._norm = trunk.norm.weight.data
+        self._norm: torch.Tensor = trunk.norm.weight.data
         is_half = self.embedding.dtype in (torch.bfloat16, torch.float16)
         self.head = (
             Float32Head(model.lm_head) if is_half and model.device.type == "cpu" else PackedLinear([model.lm_head])
@@ -41,7 +41,7 @@ class CompactWeights:
         with torch.no_grad():
             cos, sin = trunk.rotary_emb(self.embedding[:1].float(), places)
         half = cos.shape[-1] // 2
-        self.cos = cos[0].clone()
+        self.cos: torch.Tensor = cos[0].clone()
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
     @property
@@ -130,7 +130,8 @@ class PackedLinear:
         x = x.to(self._weight.dtype)
         if self._packed is None:
             return F.linear(x, self._weight, self._bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return product
 
 
 class Float32Head:

@@ -59,7 +59,8 @@ class KVCache:
 
     def layer_array(self, layer: int) -> np.ndarray:
         """View a layer's part of a CPU's pool, writable: [2, blocks + 1, kv_heads, BLOCK, head_dim]."""
-        return self._arrays[layer]
+        array: np.ndarray = self._arrays[layer]
+        return array
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +96,8 @@ class KVCache:
         """
         blocks = np.concatenate([self.table[slots, positions // BLOCK], np.full(padding, self.num_blocks)])
         offsets = np.concatenate([positions % BLOCK, np.zeros(padding, dtype=np.int64)])
-        return ((blocks * (self.kv_heads * BLOCK) + offsets)[:, None] + self._head_rows).reshape(-1)
+        rows: np.ndarray = (blocks * (self.kv_heads * BLOCK) + offsets)[:, None] + self._head_rows
+        return rows.reshape(-1)
 
     def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store the keys and values of N tokens, contiguous [N, 2 * kv_heads, head_dim] with the keys first."""

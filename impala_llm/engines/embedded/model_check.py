@@ -138,4 +138,4 @@ def describe(lm: PreTrainedModel) -> str:
 
 
 def _is_tf32() -> bool:
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -24,7 +24,8 @@ def checkpoint_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]
 
     A model may hold as one tensor what its files hold as many: the experts of a layer. The pieces are views of it.
     """
-    return revert_weight_conversion(model, dict(state))
+    tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    return tensors
 
 
 class ModelWeights:
