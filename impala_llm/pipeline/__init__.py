@@ -1,4 +1,4 @@
-"""Communication between processes: the only package with sockets and shared memory. numpy only, no torch.
+"""Communication between processes: the only package with ZeroMQ and shared memory. numpy only, no torch.
 
 Whoever only wants to talk uses `LearnerEndpoint` or `ActorEndpoint`. Behind them, from the top down:
 

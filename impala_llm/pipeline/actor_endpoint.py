@@ -32,6 +32,7 @@ class ActorEndpoint:
     """Connections of an actor to all ranks of the learner of `run.name`, here or where `pipeline.connect` says.
 
     Args:
+        config: of the run; its `run`, `pipeline` and `learner` settings are used.
         actor_id: unique among all actors of the run.
 
     Raises:
@@ -127,7 +128,15 @@ class RankChannels:
         return self._channel_of(trajectory.ticket_id).send(trajectory)
 
     def fail(self, ticket_id: int, reason: str) -> None:
-        """Report to the rank that granted the ticket, see `ActorChannel.fail`."""
+        """Report the failure of an episode to the rank that granted its ticket, see `ActorChannel.fail`.
+
+        Args:
+            ticket_id: of a ticket that this actor holds.
+            reason: for the learner's log.
+
+        Raises:
+            ValueError: this actor does not hold the ticket.
+        """
         self._channel_of(ticket_id).fail(ticket_id, reason)
 
     @property
@@ -219,7 +228,12 @@ class RankChannels:
 
 
 def actor_name(config: Config, index: int) -> str:
-    """Make a name that is unique among all actors of a run: hosts number theirs from 0."""
+    """Make a name that is unique among all actors of a run.
+
+    Args:
+        config: of the run; with `pipeline.connect` the name begins with that of this host.
+        index: of the actor among those of its host, from 0.
+    """
     if config.pipeline.connect is None:
         return f"actor-{index}"
     node = platform.node()

@@ -132,6 +132,7 @@ def load_actor_keys(directory: Path, name: str | None = None) -> ActorKeys:
     """Load the keys of an actor and the public key of its learner.
 
     Args:
+        directory: folder with the key files; a leading ~ is expanded.
         name: of the actor; None: the only one in the folder.
 
     Raises:

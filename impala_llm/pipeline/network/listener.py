@@ -25,6 +25,10 @@ class Listener(NamedTuple):
 def address_towards(host: str, port: int) -> str:
     """Find the address of this host that another one sees. Sends nothing.
 
+    Args:
+        host: name or address of the other one.
+        port: any; nobody needs to listen there.
+
     Raises:
         OSError: there is no route to the host.
     """
@@ -63,7 +67,7 @@ def try_to_listen(endpoint: TcpEndpoint) -> None:
 
 
 def try_to_connect(endpoint: TcpEndpoint, timeout_s: float) -> None:
-    """Check that a process listens at an address and port. Sends nothing.
+    """Check that a process listens at `endpoint`. Waits for at most `timeout_s` seconds. Sends nothing.
 
     Raises:
         OSError: none does, or nothing answers in time.

@@ -129,6 +129,7 @@ def dealer(
     nothing: the next one may.
 
     Args:
+        context: of the socket; it ends only once the socket is closed.
         endpoint: of a `router`, which need not exist yet.
         identity: routing id.
         max_message_bytes, queue_messages, times: as for `router`.

@@ -57,7 +57,7 @@ def checksum(words: np.ndarray, first: int = 0) -> int:
 
 @_compiled
 def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Copy uint64[n] to uint64[n] in one pass.
+    """Copy `source`, uint64[n], to `target`, uint64[n], in one pass.
 
     Args:
         first: index of source[0] in a larger array, whose checksum is the sum of those of its pieces, modulo 2^64.
@@ -209,7 +209,7 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
 
 
 def stream_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Copy uint8[n] to uint8[n] past the caches, in one pass.
+    """Copy `source`, uint8[n], to `target`, uint8[n], past the caches, in one pass.
 
     For data that is larger than the caches or will be read by another core. Fastest where the target's address is a
     multiple of 8.

@@ -169,7 +169,11 @@ def facts_of(record: memoryview) -> Facts:
 
 
 def metadata_of(record: memoryview, facts: Facts) -> dict[str, Any]:
-    """Read METADATA_FIELDS by name.
+    """Read METADATA_FIELDS of a record by name.
+
+    Args:
+        record: its bytes.
+        facts: of its header, see `facts_of`.
 
     Raises:
         RecordError: a text is no UTF-8, or the names of stats are not as many as their values, or not all different.

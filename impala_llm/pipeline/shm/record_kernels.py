@@ -49,7 +49,7 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
-from impala_llm.trajectory import CONTEXT_START, MAX_UNROLLS, NO_VERSION, TOKEN_BYTES, TURN_BYTES
+from impala_llm.trajectory import ARRAY_FIELDS, CONTEXT_START, MAX_UNROLLS, NO_VERSION, TOKEN_BYTES, TURN_BYTES
 
 _MAX_LOGPROB = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
@@ -62,6 +62,12 @@ _TAKEN_BLOCK = 256
 """Words that are checked, summed and then stored: more than where they are only copied, since each block has a higher
 fixed cost."""
 _BAD, _LARGEST_TOKEN, _OLDEST, _NEWEST, _FINDINGS = range(5)
+_CHECKED_FIELDS = ("tokens", "behaviour_logprobs", "versions", "rewards")
+"""Fields that `_check_span` checks: the first arrays of a block, with an item of 4 bytes for each token."""
+_TOKENS, _LOGPROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
+_NUM_CHECKED = len(_CHECKED_FIELDS)
+_CHECKED_WORDS = _NUM_CHECKED // 2
+"""Words of all of them for each token, two items in a word."""
 COPIED, TORN, INVALID = 1, 2, 3
 """Outcomes of `take_records`. Torn: the record lies outside of the source, or its checksum disagrees. Invalid: it is
 whole, but breaks a rule."""
@@ -89,29 +95,29 @@ def _check_span(
     count: int,
     findings: np.ndarray,
 ) -> None:
-    """Check items of one of the first four arrays by the rules of `Trajectory`.
+    """Check items of one of _CHECKED_FIELDS by the rules of `Trajectory`.
 
     All integers are uint64: numba then needs no branch for negative indices, and loops without branches become vector
     code.
 
     Args:
-        field: 0 tokens, 1 behaviour_logprobs, 2 versions, 3 rewards.
+        field: _TOKENS, _LOGPROBS, _VERSIONS or _REWARDS.
         ids, versions, numbers: the same memory as uint32, int32 and float32; the items are [begin, begin + count).
         mask: uint8[T], of which mask[first] belongs to the first item.
         findings: int64[_FINDINGS], updated.
     """
     bad = False
-    if field == 0:
+    if field == _TOKENS:
         largest = np.uint32(0)
         for i in range(_NOTHING, count):
             largest = max(largest, ids[begin + i])
         findings[_LARGEST_TOKEN] = max(findings[_LARGEST_TOKEN], np.int64(largest))
-    elif field == 1:
+    elif field == _LOGPROBS:
         for i in range(_NOTHING, count):
             number = numbers[begin + i]
             finite = (number <= _MAX_LOGPROB) & (number >= -_LARGEST)
             bad |= (not finite) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
-    elif field == 2:
+    elif field == _VERSIONS:
         newest = _NO_VERSION
         oldest = np.uint32(0xFFFFFFFF)
         for i in range(_NOTHING, count):
@@ -121,7 +127,7 @@ def _check_span(
             oldest = min(oldest, np.uint32(version))  # -1 and -2 become the largest numbers
         findings[_NEWEST] = max(findings[_NEWEST], np.int64(newest))
         findings[_OLDEST] = min(findings[_OLDEST], np.int64(oldest))
-    else:
+    else:  # _REWARDS
         for i in range(_NOTHING, count):
             number = numbers[begin + i]
             bad |= (not abs(number) <= _LARGEST) | ((number != _NO_NUMBER) & (mask[first + i] == _NO_ACTION))
@@ -132,7 +138,7 @@ def _check_span(
 def _take_checked(
     target: np.ndarray, source: np.ndarray, first: int, mask: np.ndarray, block: np.ndarray, findings: np.ndarray
 ) -> int:
-    """Copy the first four arrays past the caches and check them on the way.
+    """Copy the _CHECKED_FIELDS past the caches and check them on the way.
 
     Others may see the target only after a `fence`.
 
@@ -152,7 +158,7 @@ def _take_checked(
     lead = (_NOTHING - (address >> np.uint64(3))) & np.uint64(7)
     ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
     total = np.uint64(0)
-    field = 0
+    field = _TOKENS
     field_end = num_items
     begin = _NOTHING
     while begin < end:
@@ -358,7 +364,7 @@ def take_records(
         # From here on only the copy is read.
         begin = _find_block(record[:HEADER_WORDS], size, magic, max_tokens, max_stats, max_text)
         num_tokens, num_turns = np.int64(record[NUM_TOKENS_WORD]), np.int64(record[NUM_TURNS_WORD])
-        end = begin + 2 * num_tokens
+        end = begin + _CHECKED_WORDS * num_tokens
         _begin_findings(findings)
         if begin > 0 and size >= large:
             total += copy_checksum(record[HEADER_WORDS:begin], taken[HEADER_WORDS:begin], HEADER_WORDS)
@@ -381,7 +387,7 @@ def take_records(
         if size < large:
             block = record[begin:end]
             ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
-            for field in range(4):
+            for field in range(_NUM_CHECKED):
                 place = np.uint64(field * num_tokens)
                 _check_span(field, ids, versions, numbers, place, mask, _NOTHING, np.uint64(num_tokens), findings)
         good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size

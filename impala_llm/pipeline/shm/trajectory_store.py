@@ -1,4 +1,4 @@
-"""Replay arena: stores the trajectories that a learner rank has acknowledged, in memory that outlives the process.
+"""Trajectory store: keeps the trajectories that a learner rank has acknowledged, in memory that outlives the process.
 
 Life of a record: reserved → copied into and checked → committed → ended (it was trained on or evicted) → its space is
 used again, once no array views it any more.
@@ -63,15 +63,15 @@ class _Stored:
     """A committed record. It reads fields by name for a `DeferredTrajectory`; its space is given back when the last
     reference to it is gone."""
 
-    __slots__ = ("_arena", "_facts", "_place", "row")
+    __slots__ = ("_facts", "_place", "_store", "row")
 
-    def __init__(self, arena: TrajectoryStore, row: int, facts: np.ndarray, place: int) -> None:
-        """Make the owner of the record in a row of the index.
+    def __init__(self, store: TrajectoryStore, row: int, facts: np.ndarray, place: int) -> None:
+        """Make the owner of the record in a row of the index of `store`.
 
         Args:
             facts: int64[n, FACTS], of which facts[place] are of this record.
         """
-        self._arena = arena
+        self._store = store
         self.row = row
         self._facts: np.ndarray | Facts = facts
         self._place = place
@@ -82,25 +82,25 @@ class _Stored:
             facts = self._facts = facts[self._place].tolist()
         if name in INTEGERS:
             return facts[PLACES[name]]
-        start, size = self._arena.extent(self.row)
+        start, size = self._store.extent(self.row)
         if name not in ARRAY_FIELDS and name != "block":
-            return metadata_of(self._arena.record(start, size), facts)[name]
-        words = self._arena.view(start, size)
+            return metadata_of(self._store.record(start, size), facts)[name]
+        words = self._store.view(start, size)
         words.keeper = self
         block = words.view(np.ndarray)[block_start(facts) :]
         return block if name == "block" else block_views(block, facts[NUM_TOKENS], facts[NUM_TURNS])[name]
 
     def record(self) -> memoryview:
         """Its bytes."""
-        return self._arena.record(*self._arena.extent(self.row))
+        return self._store.record(*self._store.extent(self.row))
 
     def __del__(self) -> None:
-        # In any thread: only note it. The thread of the arena reclaims the space.
-        self._arena.dropped.append(self.row)
+        # In any thread: only note it. The thread of the store reclaims the space.
+        self._store.dropped.append(self.row)
 
 
 class _KeptWords(np.ndarray):
-    """A view of the arena that keeps its record alive. It is the base of arrays made from it, since its own base is a
+    """A view of the store that keeps its record alive. It is the base of arrays made from it, since its own base is a
     mapping and no array."""
 
     keeper: _Stored
@@ -192,7 +192,7 @@ class TrajectoryStore:
         return np.array(found, np.int64)
 
     def cancel(self, start: int, size: int) -> None:
-        """Give back the reserved words of one record."""
+        """Give back the words [start, start + size) that were reserved for one record."""
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
     def text(self, start: int, begin: int, end: int) -> str:
@@ -206,7 +206,7 @@ class TrajectoryStore:
         return start, size
 
     def record(self, start: int, size: int) -> memoryview:
-        """Bytes of a record, valid until its space is given back. No copy."""
+        """Bytes of the record of `size` words at word `start`, valid until its space is given back. No copy."""
         begin = self._begin + 8 * start
         return self._bytes[begin : begin + 8 * size]
 
@@ -273,7 +273,7 @@ class TrajectoryStore:
         self._index[[stored.row for stored in found if stored is not None], _STATE] = _ENDED
 
     def share_of(self, unroll_ids: Iterable[int]) -> float:
-        """Return the share of the arena that these take up: of its records or of its bytes, whichever is larger."""
+        """Return the share of the store that these take up: of its records or of its bytes, whichever is larger."""
         with self._lock:
             found = [self._by_unroll.get(number) for number in unroll_ids]
         rows = [stored.row for stored in found if stored is not None]

@@ -36,7 +36,7 @@ class Curriculum:
         self._rates = {kind: (float(rate), int(count)) for kind, rate, count in rows}
 
     def observe(self, kind: str, success: bool) -> None:
-        """Take note of an episode that has ended."""
+        """Update the success rate of a kind by an episode of it that has ended."""
         with self._lock:
             rate, count = self._rates.get(kind, (0.5, 0))
             self._rates[kind] = rate + max(1 / (count + 2), _FORGETTING) * (success - rate), count + 1
@@ -57,7 +57,7 @@ class Curriculum:
         }
 
     def plays(self, task_id: int, group_id: int) -> bool:
-        """Whether a group that is due is played."""
+        """Return whether group `group_id` of task `task_id`, which is due, is played."""
         rate = self.rate(self._kinds[task_id])
         draw = np.random.default_rng([self._seed, 1, group_id]).random()
         return bool(draw < max(4 * rate * (1 - rate), self._least))

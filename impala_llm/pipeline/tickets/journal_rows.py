@@ -44,15 +44,18 @@ def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
     """Row for one of several unrolls that was trained on or evicted.
 
     Args:
+        ticket_id, unroll_index: of the unroll.
         step: version of the step that trained on it; 0: it was evicted.
     """
     return _SETTLED, ticket_id, unroll_index, step, 0, 0
 
 
 def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
-    """Rows from which a later process restores these tickets, as few as possible.
+    """Rows from which a later process restores tickets, as few as possible.
 
     Args:
+        order: its identity and its position are noted.
+        entries: of the tickets.
         version: of the newest completed step, see `note_made`.
     """
     entries = list(entries)
@@ -135,7 +138,7 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
 
 
 def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
-    """Rows with all versions higher by `shift`; 0, which means none in most places, stays."""
+    """Copy rows with all versions higher by `shift`; 0, which means none in most places, stays."""
     found: list[Row] = []
     for kind, *fields in rows:
         at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), _TAKEN: (), _CRASHED: ()}.get(kind, (1, 2, 4))

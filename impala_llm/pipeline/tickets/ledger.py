@@ -98,7 +98,11 @@ class TicketLedger:
         Tickets under way are those granted to it and neither received nor failed.
 
         Args:
+            actor_id: of the actor; one that is new here is taken in.
             want: tickets; 0 asks for no more.
+
+        Raises:
+            ValueError: want is negative.
         """
         if want < 0:
             raise ValueError(f"want is {want}: it must be 0 or more")
@@ -128,7 +132,8 @@ class TicketLedger:
             ]
 
     def resumed(self, actor_id: str, held: Iterable[int]) -> None:
-        """Return tickets to an actor that came back and still plays them, where they wait to be granted again."""
+        """Return tickets to actor `actor_id`, which came back and still plays those in `held`, where they wait to be
+        granted again."""
         with self._lock:
             self._granting.know(actor_id)
             for ticket_id in held:
@@ -147,9 +152,12 @@ class TicketLedger:
             return None if entry is None else entry.ticket
 
     def lost_by(self, actor_id: str, ticket_ids: Iterable[int]) -> list[Ticket]:
-        """Handle tickets that are open at an actor and that it does not list as held.
+        """Handle tickets that are open at actor `actor_id` and that it does not list as held.
 
         Episodes of which an unroll was received are cut.
+
+        Args:
+            ticket_ids: of these tickets; those that are not open at this actor are passed over.
 
         Returns:
             The other tickets, which it should be granted once more.
@@ -169,7 +177,7 @@ class TicketLedger:
         return again
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
-        """Return the verdict of `received`, without effect."""
+        """Return the verdict of `received(ticket_id, episode_id, unroll_index)`, without effect."""
         with self._lock:
             return self._table.check(ticket_id, episode_id, unroll_index)
 
@@ -179,6 +187,9 @@ class TicketLedger:
         Unrolls may arrive in any order, and those of an episode that was cut are accepted until its ticket ends.
 
         Args:
+            ticket_id: its ticket, which may be unknown.
+            episode_id: tells the attempts at a ticket apart.
+            unroll_index: place among the unrolls of the episode, from 0.
             continues: another unroll of the episode will follow.
         """
         with self._lock:
@@ -193,8 +204,10 @@ class TicketLedger:
             return self._table.receive_all(claims)
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
-        """Note that an actor's attempt failed. The ticket is granted again, or refused after max_attempts failures;
-        an episode of which an unroll was received is cut instead.
+        """Note that the attempt of actor `actor_id` at ticket `ticket_id` failed.
+
+        The ticket is granted again, or refused after max_attempts failures; an episode of which an unroll was received
+        is cut instead.
 
         It has no effect where the ticket is not open at this actor: a late report of an attempt that was given up.
         """
@@ -216,9 +229,10 @@ class TicketLedger:
             self._table.write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
-        """Refuse a ticket whose trajectory was malformed. An episode of which an unroll was received is cut instead.
+        """Refuse ticket `ticket_id`, whose trajectory was malformed. An episode of which an unroll was received is cut
+        instead.
 
-        It has no effect where the ticket is not open at this actor.
+        It has no effect where the ticket is not open at actor `actor_id`.
         """
         with self._lock:
             entry = self._table.entries.get(ticket_id)
@@ -230,6 +244,7 @@ class TicketLedger:
         """Grant the open tickets of a lost actor again, oldest first, or cut episodes of which an unroll was received.
 
         Args:
+            actor_id: of the actor, which is forgotten.
             left: it left by itself; otherwise one of its tickets may be the cause.
 
         Returns:

@@ -28,13 +28,14 @@ def is_suspect(entry: Entry) -> bool:
 
 
 def note_loss(entry: Entry, actor_id: str) -> None:
-    """Note that an actor was lost while it had this ticket."""
+    """Note in the entry of a ticket that actor `actor_id` was lost while it had it."""
     entry.losses += 1
     entry.lost_by = actor_id
 
 
 def take_back_loss(entry: Entry, actor_id: str) -> bool:
-    """Note that an actor came back with this ticket: the network was at fault. Returns whether a loss was counted."""
+    """Note in the entry of a ticket that actor `actor_id` came back with it: the network was at fault. Returns whether
+    its loss was counted."""
     if entry.lost_by != actor_id:
         return False
     entry.losses -= 1

@@ -39,7 +39,12 @@ def rewrite_journal(table: TicketTable) -> None:
 
 
 def still_wanted(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> list[bool]:
-    """Return whether each of these trajectories, see `restore`, is still to be trained on or evicted."""
+    """Return whether each of these trajectories is still to be trained on or evicted.
+
+    Args:
+        table: restored.
+        received: as for `restore`.
+    """
     return [
         entry is not None and entry.episode_id == episode_id and unroll_index in waiting(entry)
         for ticket_id, episode_id, unroll_index in received

@@ -102,7 +102,7 @@ class TicketTable:
         self.slots.charge_group()
 
     def open(self, ticket_id: int, actor_id: str) -> Ticket:
-        """Open a ticket at an actor. The caller has taken it out of `ready`."""
+        """Open ticket `ticket_id` at actor `actor_id`. The caller has taken it out of `ready`."""
         entry = self.entries[ticket_id]
         entry.state, entry.actor_id, entry.lost_by = State.OPEN, actor_id, None
         self.open_at[actor_id].add(ticket_id)
@@ -151,7 +151,8 @@ class TicketTable:
             self.end([entry], State.TRAINED if entry.step else State.EVICTED)
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
-        """Return the verdict of `receive_all`, without effect."""
+        """Return the verdict of `receive_all` on unroll `unroll_index` of episode `episode_id`, played for ticket
+        `ticket_id`, without effect."""
         entry = self.entries.get(ticket_id) or self.ended.get(ticket_id)
         if entry is None:
             return Verdict.UNKNOWN_TICKET

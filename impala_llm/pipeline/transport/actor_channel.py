@@ -138,7 +138,12 @@ class ActorChannel:
         self._connection.send(result)
 
     def evaluation_failed(self, evaluation_id: int, task_id: int, reason: str) -> None:
-        """Give an evaluation task back whose episode failed. reason: for the learner's log."""
+        """Give an evaluation task back whose episode failed.
+
+        Args:
+            evaluation_id, task_id: of its `EvaluationGrant`.
+            reason: for the learner's log, cut to 1,000 characters.
+        """
         self._connection.send(EvaluationFailed(evaluation_id, task_id, _sendable(reason)))
 
     def send(self, trajectory: Trajectory, *, may_offer: bool = True) -> bool:
@@ -172,7 +177,8 @@ class ActorChannel:
         """Give a ticket back whose episode failed.
 
         Args:
-            reason: for the learner's log.
+            ticket_id: of the ticket.
+            reason: for the learner's log, cut to 1,000 characters.
 
         Raises:
             ValueError: this actor does not hold the ticket.

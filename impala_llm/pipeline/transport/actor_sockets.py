@@ -113,11 +113,17 @@ class ActorSockets:
                 yield (index, frames[0]), frames[1:], key
 
     def send(self, address: Address, message: Message) -> None:
-        """Send a message."""
+        """Send a message to an address, see `send_frame`."""
         self.send_frame(address, self.encode(message))
 
     def send_items(self, address: Address, kind: Callable[[tuple[Any, ...]], Message], items: Sequence[object]) -> None:
-        """Send items in as many messages of a kind as needed."""
+        """Send items to an address in as many messages of a kind as needed.
+
+        Args:
+            address: of the actor.
+            kind: makes a message of at most MAX_ITEMS items.
+            items: in order.
+        """
         for first in range(0, len(items), MAX_ITEMS):
             self.send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
@@ -126,8 +132,8 @@ class ActorSockets:
         return encode(message, self.run_id)
 
     def send_frame(self, address: Address, frame: bytes) -> None:
-        """Send a message that was encoded before."""
-        # ROUTER drops messages for a peer that is gone or does not read; all important ones are sent again.
+        """Send a frame, made by `encode`, to an address. It is dropped where the actor is gone or does not read."""
+        # ROUTER drops it without an error; all important messages are sent again.
         self._sockets[address[0]].send_multipart([address[1], frame], zmq.NOBLOCK)
 
     def close(self) -> None:

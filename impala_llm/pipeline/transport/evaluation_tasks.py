@@ -137,7 +137,7 @@ class EvaluationTasks(Generic[Actor]):
             return is_awaited
 
     def failed(self, actor: Actor, failure: EvaluationFailed) -> bool:
-        """Note a failed attempt, after which the task is dealt again. Returns as `answered` does."""
+        """Note the failure of an actor's attempt, after which the task is dealt again. Returns as `answered` does."""
         with self._lock:
             is_awaited = self._take_back(actor, failure.evaluation_id, failure.task_id)
             if is_awaited:

@@ -1,7 +1,7 @@
 """Ingest: copies records that actors offer into the trajectory store, as trajectories. For one thread at a time.
 
 Life of an offered record: queued → copied and checked → kept (committed, queued for the learner, acknowledged), or
-refused, or a duplicate that is acknowledged again. While the arena is full it stays queued. A record of the version
+refused, or a duplicate that is acknowledged again. While the store is full it stays queued. A record of the version
 that the learner is about to announce waits for the announcement: the first servers have it before the slowest one.
 
 Invariants. A record is acknowledged only once it is committed, and each (ticket, episode, unroll) is kept once. No
@@ -61,7 +61,7 @@ _CLAIMED = np.array(
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    """Reason for the refusal of a record with more tokens than `engine.max_length`."""
+    """Reason for the refusal of a record whose `num_tokens` exceed `max_tokens`, the learner's `engine.max_length`."""
     return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
 
 
@@ -125,7 +125,7 @@ class Ingest:
     """Copies records into the trajectory store, checks them, and passes those on that the ledger accepts.
 
     Args:
-        arena: the store that keeps them.
+        store: keeps them.
         ledger: says which of them are wanted.
         inbox: where the learner's thread finds the trajectories that were kept.
         vocab_size: bound that token ids must lie below.
@@ -134,13 +134,13 @@ class Ingest:
 
     def __init__(
         self,
-        arena: TrajectoryStore,
+        store: TrajectoryStore,
         ledger: TicketLedger,
         inbox: Inbox,
         vocab_size: int,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
-        self._arena, self._ledger, self._inbox = arena, ledger, inbox
+        self._store, self._ledger, self._inbox = store, ledger, inbox
         self._vocab_size = vocab_size
         self._max_tokens = min(max_tokens, MAX_TOKENS)
         self.totals: Counter[str] = Counter()
@@ -148,6 +148,10 @@ class Ingest:
 
     def take(self, offers: Offers, actor_id: str) -> Settled:
         """Settle the chunk that an actor has offered first, as far as there is room for it.
+
+        Args:
+            offers: of the actor; records that find no room go back to the front of their queue.
+            actor_id: of the actor, whose tickets the ledger refuses with their records.
 
         Returns:
             Answers; none where there is no room.
@@ -157,7 +161,7 @@ class Ingest:
         """
         settled = Settled()
         chunk = self._possible(offers.next_chunk(), actor_id, settled)
-        starts = self._arena.reserve(chunk.rows[:, NUM_WORDS])
+        starts = self._store.reserve(chunk.rows[:, NUM_WORDS])
         if len(starts) < len(chunk.rows):
             chunk, rest = chunk.split(len(starts))
             offers.queue.appendleft(rest)
@@ -167,7 +171,7 @@ class Ingest:
             facts = self._copy(offers, chunk, starts)
         except Exception as error:
             for row, start in zip(chunk.rows.tolist(), starts.tolist(), strict=True):
-                self._arena.cancel(start, row[NUM_WORDS])
+                self._store.cancel(start, row[NUM_WORDS])
                 if isinstance(error, ArenaError):
                     self._refuse(row, actor_id, str(error), settled)
             if isinstance(error, ArenaError):
@@ -175,7 +179,7 @@ class Ingest:
             raise
         version = self._ledger.version
         try:
-            if early := self._judge(chunk, starts, facts, version, actor_id, settled):
+            if early := self._keep_or_refuse(chunk, starts, facts, version, actor_id, settled):
                 offers.early.append((version + 1, chunk.only(early)))
         except Exception as error:
             raise IngestBroken(f"the records of {actor_id} could not be validated: {error!r}") from error
@@ -184,7 +188,7 @@ class Ingest:
     def _possible(self, chunk: Chunk, actor_id: str, settled: Settled) -> Chunk:
         """Refuse records of impossible sizes. Returns the chunk without them."""
         sizes = chunk.rows[:, NUM_WORDS]
-        largest = self._arena.capacity // 8
+        largest = self._store.capacity // 8
         if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
             return chunk
         good = []
@@ -219,17 +223,17 @@ class Ingest:
         rules = (MAGIC, self._max_tokens, MAX_STATS, MAX_TEXT_BYTES, self._vocab_size, copy_kernels.LARGE)
         if offers.reader is not None:
             offers.reader.check_size()
-            record_kernels.take_records(offers.reader.words, rows, self._arena.words, starts, *rules, facts)
+            record_kernels.take_records(offers.reader.words, rows, self._store.words, starts, *rules, facts)
             return facts
         rows = rows.copy()
         rows[:, START] = 0
         for i, frame in enumerate(chunk.frames):
             words = np.frombuffer(frame, np.uint64)
             part = slice(i, i + 1)
-            record_kernels.take_records(words, rows[part], self._arena.words, starts[part], *rules, facts[part])
+            record_kernels.take_records(words, rows[part], self._store.words, starts[part], *rules, facts[part])
         return facts
 
-    def _judge(
+    def _keep_or_refuse(
         self, chunk: Chunk, starts: np.ndarray, facts: np.ndarray, version: int, actor_id: str, settled: Settled
     ) -> list[int]:
         """Keep or refuse each record that was copied.
@@ -249,7 +253,7 @@ class Ingest:
             early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
         begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
-        episodes = list(map(self._arena.text, starts.tolist(), begins, ends))
+        episodes = list(map(self._store.text, starts.tolist(), begins, ends))
         answers = self._ledger.received_all(zip(episodes, *claims, strict=True))
         if answers.count(Verdict.ACCEPTED) < len(answers):
             for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
@@ -259,7 +263,7 @@ class Ingest:
             rows, starts, facts = rows[kept], starts[kept], facts[kept]
         settled.acks += rows[:, SEQUENCE].tolist()
         self.totals["received_bytes"] += 8 * int(rows[:, NUM_WORDS].sum())
-        self._inbox.put(self._arena.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
+        self._inbox.put(self._store.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
         return early
 
     def _sort_out(
@@ -284,7 +288,7 @@ class Ingest:
         for place in places:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
             reason = self._explain(row, start, known)
-            self._arena.cancel(start, row[NUM_WORDS])
+            self._store.cancel(start, row[NUM_WORDS])
             # One version is made at a time: nobody can have a later one.
             if reason is None and known[NEWEST_VERSION] == version + 1:
                 early.append(place)
@@ -297,7 +301,7 @@ class Ingest:
         self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
     ) -> None:
         """Answer a record that the ledger did not accept, and free its space."""
-        self._arena.cancel(start, row[NUM_WORDS])
+        self._store.cancel(start, row[NUM_WORDS])
         if answer is Verdict.DUPLICATE:
             settled.acks.append(row[SEQUENCE])
         elif answer is Verdict.NOT_AS_GRANTED:
@@ -316,7 +320,7 @@ class Ingest:
                 return too_long(facts[NUM_TOKENS], self._max_tokens)
             # The slow checks tell which rule it breaks.
             try:
-                decode_record(self._arena.record(start, row[NUM_WORDS])).validate_vocabulary(self._vocab_size)
+                decode_record(self._store.record(start, row[NUM_WORDS])).validate_vocabulary(self._vocab_size)
             except (RecordError, TrajectoryError) as error:
                 return str(error)
             except Exception as error:

@@ -65,7 +65,7 @@ class MessageLoop:
         registry: of their sessions; this loop ticks its clock.
         ledger: of the rank.
         ingest: takes their records into the trajectory store.
-        arena: the trajectory store.
+        store: the trajectory store.
         evaluation: tasks of the evaluation inside of the run.
         published: version that actors find on the board at the start.
         max_remembered: limit of refusals, and of sequences out of order, that are remembered of an actor.
@@ -77,7 +77,7 @@ class MessageLoop:
         registry: SessionRegistry,
         ledger: TicketLedger,
         ingest: Ingest,
-        arena: TrajectoryStore,
+        store: TrajectoryStore,
         evaluation: EvaluationTasks[Address],
         published: int,
         max_remembered: int,
@@ -86,7 +86,7 @@ class MessageLoop:
         self._registry = registry
         self._ledger = ledger
         self._ingest = ingest
-        self._arena = arena
+        self._store = store
         self._evaluation = evaluation
         self._next_deal = 0.0
         self._max_remembered = max_remembered
@@ -233,7 +233,7 @@ class MessageLoop:
     def _handle_offer(self, session: Session, offer: DescriptorBatch, frames: list[bytes]) -> None:
         rows, travels = offer.array, session.offers.reader is None
         # What is dropped here unseen is asked for after a reminder, once there is room.
-        has_room = not travels or session.offers.num_bytes <= min(_MAX_WAITING_BYTES, self._arena.capacity)
+        has_room = not travels or session.offers.num_bytes <= min(_MAX_WAITING_BYTES, self._store.capacity)
         settled: list[int] = []
         if travels and not frames:
             settled, lacking = session.offers.look_up(rows[:, 0].tolist())
@@ -259,7 +259,7 @@ class MessageLoop:
         if self._waiting:
             version, tried_at = self._taken_in_at
             now = self._registry.clock.now
-            has_room = bool(self._arena.dropped) or now - tried_at >= _RETRY_S
+            has_room = bool(self._store.dropped) or now - tried_at >= _RETRY_S
             if has_room or version != self._ledger.version:
                 self._taken_in_at = self._ledger.version, now
                 tried = {**self._waiting, **tried}

@@ -478,7 +478,11 @@ _FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in 
 
 
 def encode(message: Message, run_id: int = UNKNOWN_RUN) -> bytes:
-    """Encode a message as a frame.
+    """Encode a message as a frame, with the run id of its sender.
+
+    Args:
+        message: to encode.
+        run_id: in [1, 2^63), or UNKNOWN_RUN.
 
     Raises:
         WireError: it is larger than MAX_MESSAGE_BYTES, or a number exceeds 64 bits.

@@ -39,7 +39,7 @@ __all__ = ["Endpoints", "Receiver", "ReceiverError", "RecordLimits", "SessionLim
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MAX_STEPS_SHARE = 0.1
-"""Share of the trajectory store for trained trajectories of versions on no board; see `must_keep`. The arena has a
+"""Share of the trajectory store for trained trajectories of versions on no board; see `must_keep`. The store has a
 fifth more than the buffer needs."""
 
 
@@ -66,7 +66,7 @@ class Receiver:
         ledger: only this receiver changes it from now on.
         records: limits of a trajectory.
         run_dir: of the run, with the arenas of actors on this host.
-        arena: stores the trajectories. `start` takes over those that an earlier process left there, with the ledger's
+        store: keeps the trajectories. `start` takes over those that an earlier process left there, with the ledger's
             journal.
         sessions: limits of an actor's session.
         published: version that actors find on the board, where that is not the ledger's.
@@ -78,13 +78,13 @@ class Receiver:
         ledger: TicketLedger,
         records: RecordLimits,
         run_dir: RunDirectory,
-        arena: TrajectoryStore,
+        store: TrajectoryStore,
         sessions: SessionLimits = SessionLimits(),  # noqa: B008  # immutable
         published: int | None = None,
     ) -> None:
         self._max_tokens = records.max_tokens
         self._ledger = ledger
-        self._arena = arena
+        self._store = store
         self._inbox = Inbox()
         self._num_recovered = 0
         self.counters_at_start: dict[str, float] = {}
@@ -96,14 +96,14 @@ class Receiver:
         # For the thread that serves.
         self._actors = ActorSockets(endpoints, run_dir.run_id, self._leadership.wakeup)
         self._registry = SessionRegistry(ledger, run_dir, sessions)
-        self._ingest = Ingest(arena, ledger, self._inbox, records.vocab_size, records.max_tokens)
+        self._ingest = Ingest(store, ledger, self._inbox, records.vocab_size, records.max_tokens)
         self._evaluation: EvaluationTasks[Address] = EvaluationTasks()
         self._loop = MessageLoop(
             self._actors,
             self._registry,
             ledger,
             self._ingest,
-            arena,
+            store,
             self._evaluation,
             ledger.version if published is None else published,
             sessions.max_remembered,
@@ -186,7 +186,7 @@ class Receiver:
         """
         dropped = list(unroll_ids)
         self._ledger.evicted(dropped)
-        self._arena.end(number for number in dropped if number not in self._steps)
+        self._store.end(number for number in dropped if number not in self._steps)
         self._leadership.wake()
 
     def announce(self, version: int, published: bool = True, kept: bool = False) -> None:
@@ -204,7 +204,7 @@ class Receiver:
         if published:
             self._loop.published = version
         if published or kept:
-            self._arena.end(self._steps)
+            self._store.end(self._steps)
             self._steps.clear()
         self._leadership.wake(urgent=True)
 
@@ -265,7 +265,7 @@ class Receiver:
     def must_keep(self) -> bool:
         """Return whether the trajectories of steps since the last version on a board fill so much of the trajectory
         store that the next version should be kept."""
-        return self._arena.share_of(self._steps) > _MAX_STEPS_SHARE
+        return self._store.share_of(self._steps) > _MAX_STEPS_SHARE
 
     @property
     def is_full(self) -> bool:
@@ -280,7 +280,7 @@ class Receiver:
     def held(self) -> dict[int, Callable[[], memoryview]]:
         """Records of all trajectories that were acknowledged and whose end does not count yet, see
         `TrajectoryStore.held`."""
-        return self._arena.held()
+        return self._store.held()
 
     def interrupted(self) -> None:
         """Note that this process was told to end, see `TicketLedger.interrupted`."""
@@ -319,7 +319,7 @@ class Receiver:
             "peers_refused": float(self._actors.num_refused),
             "actors": float(self.num_actors),
             "queue_trajectories": float(len(self._inbox)),
-            "arena_fill": self._arena.used / self._arena.capacity,
+            "arena_fill": self._store.used / self._store.capacity,
         }
 
     def shutdown(self, reason: str = RUN_OVER) -> None:
@@ -340,9 +340,9 @@ class Receiver:
     # --- the thread that serves
 
     def _recover(self) -> None:
-        kept = self._arena.recovered()
+        kept = self._store.recovered()
         wanted = self._ledger.recover([(t.ticket_id, t.episode_id, t.unroll_index) for t in kept])
-        self._arena.end([t.unroll_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
+        self._store.end([t.unroll_id for t, is_wanted in zip(kept, wanted, strict=True) if not is_wanted])
         found = [t for t, is_wanted in zip(kept, wanted, strict=True) if is_wanted]
         quarantined = set(self._ledger.quarantined)
         if names := [f"{t.episode_id} (task {t.task_id})" for t in kept if t.unroll_id in quarantined]:

@@ -91,7 +91,7 @@ def _convert_line(typing: Any, target: Any, place: Any, source: Any, index: Any,
 
 
 def convert_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Write float32[n] as bfloat16 into uint8[2n] past the caches, in one pass.
+    """Write `source`, float32[n], as bfloat16 into `target`, uint8[2n], past the caches, in one pass.
 
     Fastest where the target's address is a multiple of 8.
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -41,27 +40,6 @@ from impala_llm.pipeline.weights.relay_thread import RelayThread
 from impala_llm.pipeline.weights.slots import WeightsError
 
 _POLL_S = 0.1
-
-
-@dataclass
-class RelayStats:
-    """Counters since the start.
-
-    Attributes:
-        versions: published on this host's board.
-        bytes_received: of chunks.
-        dropped: downloads ended because the learner had overwritten the version.
-        reconnects: connections made anew because no answer came.
-        malformed: messages that were no valid answer.
-        damaged: chunks, or whole versions, with a wrong checksum.
-    """
-
-    versions: int = 0
-    bytes_received: int = 0
-    dropped: int = 0
-    reconnects: int = 0
-    malformed: int = 0
-    damaged: int = 0
 
 
 class WeightRelay(RelayThread):
@@ -100,7 +78,6 @@ class WeightRelay(RelayThread):
                 f"chunk_bytes is {chunk_bytes} and window {window}: 1 to {MAX_CHUNK_BYTES}, and 1 at least, is right"
             )
         super().__init__("weight relay")
-        self.stats = RelayStats()
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_socket = make_socket
@@ -148,7 +125,6 @@ class WeightRelay(RelayThread):
         have = -1 if here is None else here
         contents = self._ask(ManifestRequest(self._number(), latest.version, have), deadline)
         if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
-            self.stats.dropped += isinstance(contents, Gone)
             return None
         with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
             if not self._fetch(download, deadline):
@@ -156,7 +132,6 @@ class WeightRelay(RelayThread):
             try:
                 tensors, files = download.tensors(), download.files()
             except WeightsError as error:
-                self.stats.damaged += 1
                 self._warnings.log("weights arrived damaged, they are fetched again", str(error))
                 download.forget()
                 return None
@@ -165,7 +140,6 @@ class WeightRelay(RelayThread):
                 self._files = files
             self._publisher.publish(tensors, contents.version)
             download.forget()
-        self.stats.versions += 1
         return contents.version
 
     def _work(self) -> None:
@@ -201,13 +175,10 @@ class WeightRelay(RelayThread):
             if reply.request not in asked:
                 continue  # answer to an earlier request
             if isinstance(reply, Gone):
-                self.stats.dropped += 1
                 return False
             chunk = asked.pop(reply.request)
             if isinstance(reply, Chunk) and download.put(chunk, data, reply.checksum):
-                self.stats.bytes_received += len(data)
                 continue
-            self.stats.damaged += 1
             self._warnings.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
             waiting.append(chunk)
         return True
@@ -246,7 +217,6 @@ class WeightRelay(RelayThread):
                 self._is_silent = False
                 return reply, frames[-1]
             except RelayWireError as error:
-                self.stats.malformed += 1
                 self._warnings.log("malformed answer of the weight server", str(error))
         return None
 
@@ -255,7 +225,6 @@ class WeightRelay(RelayThread):
         return self._next_request
 
     def _reconnect(self) -> None:
-        self.stats.reconnects += 1
         self._release()
         if self._is_silent:
             return

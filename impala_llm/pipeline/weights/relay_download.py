@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from impala_llm.pipeline.shm import copy_kernels
+from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights.relay_messages import Contents, encode
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorBytes, WeightsError, parse_weights
@@ -87,7 +88,7 @@ class Download:
         return list(self._missing.values())
 
     def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
-        """Store a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
+        """Store the data of a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
         target = self._data[chunk.position : chunk.position + chunk.length]
         if len(data) != chunk.length or copy_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
             return False
@@ -131,12 +132,11 @@ class Download:
 
     def _lock(self, opened: ExitStack) -> None:
         """Lock the download until the stack is closed."""
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise WeightsError(f"{self._source} is in use: one relay a host is enough, end the other one") from error
-        # The mapping, which may live on, has a descriptor of its own to the same lock.
-        opened.callback(fcntl.flock, self._handle, fcntl.LOCK_UN)
+        # Not that of the open file which is mapped: the mapping keeps it open, and may live on.
+        lock = FileLock(self._source, os.O_RDWR | os.O_NOFOLLOW)
+        opened.callback(lock.close)
+        if not lock.take(fcntl.LOCK_EX):
+            raise WeightsError(f"{self._source} is in use: one relay a host is enough, end the other one")
 
     def _received_before(self, chunk_bytes: int) -> bytes:
         """A byte for each chunk, 1 where an earlier download has received it; that of other contents is forgotten."""

@@ -51,6 +51,9 @@ class Host:
         self.publisher = WeightPublisher(folder / "learner", num_slots, FILES)
         self.here = WeightReader(folder / "relay")
         self.relays: list[WeightRelay] = []
+        self.num_connections = 0
+        self.chunk_bytes = 0
+        """Bytes of the chunks that the relays have received, those that were damaged on the way included."""
         self.server = self.serve()
 
     def serve(self) -> WeightServer:
@@ -80,9 +83,17 @@ class Host:
     def relay(
         self, make_socket: Callable[[], object] | None = None, answer_s: float = 20.0, folder: str = "relay"
     ) -> WeightRelay:
+        def count(frames: list[bytes]) -> list[list[bytes]]:
+            self.chunk_bytes += sum(map(len, frames[1:]))
+            return [frames]
+
+        def counted() -> Cable:
+            self.num_connections += 1
+            return Cable((make_socket or self.connect)(), count)  # type: ignore[arg-type]
+
         relay = WeightRelay(
             self.folder / folder,
-            make_socket or self.connect,  # type: ignore[arg-type]
+            counted,  # type: ignore[arg-type]
             chunk_bytes=CHUNK,
             answer_s=answer_s,
             poll_s=0.01,
@@ -165,9 +176,7 @@ def test_each_new_version_arrives_once_with_its_files(host: Host) -> None:
         assert relay.turn() == version
         assert relay.turn() is None
         host.assert_has(version)
-    assert relay.stats.versions == 3
-    assert relay.stats.bytes_received == 3 * host.total_bytes()
-    assert (relay.stats.dropped, relay.stats.reconnects, relay.stats.malformed, relay.stats.damaged) == (0, 0, 0, 0)
+    assert (host.chunk_bytes, host.num_connections) == (3 * host.total_bytes(), 1)
 
 
 def test_a_relay_works_in_a_thread(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +203,8 @@ def test_after_a_cut_the_fetching_goes_on_at_the_missing_chunk(host: Host) -> No
     relay = host.relay(lambda: next(cables, None) or host.connect(), answer_s=0.2)
     assert relay.turn() == 0
     host.assert_has(0)
-    assert relay.stats.reconnects >= 1
-    assert relay.stats.bytes_received == host.total_bytes()
+    assert host.num_connections >= 2
+    assert host.chunk_bytes == host.total_bytes()
 
 
 def test_a_new_relay_goes_on_where_the_last_one_was(host: Host) -> None:
@@ -203,11 +212,10 @@ def test_a_new_relay_goes_on_where_the_last_one_was(host: Host) -> None:
     first = host.relay(lambda: Cable(host.connect(), die_after(7)))
     with pytest.raises(KeyboardInterrupt):
         first.turn()
-    assert first.stats.bytes_received == 7 * CHUNK
+    assert host.chunk_bytes == 7 * CHUNK
     assert host.here.latest() is None
-    second = host.relay()
-    assert second.turn() == 0
-    assert second.stats.bytes_received == host.total_bytes() - 7 * CHUNK
+    assert host.relay().turn() == 0
+    assert host.chunk_bytes == host.total_bytes()
     host.assert_has(0)
 
 
@@ -238,9 +246,9 @@ def test_what_was_received_of_another_version_counts_for_nothing(host: Host) -> 
     host.publisher.publish(make_tensors(1), 1)
     host.server.close()
     host.server = host.serve()  # which keeps nothing for the relay that died
-    relay = host.relay()
-    assert relay.turn() == 1
-    assert relay.stats.bytes_received == host.total_bytes()
+    host.chunk_bytes = 0
+    assert host.relay().turn() == 1
+    assert host.chunk_bytes == host.total_bytes()
     host.assert_has(1)
 
 
@@ -274,11 +282,13 @@ def test_damaged_chunks_are_asked_for_again(host: Host) -> None:
 
     relay = host.relay(lambda: Cable(host.connect(), damage))
     assert relay.turn() == 0
-    assert relay.stats.damaged == 2
+    assert host.chunk_bytes == host.total_bytes() + CHUNK + CHUNK - 1
     host.assert_has(0)
 
 
-def test_weights_that_are_not_what_was_announced_are_never_published(host: Host) -> None:
+def test_weights_that_are_not_what_was_announced_are_never_published(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     host.publisher.publish(make_tensors(0), 0)
     forge = True
 
@@ -291,14 +301,14 @@ def test_weights_that_are_not_what_was_announced_are_never_published(host: Host)
 
     relay = host.relay(lambda: Cable(host.connect(), change_contents))
     assert relay.turn() is None
-    assert relay.stats.damaged == 1
+    assert "weights arrived damaged" in caplog.text
     assert host.here.latest() is None
     forge = False
     assert relay.turn() == 0
     host.assert_has(0)
 
 
-def test_babble_and_doubled_answers_are_passed_over(host: Host) -> None:
+def test_babble_and_doubled_answers_are_passed_over(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.publisher.publish(make_tensors(0), 0)
 
     def babble(frames: list[bytes]) -> list[list[bytes]]:
@@ -306,7 +316,7 @@ def test_babble_and_doubled_answers_are_passed_over(host: Host) -> None:
 
     relay = host.relay(lambda: Cable(host.connect(), babble))
     assert relay.turn() == 0
-    assert relay.stats.malformed > 3
+    assert "malformed answer of the weight server" in caplog.text
     host.assert_has(0)
 
 
@@ -324,7 +334,7 @@ def test_a_version_that_was_overwritten_is_dropped_for_the_newest(tmp_path: Path
 
     relay = host.relay(lambda: Cable(host.connect(), learn))
     assert relay.turn() is None
-    assert relay.stats.dropped == 1
+    assert host.here.latest() is None
     # How many answers came before the one that named the loss, and so how many versions there are, is a matter of time.
     newest = max(next(versions), 4)
     host.publisher.publish(make_tensors(newest), newest)
@@ -373,7 +383,6 @@ def test_a_download_that_progresses_keeps_its_version_however_long_it_takes(host
     assert relay.turn() == newest  # those between are skipped; and this one is kept at once
     assert host.newest() > newest + 10
     host.assert_has(newest)
-    assert relay.stats.dropped == 0
 
 
 def test_a_download_that_takes_an_hour_comes_to_an_end(host: Host) -> None:
@@ -393,7 +402,6 @@ def test_a_relay_for_which_no_version_can_be_kept_gets_one_that_is_kept_for_anot
     second = host.relay(lambda: Cable(host.connect(), cable), folder="second")
     assert second.turn() == 0
     assert second.turn() is None  # nothing newer is kept, and it is slower than the learner
-    assert second.stats.dropped == 1
     host.skipped += 3600.0  # the first is given up
     newest = host.newest()
     assert second.turn() == newest < host.newest()
@@ -422,7 +430,7 @@ def test_a_silent_server_costs_a_deadline(host: Host) -> None:
     relay = host.relay(lambda: Cable(host.connect(), lambda frames: []), answer_s=0.05)
     assert relay.turn() is None
     assert relay.turn() is None
-    assert relay.stats.reconnects == 2
+    assert host.num_connections == 2
 
 
 def test_the_silence_of_a_server_is_said_once_each_time(
