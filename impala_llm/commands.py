@@ -240,7 +240,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         compare(config)
     if code != BAD_SETTINGS and (folder / "policy").is_dir():
         print(how_to_evaluate(folder))
-    parts = [name for name in ("policy", "logs", "tensorboard") if (folder / name).is_dir()]
+    parts = [name for name in ("policy", "policy-best", "logs", "tensorboard") if (folder / name).is_dir()]
     if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
         print(f"see its curves: {program('tensorboard')} --logdir {shlex.quote(str(folder))}")
     print(f"impala-llm: {', '.join(parts)} are in {folder}")
@@ -266,10 +266,12 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
         from impala_llm.evaluate import main as evaluate_policy
         from impala_llm.preflight import check_evaluation, unfit_policy
 
-    learned = learned_policy(overrides)
+    learned, folder = learned_policy(overrides), Path(config.run.dir)
     if learned is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(learned)))
         print(f"impala-llm: playing what the run has learned, {learned}; model.path plays another", file=sys.stderr)
+    elif model_directory(f"{folder}/policy") and not any(w.startswith(("model=", "model.path=")) for w in overrides):
+        print(f"impala-llm: playing the policy that training starts from; {how_to_evaluate(folder)}", file=sys.stderr)
     check_evaluation(config)
     if (reason := unfit_policy(config)) is not None:
         print(f"impala-llm: {reason}", file=sys.stderr)

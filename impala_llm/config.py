@@ -359,17 +359,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
 
-def keep_settings(config: Config) -> None:
-    """Write config.yaml into the run's folder. ConfigError where that cannot be."""
-    try:
-        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-        (Path(config.run.dir) / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir} cannot be written to ({error.strerror}): name another folder"
-        ) from None
-
-
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -99,6 +99,7 @@ def evaluate(
 
     Raises ConfigError where the first observation of a task leaves no room for an answer.
     """
+    contract.warn_of_shared_tasks(suite, config.evaluation.split)  # type: ignore[arg-type]
     tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
     bar = _progress_bar()

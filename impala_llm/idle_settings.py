@@ -14,8 +14,8 @@ class Idle(NamedTuple):
     fix: str
     """Setting with which it has one."""
     is_refused: bool
-    """Whether any value but the default is refused, wherever it stands. Presets have the others, and the setting that
-    makes them idle may stand beside the preset: they are refused as words of the command line alone."""
+    """Whether any value but the default is refused, wherever it stands. Presets and files of runs have the others, and
+    the setting that makes them idle may stand beside: they are refused as words of the command line alone."""
 
 
 def idle_settings(config: Config) -> dict[str, Idle]:
@@ -44,7 +44,7 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (learner.checkpoints_kept == 0, ["learner.checkpoint_every"], "with learner.checkpoints_kept=0",
          f"learner.checkpoints_kept={kept}", True),
         (is_queue, ["replay.uniform_floor", "replay.correction_exponent"],
-         "with replay.max_replays=1 and no priorities: the oldest is drawn first", "replay=prioritised", True),
+         "with replay.max_replays=1 and no priorities, where the oldest is drawn first", "replay=prioritised", False),
         (learner.checkpoints_kept == 0, ["learner.checkpoint_minutes"], "with learner.checkpoints_kept=0",
          f"learner.checkpoints_kept={kept}", False),
         (algorithm.reject == "none", ["algorithm.reject_low", "algorithm.reject_high"], "with algorithm.reject=none",

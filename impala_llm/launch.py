@@ -21,18 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
-from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
+from impala_llm.kept_settings import keep_settings
+from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.learning.resume import how_to_start
+from impala_llm.learning.resume import can_go_on, how_to_start
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
-from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
 from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, SUPERVISED, signal_name
@@ -198,7 +199,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
             at_step = view.step
     if stop_signal():
         at = f" at update {at_step} of {config.learner.total_updates}" if config.run.terminal else ""
-        onward = "; the same command goes on with it" if checkpoints(Path(config.run.dir)) else ""
+        onward = "; the same command goes on with it" if can_go_on(config) else ""
         say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
@@ -215,7 +216,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
 
 def how_to_join(config: Config) -> str:
     """The command that starts actors for a learner that has none of its own."""
-    command = f"`impala-llm actors --config {config.run.dir}/config.yaml --num-actors N"
+    command = f"`impala-llm actors --config {shlex.quote(f'{config.run.dir}/config.yaml')} --num-actors N"
     if config.pipeline.bind is None:
         return f"{command}` on this host; those of other hosts need pipeline.bind and pipeline.keys"
     port = TcpEndpoint.parse(config.pipeline.bind).port
@@ -297,7 +298,14 @@ def _away_from_learner(config: Config) -> Iterator[None]:
         return
     keys = load_actor_keys(Path(pipeline.keys).expanduser()) if pipeline.keys else None
     served_at = rank_endpoint(pipeline.connect, config.learner.num_ranks)
-    with RunDirectory.create(config.run.name) as run_dir, relay_weights(run_dir.weights_path, served_at, keys):
+    try:
+        own = RunDirectory.create(config.run.name)
+    except RunDirectoryError as error:
+        raise ConfigError(
+            f"pipeline.connect={pipeline.connect} is for a host without the learner, and a process of this run lives "
+            f"here: leave it out where that is the learner ({error})"
+        ) from None
+    with own as run_dir, relay_weights(run_dir.weights_path, served_at, keys):
         yield
 
 

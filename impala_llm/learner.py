@@ -33,12 +33,13 @@ from typing import NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from impala_llm.config import ConfigError, keep_settings, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
+from impala_llm.kept_settings import keep_settings
 from impala_llm.learning.batch_source import BatchSource, Stalled, share_arrivals, share_batch
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
@@ -76,11 +77,7 @@ SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, Metri
 
 
 def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> bool:
-    """Train until `learner.total_updates` or `learner.max_minutes`, whichever comes first; then save the policy.
-
-    Returns:
-        Whether it could be saved.
-    """
+    """Train until `learner.total_updates` or `learner.max_minutes`; then save the policy. Returns whether it was."""
     torch.manual_seed(config.run.seed)
     with ExitStack() as stack:
         learner = Learner(config, ranks, stack, start, stops)
@@ -139,8 +136,8 @@ class Learner:
         suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
         tasks, curriculum, least = contract.tasks(suite, "train"), None, config.algorithm.curriculum
-        if config.evaluation.before_and_after:  # which would find an empty split after the run
-            contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # checked by config.load
+        if config.evaluation.before_and_after:  # which would find a faulty split after the run
+            contract.warn_of_shared_tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # by config.load
         if least is not None:
             curriculum = Curriculum(contract.kinds(suite, tasks), least, config.run.seed, rates_of(past))
         self.endpoint.listen(self.version, tasks, self.model.vocab_size, batch_size, curriculum)

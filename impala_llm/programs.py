@@ -16,5 +16,8 @@ def program(name: str) -> str:
 
 
 def how_to_evaluate(run_folder: Path) -> str:
-    """A line with the command that plays what a run has learned."""
-    return f"evaluate it: {program('impala-llm')} evaluate --config {shlex.quote(f'{run_folder}/config.yaml')}"
+    """A line with the command that plays what a run has learned, and how its best policy is played if it kept one."""
+    command = f"{program('impala-llm')} evaluate --config {shlex.quote(f'{run_folder}/config.yaml')}"
+    best = run_folder / "policy-best"
+    beside = f" (the best by validation tasks: with model.path={shlex.quote(str(best))})" if best.is_dir() else ""
+    return f"evaluate it: {command}{beside}"

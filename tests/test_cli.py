@@ -311,6 +311,24 @@ def test_a_runs_config_means_the_policy_that_it_has_learned(
     assert played == [str(tmp_path / "policy"), "tiny_shopper", "tiny_shopper", "tiny_shopper"]
 
 
+def test_an_evaluation_of_the_start_says_how_to_play_what_the_run_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from impala_llm import evaluate
+
+    monkeypatch.setattr(evaluate, "main", lambda config, as_json: 0)
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "experiment=quickstart"]
+    assert cli.main(words) == 0 and capsys.readouterr().err == ""
+    for name in ("policy", "policy-best"):
+        shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "outputs" / "quickstart" / name)
+    assert cli.main(words) == 0
+    said = capsys.readouterr().err
+    assert "evaluate --config outputs/quickstart/config.yaml" in said
+    assert "model.path=outputs/quickstart/policy-best" in said
+    assert cli.main([*words, "model.path=tiny_shopper"]) == 0 and capsys.readouterr().err == ""
+
+
 def test_settings_have_one_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--config", f"{tmp_path}/my.yaml", "experiment=toy"]) == 2
     assert "two sources of settings" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from impala_llm.settings import Config, leaves
         ("engine.request_timeout_s=5", "with engine.name=torch"),
         ("agent.processes=4", "without an agent: set agent.name or agent.command"),
         ("agent.tasks=tasks.jsonl", "without an agent"),
-        ("replay.uniform_floor=0.1", "with replay.max_replays=1 and no priorities"),
+        ("replay.uniform_floor=0.1", "with replay.max_replays=1 and no priorities, where"),
         ("algorithm.reject_low=0.9", "with algorithm.reject=none"),
         ("env.webshop.num_products=10", "with env.name=parrot: set env=webshop"),
         ("evaluation.run_tasks=8", "without evaluations inside of the run"),

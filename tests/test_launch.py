@@ -115,6 +115,8 @@ def test_a_learner_alone_says_how_actors_join_it() -> None:
     assert "impala-llm actors --config outputs/toy/config.yaml --num-actors N`" in launch.how_to_join(config)
     config.pipeline.bind = "tcp://0.0.0.0:7411"
     assert "pipeline.connect=tcp://LEARNER_HOST:7411" in launch.how_to_join(config)
+    config.run.dir = "/home/jürgen/my runs (2)/toy"
+    assert "actors --config '/home/jürgen/my runs (2)/toy/config.yaml' --num-actors N" in launch.how_to_join(config)
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:

@@ -17,6 +17,9 @@ RATIO_METRICS = {
     "ratio_max": "largest ratio that the loss bounds",
     "clip_share": "share of the action tokens that teach where a bound of the loss has an effect",
 }
+ROUNDING = 0.01
+"""A weight counts as bounded (clip_share) where it differs by more than this share of it from the ratio: with a cap of
+1 half of all ratios lie above by numerical noise."""
 TRUNCATION_METRICS = RATIO_METRICS | {
     "truncated_share": "share of the action tokens that teach with a ratio above the cap of the weight",
 }
@@ -36,7 +39,8 @@ def require_loss_arguments(log_probs: Tensor, behaviour_log_probs: Tensor, advan
 def truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> LossOutput:
     """REINFORCE under constant ratios [N], truncated."""
     metrics = ratio_metrics(ratio)
-    metrics["truncated_share"] = metrics["clip_share"] = share(ratio > cap)
+    metrics["truncated_share"] = share(ratio > cap)
+    metrics["clip_share"] = share(ratio > cap * (1.0 + ROUNDING))
     weights = ratio.clamp(max=cap)
     return LossOutput(-weights * advantages.detach() * log_probs, in_dtype(metrics, log_probs), weights)
 

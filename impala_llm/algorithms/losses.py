@@ -300,7 +300,7 @@ def truncated_is(
         cap: C > 0; infinity does not truncate.
 
     Returns:
-        Metrics: ratio_mean, ratio_max; truncated_share (ρ > cap), which is the clip_share as well.
+        Metrics: ratio_mean, ratio_max; truncated_share (ρ > cap); clip_share (ρ > 1.01 cap).
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or cap.

@@ -17,6 +17,7 @@ from impala_llm.algorithms.importance import ratios, segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Loss, LossOutput, Scored, loss
 from impala_llm.algorithms.loss_parts import (
     RATIO_METRICS,
+    ROUNDING,
     in_dtype,
     ratio_metrics,
     require_loss_arguments,
@@ -25,8 +26,6 @@ from impala_llm.algorithms.loss_parts import (
 )
 from impala_llm.settings import AlgorithmConfig, bounded, one_of
 
-_ROUNDING = 0.01
-"""Share of a ratio by which a weight must differ to count as another: on-policy, ratios differ from 1 by rounding."""
 _INFINITY = int(np.float32(np.inf).view(np.uint32))
 """Float32 numbers that are not negative have the order of their bit patterns; this is the last."""
 
@@ -178,7 +177,7 @@ def topr(
     ratio = ratios(log_ratio)
     weights = torch.where(advantages < 0, ratio.clamp(*negative), ratio.clamp(*positive))
     metrics = ratio_metrics(ratio) | ratio_metrics(weights, "taper")
-    metrics["clip_share"] = share((weights - ratio).abs() > _ROUNDING * ratio)
+    metrics["clip_share"] = share((weights - ratio).abs() > ROUNDING * ratio)
     return LossOutput(-weights * advantages.detach() * log_probs, in_dtype(metrics, log_probs), weights)
 
 

@@ -6,6 +6,7 @@ Invariant: what comes through here is what base.py promises; whatever else happe
 import asyncio
 import contextlib
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.stop_signals import ToldToStop
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -20,6 +22,7 @@ _LARGEST_REWARD = 1e6
 """Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
 _MOST_TASKS = 10_000_000
 """They are listed: more take gigabytes."""
+_warnings = RateLimitedWarnings(math.inf, on_terminal=True)
 _closing: set[asyncio.Future[Any]] = set()
 """Calls of `close` that are under way: what nobody holds may be dropped."""
 
@@ -52,6 +55,17 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
     if len(set(found)) < len(found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: each task id once is expected")
     return [int(task) for task in found]  # those of numpy have no JSON, and are no int to a trajectory
+
+
+def warn_of_shared_tasks(suite: Suite, split: Split) -> None:
+    """Say it where a split shares tasks with training, so that its scores are not of unseen ones."""
+    shared = set(tasks(suite, split)) & set(tasks(suite, "train"))
+    if shared and split != "train":
+        _warnings.log(
+            "SPLITS SHARE TASKS",
+            f"env {suite.name} has {len(shared)} tasks of the split {split!r} in 'train' too, such as {min(shared)}: "
+            "scores on them say nothing of unseen tasks; give each split its own",
+        )
 
 
 def kinds(suite: Suite, tasks: Sequence[int]) -> dict[int, str]:

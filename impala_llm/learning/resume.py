@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.config import ConfigError, plain
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.pipeline.shm.run_directory import find_learner, find_run, shared_memory
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, shared_memory
 from impala_llm.settings import Config, holds_run, leaves, model_directory
 from impala_llm.supervised import SUPERVISED
 
@@ -103,6 +105,15 @@ def how_to_start(config: Config) -> Start:
     )
 
 
+def can_go_on(config: Config) -> bool:
+    """Return whether the same command would go on with a run that has been stopped."""
+    try:
+        start = how_to_start(config)
+    except (ConfigError, RunDirectoryError):
+        return False
+    return start.take_over or start.run_id is not None
+
+
 def check_folder(config: Config) -> Start:
     """How a learner that was started by hand begins; of what it removes it says so.
 
@@ -154,8 +165,9 @@ def _nothing_left(config: Config) -> str:
 def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
     """Settings that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
     try:
-        before: Any = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        text = (folder / "config.yaml").read_text()
+        before: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True) if yaml.safe_load(text) else None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
         return None
     if not isinstance(before, dict):
         return None

@@ -53,6 +53,8 @@ SHOWN = (
     "evaluation/best_update",
 )
 """The metrics of the lines."""
+SECONDS = "progress/seconds"
+"""The metric that the clock follows: seconds of training, restarts included, as learner.max_minutes counts them."""
 
 
 class View(Protocol):
@@ -126,7 +128,7 @@ class TerminalView:
     def wait(self, what: str) -> None:
         """Shows what the next step waits for, once it has waited for `PATIENCE_S`."""
         if not self._seen or self._clock() - self._last_update >= PATIENCE_S:
-            self.status(f"no batch yet: {what}")
+            self.status(f"{'waiting for the next batch' if self._seen else 'no batch yet'}: {what}")
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
@@ -135,6 +137,8 @@ class TerminalView:
         """
         self._seen.update(metrics)
         self._last_update = now = self._clock()
+        if SECONDS in metrics:
+            self._started = now - metrics[SECONDS]
         self._status = ""
         self.step = step
         share = step / max(1, self._num_steps) if progress is None else progress
@@ -179,7 +183,7 @@ class SupervisorView:
         tell(wait=what)
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
-        tell(update=[step, {name: metrics[name] for name in SHOWN if name in metrics}, progress])
+        tell(update=[step, {name: metrics[name] for name in (*SHOWN, SECONDS) if name in metrics}, progress])
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:

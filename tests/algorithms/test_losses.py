@@ -150,7 +150,7 @@ def test_cispo_is_its_formula() -> None:
         out.per_token.detach(), [-min(math.exp(x), 5.0) * a * p for p, x, a in triples], rtol=1e-12
     )
     np.testing.assert_allclose(log_probs.grad, [-min(math.exp(x), 5.0) * a for _, x, a in triples], rtol=1e-12)
-    assert float(out.metrics["clip_share"]) == pytest.approx(np.mean([math.exp(x) > 5 for _, x, _ in triples]))
+    assert float(out.metrics["clip_share"]) == pytest.approx(np.mean([math.exp(x) > 5.05 for _, x, _ in triples]))
 
 
 def test_truncated_is_is_its_formula() -> None:
@@ -159,7 +159,16 @@ def test_truncated_is_is_its_formula() -> None:
     expected = [-min(math.exp(x), 2.0) * a * log_prob for log_prob, x, a in triples]
     np.testing.assert_allclose(out.per_token, expected, rtol=1e-12)
     truncated = np.mean([math.exp(x) > 2.0 for x in LOG_RATIO.tolist()])
-    assert float(out.metrics["truncated_share"]) == float(out.metrics["clip_share"]) == pytest.approx(truncated)
+    assert float(out.metrics["truncated_share"]) == pytest.approx(truncated)
+    bounded = np.mean([math.exp(x) > 1.01 * 2.0 for x in LOG_RATIO.tolist()])
+    assert float(out.metrics["clip_share"]) == pytest.approx(bounded)
+
+
+def test_ratios_that_lie_above_a_cap_of_1_by_rounding_alone_are_not_bounded() -> None:
+    noise = torch.tensor([1e-6, 2e-3, -1e-6, 0.02])
+    out = truncated_is(noise - 1.0, torch.full((4,), -1.0), torch.ones(4))
+    assert float(out.metrics["truncated_share"]) == 0.75
+    assert float(out.metrics["clip_share"]) == 0.25
 
 
 def test_truncated_is_takes_its_weights_as_constants() -> None:

@@ -118,6 +118,21 @@ def test_a_session_of_coroutines_waits_without_holding_up_others() -> None:
         assert isinstance(fault, EnvironmentFault) and "env maze: step raised KeyError" in str(fault)
 
 
+class Splits:
+    name = "splits"
+
+    def tasks(self, split: str) -> range:
+        return {"train": range(10), "validation": range(8, 12), "test": range(12, 14)}[split]
+
+
+def test_a_split_that_shares_tasks_with_training_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for split in ("train", "test"):
+        contract.warn_of_shared_tasks(Splits(), split)  # type: ignore[arg-type]
+    assert caplog.text == ""
+    contract.warn_of_shared_tasks(Splits(), "validation")  # type: ignore[arg-type]
+    assert "env splits has 2 tasks of the split 'validation' in 'train' too, such as 8" in caplog.text
+
+
 class Tasks:
     name = "maze"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.kept_settings import keep_settings
 from impala_llm.learning.checkpoint_files import Manifest, VersionMark, manifest_bytes, name_of
-from impala_llm.learning.resume import Start, how_to_start
+from impala_llm.learning.resume import Start, can_go_on, how_to_start
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 
 
@@ -138,6 +139,42 @@ def test_a_finished_run_goes_on_only_where_its_end_is_moved(settings: list[str])
     assert how_to_start(load([*settings, more])).run_id == 77
     assert "raise learner.max_minutes=20" in refusal(settings, more, "learner.max_minutes=20")
     assert how_to_start(load([*settings, more, "learner.max_minutes=31"])).run_id == 77
+
+
+def test_whether_the_same_command_goes_on_is_known_when_a_run_is_stopped(settings: list[str]) -> None:
+    """One that is stopped after its last update has finished."""
+    assert not can_go_on(load(settings))
+    make_run(settings, 50)
+    assert not can_go_on(load(settings))
+    assert can_go_on(load([*settings, "learner.total_updates=60"]))
+
+
+def test_the_settings_that_a_run_keeps_begin_another_by_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = load(["experiment=toy", "run.name=first", "run.resume=true", "sft.dir=elsewhere"])
+    keep_settings(first)
+    kept = "experiment=outputs/first/config.yaml"
+    again, second = load([kept]), load([kept, "run.name=second"])
+    assert (again.run.dir, again.demonstrations.dir, again.sft.dir) == (
+        "outputs/first",
+        "outputs/first-demonstrations",
+        "elsewhere",
+    )
+    assert (second.run.dir, second.demonstrations.dir, second.sft.dir) == (
+        "outputs/second",
+        "outputs/second-demonstrations",
+        "elsewhere",
+    )
+    assert again.run.resume == "auto", "run.resume=true was the answer to one question"
+
+
+def test_kept_settings_are_compared_with_the_folders_that_they_mean(settings: list[str], tmp_path: Path) -> None:
+    folder = make_run(settings, 20)
+    keep_settings(load(settings))
+    assert "${run.name}" in (folder / "config.yaml").read_text()
+    assert how_to_start(load(settings)).notes == ()
 
 
 def test_a_run_that_evaluations_have_ended_goes_on_only_with_more_patience(settings: list[str]) -> None:

@@ -129,6 +129,14 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_both_ends() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_the_clock_of_a_run_that_goes_on_counts_from_its_first_start() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(200, stream, clock) as view:
+        clock.now = 20.0
+        view.update(101, {"progress/seconds": 300.0})
+    assert "101 (50%)  5:00 gone" in stream.getvalue()
+
+
 def test_the_time_to_go_follows_from_the_pace_after_the_first_step() -> None:
     clock, stream = FakeClock(), io.StringIO()
     with TerminalView(200, stream, clock) as view:
@@ -171,7 +179,7 @@ def test_what_is_waited_for_stands_under_the_lines_when_it_takes_long_and_until_
         for waited in (PATIENCE_S / 2, PATIENCE_S):
             clock.now = 5.0 + waited
             view.wait("3 of 4 groups")
-            assert ("no batch yet: 3 of 4 groups" in stream.rows()[-1]) == (waited >= PATIENCE_S)
+            assert ("waiting for the next batch: 3 of 4 groups" in stream.rows()[-1]) == (waited >= PATIENCE_S)
         assert "0:07 gone" in stream.rows()[0]  # without a step
     assert len(stream.rows()) == 5 and "update" in stream.rows()[0]
 

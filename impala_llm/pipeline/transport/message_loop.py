@@ -105,6 +105,7 @@ class MessageLoop:
         self._taken_in_at = (0, 0.0)
         """(version, time) of the last attempt to store records that wait."""
         self._warnings = RateLimitedWarnings()
+        self._failures = RateLimitedWarnings(interval_s=60.0, on_terminal=True)
 
     @property
     def is_full(self) -> bool:
@@ -165,7 +166,7 @@ class MessageLoop:
                     self._handle_offer(session, message, frames[1:])
                 case TicketFailed(ticket_id, reason):
                     self._ledger.failed(ticket_id, session.actor_id)
-                    self._warnings.log("an episode failed", f"ticket {ticket_id} at {session.actor_id}: {reason}")
+                    self._failures.log("an episode failed", f"ticket {ticket_id} at {session.actor_id}: {reason}")
                 case Heartbeat():
                     self._handle_heartbeat(session, message)
                 case Goodbye():

@@ -1,0 +1,35 @@
+"""config.yaml in the folder of a run: all of its settings, by which it goes on and from which others begin."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from impala_llm.config import ConfigError, to_yaml
+from impala_llm.settings import Config
+
+WITH_FOLDER = ("run", "demonstrations", "sft")
+"""Sections whose `dir` follows run.name by default."""
+
+
+def keep_settings(config: Config) -> None:
+    """Write config.yaml into the run's folder: settings for another run, too, by another `run.name`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    settings = {name: replace(getattr(config, name), dir=_by_name(config, name)) for name in WITH_FOLDER}
+    # run.resume=true is an answer to one question: the next one is asked again.
+    kept = replace(config, **settings | {"run": replace(settings["run"], resume=Config().run.resume)})
+    try:
+        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+        (Path(config.run.dir) / "config.yaml").write_text(to_yaml(kept))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir} cannot be written to ({error.strerror}): name another folder"
+        ) from None
+
+
+def _by_name(config: Config, section: str) -> str:
+    """The folder of a section as its default, which follows run.name, where it is that."""
+    folder: str = getattr(config, section).dir
+    by_default: str = getattr(Config(), section).dir
+    return by_default if by_default.replace("${run.name}", config.run.name) == folder else folder
