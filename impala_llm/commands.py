@@ -203,7 +203,11 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
                 raise ConfigError(f"--config {value}: give a file with settings whose name ends in .yaml")
             overrides.append(f"actor.num_actors={value}" if option == "--num-actors" else f"experiment={value}")
         elif word.startswith("-"):
-            raise ConfigError(f"{word} is no option of this command: see `impala-llm {command} --help`")
+            key = option.lstrip("-")
+            is_setting = "." in key or key in ("experiment", "algorithm", "env", "model", "engine", "replay")
+            help_ = f"see `impala-llm {command} --help`"
+            hint = f"write {key}={value or next(given, 'VALUE')}" if is_setting else help_
+            raise ConfigError(f"{word} is no option of this command: {hint}")
         else:
             overrides.append(word)
     if len(sources := [word for word in overrides if word.startswith("experiment=")]) > 1:

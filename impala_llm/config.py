@@ -23,7 +23,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from impala_llm.familiar_names import meant_by
+from impala_llm.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.idle_settings import in_force
 from impala_llm.plugs import (
     AGENTS,
@@ -40,6 +40,9 @@ from impala_llm.plugs import (
 )
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 from impala_llm.settings_checks import problems
+
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+"""Types as OmegaConf names them, in words."""
 
 
 class ConfigError(ValueError):
@@ -396,7 +399,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
             own = ", or your own as module:Class" if key in ("env", "engine") else ""
-            return f"{key}={value} is not known: choose one of {', '.join(choices)}{own}"
+            meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
+            hint = f"here it is {key}={meant}" if meant else f"choose one of {', '.join(choices)}{own}"
+            return f"{key}={value} is not known: {hint}"
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"
     for key, value in in_file.items():
@@ -425,6 +430,10 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             reason = str(cause.msg or cause).splitlines()[0]
             if isinstance(known.get(full_key), list) or "ListConfig" in reason:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
+            if "is not Optional" in reason:
+                return f"{where}{full_key}={value} needs a value: the default is {known.get(full_key)!r}"
+            if match := re.search(r"could not be converted to (\w+)", reason):
+                reason = f"{_TYPES.get(match[1], match[1])} is expected"
             return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
     said = str(causes[-1]).splitlines()[0]
     if match := re.search(r"Ambiguous value for argument '(.+?)'", said):

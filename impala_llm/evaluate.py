@@ -37,7 +37,7 @@ from impala_llm.observability.intervals import change_interval, score_interval, 
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, model_directory
+from impala_llm.settings import Config, EvaluationConfig, model_directory
 from impala_llm.trajectory import Trajectory
 
 NEGLIGIBLE = 0.01
@@ -316,6 +316,8 @@ def short_label(label: str) -> str:
 
 def num_tasks_said(wanted: int, there: int) -> str:
     """A sentence on how many of a split's tasks are played, with the key that changes it."""
+    if wanted > there and wanted == EvaluationConfig().num_tasks:
+        return f"all {there} tasks are played"
     if wanted > there:
         return f"all {there} tasks are played; evaluation.num_tasks={wanted} asks for more than there are"
     return f"{wanted} of {there} tasks are played (evaluation.num_tasks={wanted})"

@@ -36,6 +36,21 @@ FAMILIAR_NAMES = {
 """Names that other trainers have for some of our settings, by the last part of the key."""
 
 
+FAMILIAR_CHOICES = {
+    "algorithm=grpo": "group_relative_by_std",
+    "algorithm=dr_grpo": "group_relative",
+    "algorithm=rloo": "group_relative with algorithm.credit=rloo",
+    "algorithm=cispo": "group_relative with algorithm.loss=cispo",
+    "algorithm=gspo": "group_relative_by_episode with algorithm.loss=gspo",
+    "algorithm=tis": "group_relative",
+    "algorithm=impala": "vtrace",
+    "algorithm=areal": "decoupled_ppo",
+    "engine=vllm": "sglang",
+    "engine=hf": "torch",
+}
+"""Names that others have for what our presets name: the word, and the choice."""
+
+
 def meant_by(key: str, known: Sequence[str]) -> str | None:
     """The setting that an unknown key may stand for."""
     last = key.rsplit(".", 1)[-1]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves
+from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves, written
 
 
 class Idle(NamedTuple):
@@ -78,19 +78,10 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
         why = idle.get(key) or idle.get(key.rpartition(".")[0])
         if why and value != defaults[key] and (why.is_refused or key in given):
             found.append(
-                f"{key}={_written(value)} has no effect {why.reason}: set {why.fix}, for instance, or "
-                f"{key}={_written(defaults[key])}"
+                f"{key}={written(value)} has no effect {why.reason}: set {why.fix}, for instance, or "
+                f"{key}={written(defaults[key])}"
             )
     return found
-
-
-def _written(value: object) -> str:
-    """A value as it is written on the command line."""
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, bool | None)
-        else (f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value))
-    )
 
 
 def in_force(settings: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -351,14 +351,17 @@ def _device(config: Config) -> list[str]:
 def _sglang(config: Config) -> list[str]:
     if config.engine.name != "sglang" or config.engine.urls is not None or config.num_actors == 0:
         return []
-    directory = model_directory(config.model.path)
+    directory, found = model_directory(config.model.path), []
+    try:
+        asyncio.run(check_python(config.engine.python or find_python()))
+    except BadServerSettings as error:
+        found.append(str(error))
     try:
         if directory is not None:
             check_positions(directory, config.engine.max_length)
-        asyncio.run(check_python(config.engine.python or find_python()))
     except BadServerSettings as error:
-        return [str(error)]
-    return []
+        found.append(str(error))
+    return found
 
 
 def _learner_keys(config: Config) -> list[str]:

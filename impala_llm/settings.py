@@ -677,6 +677,13 @@ def holds_run(folder: Path) -> bool:
     return metrics.is_file() and metrics.stat().st_size > 0 or any((folder / "checkpoints").glob("update-*"))
 
 
+def written(value: object) -> str:
+    """A value as the command line has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """All settings as (dotted key, value)."""
     assert is_dataclass(node)

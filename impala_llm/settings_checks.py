@@ -37,6 +37,7 @@ from impala_llm.settings import (
     longest_record,
     model_directory,
     other_models,
+    written,
 )
 from impala_llm.trajectory import block_words
 
@@ -97,15 +98,10 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
             found += field_problems(value, f"{key}.")
         elif choices and value not in choices and not (bounds and is_number):
             number = f", or a number, {limits(low, high)}" if bounds else ""
-            found.append(f"{key}={value} is not known: choose one of {', '.join(map(_shown, choices))}{number}")
+            found.append(f"{key}={value} is not known: choose one of {', '.join(map(written, choices))}{number}")
         elif is_number and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
     return found
-
-
-def _shown(choice: str | bool) -> str:
-    """A choice as it is written on the command line."""
-    return str(choice).lower() if isinstance(choice, bool) else choice
 
 
 def limits(low: float, high: float) -> str:

@@ -407,3 +407,13 @@ def test_ctrl_c_ends_quietly_and_a_second_one_too(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in (
+        (["--learner.batch_size", "32"], "write learner.batch_size=32"),
+        (["--experiment=toy"], "write experiment=toy"),
+        (["--fast"], "see `impala-llm train --help`"),
+    ):
+        assert cli.main(["train", *words]) == 2
+        assert f"{words[0]} is no option of this command: {hint}" in capsys.readouterr().err

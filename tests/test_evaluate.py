@@ -503,7 +503,7 @@ def test_a_hard_catalogue_is_named(config: Config, capsys: pytest.CaptureFixture
     results, _ = evaluation.evaluate_policies(load([*words, f"run.dir={config.run.dir}"]), {})
     assert {r.tasks for r in results} == {"webshop, hard catalogue 5, split test"} and len(results) == 3
     assert "webshop, hard catalogue 5, split test: 3 of" in capsys.readouterr().err
-    results, _ = evaluation.evaluate_policies(load([*words, "agent.command=cat", f"run.dir={config.run.dir}"]), {})
+    results, _ = evaluation.evaluate_policies(load([words[-1], "agent.command=cat", f"run.dir={config.run.dir}"]), {})
     assert "agent, split test: 3 of" in capsys.readouterr().err and not any("hard" in r.tasks for r in results)
 
 

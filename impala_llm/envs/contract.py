@@ -44,10 +44,8 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
         raise EnvironmentFault(f"{what} returned {_shown(given)}: at most {_MOST_TASKS} tasks are expected")
     found: list[int] = call(what, lambda: list(given))
     if not found:
-        raise EnvironmentFault(
-            f"{what} returned {_shown(given)}: at least one task is expected; give the split one, or choose another "
-            "(evaluation.split)"
-        )
+        other = "" if split == "train" else ", or choose another (evaluation.split)"
+        raise EnvironmentFault(f"{what} returned {_shown(given)}: at least one task is expected; give it one{other}")
     if not all(isinstance(task, int | np.integer) for task in found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: a sequence of task ids (int) is expected")
     if min(found) < 0 or max(found) >= 2**63:

@@ -16,7 +16,7 @@ from impala_llm.config import ConfigError, plain
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, shared_memory
-from impala_llm.settings import Config, holds_run, leaves, model_directory
+from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.supervised import SUPERVISED
 
 _MUST_AGREE = (
@@ -90,7 +90,7 @@ def how_to_start(config: Config) -> Start:
         )
     differing = differing or []
     if refused := [found for found in differing if found[0].startswith(_MUST_AGREE if resume is True else _SAME_RUN)]:
-        key, before, now = refused[0]
+        key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
         others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
         way = "" if is_fatal else ", or set run.resume=true to go on so"
@@ -98,7 +98,7 @@ def how_to_start(config: Config) -> Start:
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
     if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
-        settings = "; ".join(f"{key}={now}, before {before}" for key, before, now in changed)
+        settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
         notes.append(f"going on with {settings}")
     return Start(
         take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id, notes=tuple(notes)

@@ -201,7 +201,7 @@ def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -
     [
         ("engine.temperature=0.7", "with engine.temperature=1.0 and not 0.7"),
         ("engine.max_length=100", "with engine.max_length="),
-        ("model.value_trunk_gradient=false", "with model.value_trunk_gradient=True and not False"),
+        ("model.value_trunk_gradient=false", "with model.value_trunk_gradient=true and not false"),
     ],
 )
 def test_another_distribution_of_tokens_is_not_gone_on_with_in_silence(
