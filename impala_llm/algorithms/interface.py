@@ -17,14 +17,17 @@ registered under a short name; one of your own is named by its import path, `alg
 
     @dataclass
     class MyLoss(Loss):
-        metrics = {"steep_share": "share of the tokens with a ratio above `limit`"}
-        limit: float = bounded(2.0, least=1.0)
+        metrics = {"steep_share": "share of the tokens with A > 0 and a ratio above `limit`: no gradient"}
+        limit: float = bounded(2.0, least=1)
 
         def __call__(self, scored, advantages):
-            ratio = ratios(scored.log_probs - scored.behaviour_log_probs)
-            weights = ratio.detach().clamp(max=self.limit)
-            steep = (ratio > self.limit).float().mean()
-            return LossOutput(-weights * advantages * scored.log_probs, {"steep_share": steep}, weights)
+            ratio = ratios(scored.log_probs - scored.behaviour_log_probs)  # scored.log_ratio has no gradient
+            steep = (advantages > 0) & (ratio > self.limit)
+            per_token = -torch.where(steep, self.limit, ratio) * advantages
+            weights = torch.where(steep, 0.0, ratio.detach())
+            return LossOutput(per_token, {"steep_share": steep.float().mean()}, weights)
+
+A credit beside it, and what both must keep to: docs/algorithms.md, "One of your own".
 
 Invariant: only log π, entropies and values carry a gradient. A loss sees the tokens that teach and no others.
 """

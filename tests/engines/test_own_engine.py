@@ -35,13 +35,13 @@ def test_its_options_are_settings(own: Path) -> None:
     [
         (["engine.name=torhc"], ["engine.name=torhc is not known", "did you mean torch?", "sglang", "module:Class"]),
         (["engine.name=vllm"], ["engine.name=vllm is not known", "torch, sglang"]),
-        (["engine=vllm"], ["engine=vllm is not known", "sglang, torch"]),
+        (["engine=vllm"], ["engine=vllm is not known: here it is engine=sglang"]),
         (["engine.name=nowhere:Engine"], ["engine.name=nowhere:Engine", "nowhere", "PYTHONPATH"]),
         (["engine.name=my_engine:Bell"], ["engine.name=my_engine:Bell", "my_engine has no Bell"]),
         ([*OWN, "engine.options.wrong=1"], ["engine.options.wrong=1", "engine.options.wrong_share?"]),
         ([*OWN, "engine.options.wrong_share=2"], ["engine.options.wrong_share=2", "between 0 and 1"]),
         (["engine.options.dtype=float32"], ["engine.options.dtype=float32", "engine.name=torch", "engine.*"]),
-        ([*OWN, "engine.tensor_parallel=2"], ["engine.tensor_parallel=2", "engine.name=my_engine:Echo has none"]),
+        ([*OWN, "engine.tensor_parallel=2"], ["engine.tensor_parallel=2", "no effect with engine.name=my_engine:Echo"]),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[str], said: list[str]) -> None:
