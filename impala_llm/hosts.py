@@ -127,7 +127,8 @@ def is_loopback_url(url: str) -> bool:
 def server_identity(url: str) -> tuple[str, int]:
     """Host and port of an http URL, the same for all spellings of one server. Looks up no name."""
     parts = urlsplit(url)
-    host = "localhost" if is_loopback_url(url) else (parts.hostname or "")
+    host = parts.hostname or ""
+    host = "localhost" if is_loopback_url(url) or host in _WILDCARDS else host
     return host, parts.port or (443 if parts.scheme == "https" else 80)
 
 

@@ -202,9 +202,10 @@ class VersionPublisher:
         """
         found, is_due = None, False
         if self._ranks.is_main:
-            self._board.reserve(self.export.tensors(self._dtype))
+            num_beside = len(self.export.beside())
+            self._board.reserve(self.export.tensors(self._dtype), num_beside)
             if self._interval != 1:
-                self._kept.reserve(self.export.tensors())
+                self._kept.reserve(self.export.tensors(), num_beside)
             found = self._reader.latest()
             is_due = found is None or self._interval is not None
         due, may_skip = (n > 0 for n in self._ranks.sum([float(is_due), float(found == version)]))

@@ -1,22 +1,25 @@
 """Claims of supervisors of one host, which know nothing of each other: indices of actors, and servers for them.
 
-A claim is a socket with a name outside of the file system (unix(7)), to which nobody connects. Where there are none, or
-no name can be bound, nothing is claimed. The names are those of a network namespace: containers with namespaces of
-their own know nothing of each other's claims.
+A claim is a locked file in a folder of this user's in shared memory: containers that share it know of each other's
+claims, and other users cannot touch them. Where no file can be made there, nothing is claimed.
 
 Invariant: what is claimed has one living owner at most; the kernel frees it with the owner, whatever ends that.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import hashlib
 import itertools
 import os
-import socket
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from impala_llm.hosts import server_identity
+from impala_llm.pipeline.shm.file_lock import FileLock
+from impala_llm.pipeline.shm.owned_directory import check_ours
+from impala_llm.pipeline.shm.run_directory import shared_memory
 
 
 @contextmanager
@@ -24,7 +27,11 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
     """Claim the lowest free indices of a run's actors on this host, one after another, while the context is open.
 
     Args:
+        run_name: runs of other names have indices of their own.
         count: number of actors.
+
+    Raises:
+        RunDirectoryError: the folder of the claims is another user's.
     """
     with ExitStack() as stack:
         found: list[int] = []
@@ -44,25 +51,58 @@ def claimed_servers(urls: Sequence[str]) -> Iterator[list[str]]:
     """Claim servers for the actors of this process while the context is open.
 
     Args:
-        urls: of the servers.
+        urls: of the servers, each in any spelling.
 
     Yields:
         Those that another process of this user on this host has claimed.
+
+    Raises:
+        RunDirectoryError: the folder of the claims is another user's.
+        ValueError: a URL is malformed.
     """
     with ExitStack() as stack:
-        # A socket's name is short.
-        names = {url: hashlib.sha256(url.rstrip("/").encode()).hexdigest() for url in urls}
-        yield [url for url, name in names.items() if not _claim(stack, f"server-{name}")]
+        servers = {url: _server(url) for url in urls}
+        taken = {server for server in set(servers.values()) if not _claim(stack, server)}
+        yield [url for url, server in servers.items() if server in taken]
+
+
+def _server(url: str) -> str:
+    """Name of the claim to a server."""
+    host, port = server_identity(url)
+    network = ""
+    if host == "localhost":  # each network namespace, such as a container's, has one of its own
+        with suppress(OSError):
+            network = os.readlink("/proc/self/ns/net")
+    return f"server {host} {port} {network}"
 
 
 def _claim(stack: ExitStack, name: str) -> bool:
     """Claim a name until the stack is closed. Returns whether nobody else has it."""
-    if sys.platform != "linux":
-        return True
-    claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-    try:
-        claim.bind(f"\0impala_llm-{os.getuid()}-{name}")
-    except OSError as error:
-        claim.close()
-        return error.errno != errno.EADDRINUSE
-    return True
+    folder = shared_memory() / f"impala_llm-{os.getuid()}.claims"  # no run's: its name would follow on a hyphen
+    path = folder / hashlib.sha256(name.encode()).hexdigest()
+    while True:
+        try:
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            check_ours(folder, "remove it, or have its owner do so")
+            claim = FileLock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # whoever had the last claim has just removed the folder
+        except OSError:
+            return True
+        if not claim.take(fcntl.LOCK_EX):
+            claim.close()
+            return False
+        if claim.is_at(path):
+            stack.callback(_give_up, claim, path)
+            return True
+        claim.close()  # its owner has just given it up
+
+
+def _give_up(claim: FileLock, path: Path) -> None:
+    if not claim.is_open:
+        return  # in a forked process
+    path.unlink(missing_ok=True)
+    claim.close()
+    with suppress(OSError):  # there are other claims
+        path.parent.rmdir()

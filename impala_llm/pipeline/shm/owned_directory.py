@@ -15,6 +15,8 @@ import shutil
 import time
 from pathlib import Path
 
+from impala_llm.pipeline.shm.file_lock import FileLock
+
 RUN_FILE = "run.json"
 """Run id, API key of the run's SGLang servers, folder on disk, and the owner's process id."""
 _LOCK_TRIES = 20
@@ -25,28 +27,34 @@ class RunDirectoryError(RuntimeError):
     """The run directory cannot be used: it belongs to a living owner, to another user, or does not exist."""
 
 
-def check_ours(root: Path) -> None:
-    """Raise RunDirectoryError unless this is a directory of this user."""
+def check_ours(root: Path, fix: str = "choose another run name") -> None:
+    """Raise RunDirectoryError unless `root` is a directory of this user. fix: end of the message, what to do then."""
     # /dev/shm is writable for every user: never follow links that another user has put there.
     status = os.lstat(root)
     if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
-        raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: choose another run name")
+        raise RunDirectoryError(f"{root} is not a directory of user {os.getuid()}: {fix}")
 
 
-def open_directory(root: Path) -> int | None:
+def _open_directory(root: Path) -> FileLock | None:
     """Open the directory; None where there is none. Raises RunDirectoryError where it is another user's."""
     try:
         check_ours(root)
-        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        return FileLock(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
 
 
-def take_lock(root: Path, run_name: str, make: bool) -> int | None:
+def take_lock(root: Path, run_name: str, make: bool) -> FileLock | None:
     """Lock the directory of a run.
 
+    Args:
+        root: the directory.
+        run_name: for the error message.
+        make: create the directory where there is none.
+
     Returns:
-        A descriptor that holds the lock; None where the directory was removed meanwhile: try again.
+        The lock, which is the caller's to close; None where there is no directory, or it was removed meanwhile: try
+        again.
 
     Raises:
         RunDirectoryError: another process holds the lock.
@@ -54,31 +62,25 @@ def take_lock(root: Path, run_name: str, make: bool) -> int | None:
     if make:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
-    if (handle := open_directory(root)) is None:
+    if (lock := _open_directory(root)) is None:
         return None
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.close)
         for attempt in range(_LOCK_TRIES):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.take(fcntl.LOCK_EX):
                 break
-            except BlockingIOError:
-                # The holder may be a process that checks for an owner, for a moment.
-                if attempt + 1 == _LOCK_TRIES:
-                    raise in_use(root, run_name) from None
-                time.sleep(_LOCK_INTERVAL_S)
-        if os.path.samestat(os.stat(root), os.fstat(handle)):
-            return handle
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(handle)
-        raise
-    os.close(handle)
-    return None
+            # The holder may be a process that checks for an owner, for a moment.
+            if attempt + 1 == _LOCK_TRIES:
+                raise in_use(root, run_name)
+            time.sleep(_LOCK_INTERVAL_S)
+        if not lock.is_at(root):
+            return None
+        stack.pop_all()
+        return lock
 
 
 def in_use(root: Path, run_name: str) -> RunDirectoryError:
-    """Make the error for a directory whose owner lives."""
+    """Make the error for `root`, the directory of run `run_name`, whose owner lives."""
     return RunDirectoryError(
         f"run.name={run_name} is in use: {root} belongs to the living process {_owner_pid(root)}; stop that process, "
         "or choose another run name"
@@ -87,15 +89,10 @@ def in_use(root: Path, run_name: str) -> RunDirectoryError:
 
 def has_owner(root: Path) -> bool:
     """Return whether a living process holds the lock."""
-    if (handle := open_directory(root)) is None:
+    if (lock := _open_directory(root)) is None:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
+    with contextlib.closing(lock):
+        return not lock.take(fcntl.LOCK_SH)
 
 
 def read_run_id(root: Path) -> int | None:
@@ -109,7 +106,7 @@ def _owner_pid(root: Path) -> object:
 
 
 def read_file(root: Path, name: str = RUN_FILE) -> dict[str, object]:
-    """Read a JSON object; empty where there is none."""
+    """Read the JSON object in file `name` of directory `root`; empty where there is none."""
     try:
         values = json.loads((root / name).read_text())
     except (OSError, ValueError):

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from impala_llm.pipeline.shm import copy_kernels
+from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.record import EncodedTrajectory
 
 _MAGIC = b"ILLMRING"
@@ -79,9 +80,8 @@ def populate(mapping: mmap.mmap, *, write: bool) -> None:
 def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
     """Create and map a file of mode 0600, its pages reserved and resident.
 
-    A file that exists already is replaced; processes that have mapped it keep the old one.
-
     Args:
+        path: a file that exists already is replaced; processes that have mapped it keep the old one.
         num_bytes: size of the file.
         advice: end of the error message, a sentence that says what to do.
 
@@ -110,21 +110,15 @@ def _refuse_if_in_use(path: Path) -> None:
         ArenaError: one has.
     """
     try:
-        handle = os.open(path, _READ_FLAGS)
+        lock = FileLock(path, _READ_FLAGS)
     except OSError:
         return  # there is none, or something else, which is replaced
-    try:
+    with contextlib.closing(lock):
         for _ in range(_LOCK_ATTEMPTS):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.take(fcntl.LOCK_EX):
                 return
             time.sleep(_LOCK_PAUSE_S)  # a reader holds the lock for a moment, see `has_writer`
-    finally:
-        os.close(handle)
-    raise ArenaError(
-        f"{path} belongs to another process, which is alive: give each actor an index of its own. Actors in containers "
-        "that share /dev/shm find one by themselves where they share the network as well"
-    )
+    raise ArenaError(f"{path} belongs to another process, which is alive: give each actor an index of its own")
 
 
 class ArenaWriter:
@@ -150,15 +144,15 @@ class ArenaWriter:
         self.path = path
         self._num_words = capacity // 8 // _UNIT * _UNIT
         num_bytes = _HEADER_BYTES + 8 * self._num_words
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
         if path is None:
             self._map = mmap.mmap(-1, num_bytes)
             populate(self._map, write=True)
         else:
             _refuse_if_in_use(path)
             self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
-            self._lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = FileLock(path, os.O_RDONLY | os.O_NOFOLLOW)
+            self._lock.take(fcntl.LOCK_EX)
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
         self._bytes = memoryview(self._map)
         self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
@@ -229,11 +223,9 @@ class ArenaWriter:
 
     def close(self) -> None:
         """Remove the file. Readers that mapped it keep their mapping."""
-        if self.path is not None:
+        if self.path is not None and self._lock is not None and self._lock.is_open:  # not in a forked process
             self.path.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.close()
 
     def _find_room(self, size: int) -> int | None:
         if not self._live:

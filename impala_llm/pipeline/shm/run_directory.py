@@ -17,8 +17,8 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
     <run id>/unsaved                there where the owner must leave all of this, see `RunDirectory.keep`
     <run id>/learner.json           life and number of ranks of its learner, see `RunDirectory.note_learner`
-    <run id>/began                  the time at which the run would have begun to train without interruption
-    <run id>/used                   seconds for which it has trained
+    <run id>/clock                  two float64: the time at which the run would have begun to train without
+                                    interruption (not a number: it has not begun), and seconds for which it has trained
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ import math
 import os
 import re
 import secrets
+import struct
 import tempfile
 import time
 from pathlib import Path
 
+from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.owned_directory import (
     RUN_FILE,
     empty,
@@ -44,11 +46,13 @@ from impala_llm.pipeline.shm.owned_directory import (
     take_lock,
 )
 from impala_llm.pipeline.shm.owned_directory import RunDirectoryError as RunDirectoryError
+from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.supervised import SUPERVISED
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEARNER_FILE = "learner.json"
+_CLOCK = struct.Struct("<dd")
 ARENA = ".arena"
 """Suffix of the file of an actor's arena."""
 _ATTACH_INTERVAL_S = 0.05
@@ -92,24 +96,33 @@ class RunDirectory:
     ...     receiver = Receiver(run.endpoint(rank=0), ...)
     """
 
-    def __init__(self, root: Path, run_id: int, lock: int | None = None) -> None:
+    def __init__(self, root: Path, run_id: int, lock: FileLock | None = None) -> None:
         """Make the object for a directory that exists.
 
         Args:
-            lock: descriptor of the locked directory; None: attached.
+            root: the directory, which holds run.json.
+            run_id: of the run that it holds.
+            lock: of the directory, owned from now on; None: attached.
         """
         self.run_id = run_id
         # Half of the number, since a socket's path must be short.
         self.path = root / f"{run_id & 0xFFFFFFFF:08x}"
         self._root = root
-        self._owned = lock is not None
         self._lock = lock
 
     @classmethod
     def for_learner(
         cls, run_name: str, take_over: bool = False, run_id: int | None = None, output: Path | None = None
     ) -> RunDirectory:
-        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one."""
+        """Attach to the supervisor's directory where there is one (`SUPERVISED`), else `create` one.
+
+        Args:
+            run_name: of the run.
+            take_over, run_id, output: see `create`; without effect under a supervisor.
+
+        Raises:
+            RunDirectoryError: see `create` and `attach`.
+        """
         if os.environ.get(SUPERVISED):
             return cls.attach(run_name)
         return cls.create(run_name, take_over=take_over, run_id=run_id, output=output)
@@ -126,6 +139,7 @@ class RunDirectory:
         """Make the directory of a run and own it until `remove`. A dead owner's directory of that name goes first.
 
         Args:
+            run_name: part of the directory's name, see `check_name`.
             base: parent directory; None: see `shared_memory`.
             take_over: resume a dead owner's run instead, with all trajectories that its learner has acknowledged.
             run_id: of a run that goes on from a checkpoint, where nothing is taken over; None: a new one.
@@ -133,6 +147,7 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: the owner is alive, or the path belongs to another user.
+            ValueError: run_name cannot be part of a file name.
         """
         root = _run_path(run_name, base)
         while (lock := take_lock(root, run_name, make=True)) is None:
@@ -142,19 +157,20 @@ class RunDirectory:
             server_key = secrets.token_hex(16) if left is None else read_file(root).get("server_key")
             if left is None:
                 empty(root)
-                os.fchmod(lock, 0o700)  # of whatever made it
+                os.fchmod(lock.fileno(), 0o700)  # of whatever made it
                 left = run_id or 1 + secrets.randbelow(2**63 - 1)
             run = cls(root, left, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
             run._unsaved.unlink(missing_ok=True)
-            (run.path / "began").unlink(missing_ok=True)  # the time since its owner died does not count
+            reserve(run._clock, _CLOCK.size)
+            run._set_clock(math.nan, run.used_s)  # the time since its owner died does not count
             new = root / (RUN_FILE + ".new")
             of_run = {"run_id": left, "server_key": server_key, "output": None if output is None else str(output)}
             new.write_text(json.dumps({**of_run, "pid": os.getpid()}))
             os.replace(new, root / RUN_FILE)  # last: a process that finds it finds all other files
             return run
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
 
     @classmethod
@@ -162,7 +178,7 @@ class RunDirectory:
         """Use the directory that another process owns.
 
         Args:
-            base: as for `create`.
+            run_name, base: as for `create`.
             timeout_s: seconds to wait for it to appear; None: for ever, which is logged once.
 
         Raises:
@@ -227,38 +243,45 @@ class RunDirectory:
             used_s: seconds for which the run has trained before, on another host or in an earlier life of its folder;
                 what `note_used` has noted here counts where it is more.
         """
-        path = self.path / "began"
-        with contextlib.suppress(FileNotFoundError):
-            return float(path.read_text())
-        now = time.monotonic() - max(used_s, self.used_s)
-        new = path.with_name("began.new")
-        new.write_text(repr(now))
-        os.replace(new, path)
-        return now
+        began_at, used_here_s = self._times()
+        if math.isnan(began_at):
+            began_at = time.monotonic() - max(used_s, used_here_s)
+            self._set_clock(began_at, used_here_s)
+        return began_at
 
     def note_used(self, seconds: float) -> None:
         """Note for how long the run has trained, for a later owner."""
-        new = self.path / "used.new"
-        new.write_text(repr(seconds))
-        os.replace(new, self.path / "used")
+        self._set_clock(self._times()[0], seconds)
 
     @property
     def used_s(self) -> float:
         """Seconds that `note_used` has noted last; 0 where it has not."""
-        with contextlib.suppress(FileNotFoundError):
-            return float((self.path / "used").read_text())
-        return 0.0
+        return self._times()[1]
+
+    @property
+    def _clock(self) -> Path:
+        return self.path / "clock"
+
+    def _times(self) -> tuple[float, float]:
+        """The contents of the clock."""
+        began_at, used_s = _CLOCK.unpack(self._clock.read_bytes())
+        return began_at, used_s
+
+    def _set_clock(self, began_at: float, used_s: float) -> None:
+        overwrite(self._clock, _CLOCK.pack(began_at, used_s))
 
     def note_learner(self, life: int, num_ranks: int) -> None:
-        """Note whose tickets and versions lie here, for `find_learner`.
+        """Note whose tickets and versions lie here, for `find_learner`. Writes nothing that is noted already.
 
         Args:
             life: how many times the run has gone on from a checkpoint alone, on any host.
             num_ranks: of its learner.
         """
-        new = self.path / (_LEARNER_FILE + ".new")
-        new.write_text(json.dumps({"life": life, "num_ranks": num_ranks}))
-        os.replace(new, self.path / _LEARNER_FILE)
+        values = {"life": life, "num_ranks": num_ranks}
+        if read_file(self.path, _LEARNER_FILE) != values:
+            new = self.path / (_LEARNER_FILE + ".new")
+            new.write_text(json.dumps(values))
+            os.replace(new, self.path / _LEARNER_FILE)
 
     @property
     def kept_path(self) -> Path:
@@ -292,20 +315,19 @@ class RunDirectory:
         Raises:
             RunDirectoryError: this process attached to it, and does not own it.
         """
-        if not self._owned:
+        if self._lock is None:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
-        if self._lock is not None:
+        if self._lock.is_open:  # not in a forked process
             if not self._unsaved.exists():
                 empty(self._root)
                 self._root.rmdir()
-            os.close(self._lock)
-            self._lock = None
+            self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._owned:
+        if self._lock is not None:
             self.remove()
 
 
@@ -313,6 +335,7 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     """Find the run that a dead owner has left under this name.
 
     Args:
+        run_name, base: as for `RunDirectory.create`.
         output: only one with this folder on disk counts; None: any does.
 
     Returns:
@@ -332,6 +355,9 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
 def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | None:
     """Read what a dead owner's learner has noted with `RunDirectory.note_learner`: its life and its number of ranks.
 
+    Args:
+        run_name, base: as for `RunDirectory.create`.
+
     Returns:
         None where it has noted nothing.
     """
@@ -344,7 +370,12 @@ def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | N
 
 
 def left_bytes(run_name: str, base: Path | None = None, suffix: str = "") -> int:
-    """Bytes on disk, or in memory, of the files under this name, or of those among them that end with a suffix."""
+    """Bytes on disk, or in memory, of the files that a run has left.
+
+    Args:
+        run_name, base: as for `RunDirectory.create`.
+        suffix: only files whose names end with it count.
+    """
     total = 0
     for folder, _, names in os.walk(_run_path(run_name, base)):
         for name in (name for name in names if name.endswith(suffix)):
@@ -354,9 +385,10 @@ def left_bytes(run_name: str, base: Path | None = None, suffix: str = "") -> int
 
 
 def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5.0) -> None:
-    """Remove the directory that a dead owner left, if there is one. For supervisors, after the end of a run.
+    """Remove the directory that a dead owner left, if there is one. For benchmarks and tests that kill owners.
 
     Args:
+        run_name, base: as for `RunDirectory.create`.
         timeout_s: seconds to wait for an owner that is being killed.
 
     Raises:
@@ -375,4 +407,4 @@ def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5
         if lock is not None:
             empty(root)
             root.rmdir()
-            os.close(lock)
+            lock.close()

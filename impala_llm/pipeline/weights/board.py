@@ -38,6 +38,7 @@ from impala_llm.pipeline.weights.slots import (
     holders,
     read_latest,
     write_atomically,
+    write_in_place,
     write_latest,
     write_tensors,
     write_version,
@@ -57,6 +58,19 @@ __all__ = [
 
 _RETRY_S = 0.005
 _NO_SLOT = -1
+
+
+def _check_bytes(layout: Layout, tensors: Mapping[str, TensorSource]) -> None:
+    """Raise ValueError where an array does not have its tensor's size."""
+    for name, place in layout.places.items():
+        array, size = tensors[name][2], place.end - place.start
+        if not isinstance(array, np.ndarray):
+            continue
+        if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides {array.strides}: "
+                f"contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape {place.shape}"
+            )
 
 
 class WeightPublisher:
@@ -96,18 +110,23 @@ class WeightPublisher:
         self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._slots = [Slot(directory, index) for index in range(num_slots)]
         for slot in self._slots:
-            slot.directory.mkdir(exist_ok=True)
             slot.lock.touch()
+            slot.directory.mkdir(exist_ok=True)
             for name, content in (files or {}).items():
-                write_atomically(slot.directory / name, content)
+                path = slot.directory / name
+                # Written again it would need memory, which others may have filled since.
+                if not path.exists() or path.read_bytes() != content:
+                    write_atomically(path, content)
 
-    def reserve(self, tensors: Mapping[str, TensorSource]) -> float:
-        """Reserve memory for all slots, so that no version has to wait for it.
+    def reserve(self, tensors: Mapping[str, TensorSource], extra_bytes: int = 0) -> float:
+        """Reserve memory for all slots, so that no version has to wait for it, nor fails where others fill the file
+        system.
 
         Slots that are being read, or hold the latest version, are left for later.
 
         Args:
             tensors: as for `publish`; only dtypes and shapes are used.
+            extra_bytes: of `publish`'s extra; 0 where they are not known: the first `publish` then reserves them.
 
         Returns:
             Seconds taken.
@@ -124,6 +143,10 @@ class WeightPublisher:
                     is_latest = latest is not None and slot.index == latest[0]
                     if locked and (not is_latest or slot.has_file_of(layout.num_bytes)):
                         slot.writable(layout.num_bytes)
+            try:
+                self._reserve_beside(layout, extra_bytes)
+            except OSError as error:
+                raise WeightsError(f"cannot reserve memory in {self.directory}: {error}. Free memory") from error
         return time.monotonic() - begin
 
     def publish(
@@ -155,16 +178,7 @@ class WeightPublisher:
         """
         begin = time.monotonic()
         layout = self._plan(tensors)
-        for name, place in layout.places.items():
-            array, size = tensors[name][2], place.end - place.start
-            if not isinstance(array, np.ndarray):
-                continue
-            if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
-                raise ValueError(
-                    f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides "
-                    f"{array.strides}: contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape "
-                    f"{place.shape}"
-                )
+        _check_bytes(layout, tensors)
         with self._alone(begin + self._takeover_s):
             latest = read_latest(self.directory)
             if latest is not None and version < latest[1]:
@@ -173,8 +187,10 @@ class WeightPublisher:
                 )
             try:
                 with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
-                    slot.manifest.unlink(missing_ok=True)
-                    write_atomically(slot.extra, extra)
+                    slot.withdraw()
+                    with contextlib.suppress(OSError):  # what finds no room waits for it when it is written
+                        self._reserve_beside(layout, len(extra))
+                    write_in_place(slot.extra, extra)
                     target = slot.writable(layout.num_bytes)
                     if sharing is not None:
                         sharing.tell(slot.index)
@@ -204,6 +220,11 @@ class WeightPublisher:
         target = self._slots[index].writable(layout.num_bytes)
         sharing.gather(write_tensors(layout, target, tensors, num_threads))
         return True
+
+    def _reserve_beside(self, layout: Layout, extra_bytes: int) -> None:
+        """Reserve memory for the small files of the slots. Raises OSError where the file system has no room."""
+        for slot in self._slots:
+            slot.reserve_beside(len(layout.places), extra_bytes)
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
@@ -253,7 +274,12 @@ class WeightPublisher:
 
 
 class WeightLease:
-    """A version that cannot be overwritten while the lease lasts. Made by `WeightReader.lease`."""
+    """A version that cannot be overwritten while the lease lasts. Made by `WeightReader.lease`.
+
+    Args:
+        slot: of the version, which the maker keeps locked.
+        manifest: of the version.
+    """
 
     def __init__(self, slot: Slot, manifest: Manifest) -> None:
         self.version = manifest.version
@@ -379,8 +405,11 @@ class WeightReader:
             return self._slot(latest[0])
         for directory in sorted(self.directory.glob("slot-*/")):
             number = directory.name.removeprefix("slot-")
-            slot = self._slot(int(number)) if number.isdecimal() else None
-            manifest = None if slot is None else slot.read_manifest()
+            if not number.isdecimal():
+                continue
+            slot = self._slot(int(number))
+            with flock(slot.lock, fcntl.LOCK_SH) as locked:
+                manifest = slot.read_manifest() if locked else None
             if manifest is not None and manifest.version == version:
                 return slot
         return None

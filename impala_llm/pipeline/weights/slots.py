@@ -3,9 +3,10 @@
 Invariant: the contents of a file are checked before use: a malformed manifest, or weights that are shorter than it
 says, give a WeightsError that names the file.
 
-    latest         JSON: the slot that holds the newest version; replaced by an atomic rename
+    latest         names the slot and the version of the newest one; replaced by an atomic rename. A symbolic link that
+                   leads nowhere, slot-<k>/<version>: a short one needs none of a full file system's memory
     slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
-    slot-<k>.json  the manifest of the slot, JSON; absent while the slot is written
+    slot-<k>.json  the manifest of the slot, JSON; named slot-<k>.json.new while the slot is written
     slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
     its holder
@@ -18,10 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import mmap
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ import numpy as np
 import psutil
 
 from impala_llm.pipeline.shm import copy_kernels
+from impala_llm.pipeline.shm.file_lock import FileLock
+from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.bfloat16 import convert_bytes
@@ -44,6 +47,7 @@ PUBLISHER_LOCK = "publisher.lock"
 _ROOM_TIMEOUT_S = 60.0
 _RETRY_S = 0.05
 _LATEST = "latest"
+_POINTER = re.compile("slot-([0-9]{1,20})/([0-9]{1,20})")
 _UINT64 = 2**64
 _NO_SUM = -1
 
@@ -117,8 +121,8 @@ class Manifest:
             raise ValueError(f"checksum {max(sums)} has more than 64 bits")
 
     def to_json(self) -> bytes:
-        """Contents of a manifest file."""
-        return json.dumps(vars(self)).encode()
+        """Contents of a manifest file, padded: for any version of the same tensors they have the same size."""
+        return json.dumps(vars(self)).encode().ljust(_manifest_bytes(len(self.checksums)))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Manifest:
@@ -131,6 +135,11 @@ class Manifest:
             return cls(**{**values, "checksums": tuple(values["checksums"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a manifest of weights: {error}") from error
+
+
+def _manifest_bytes(num_tensors: int) -> int:
+    """Size of a manifest file: a number, such as a checksum, has 20 digits at most."""
+    return 192 + 22 * num_tensors
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,7 @@ class MappedWeights:
         """Return views of all tensors.
 
         Args:
+            manifest: of the version, see `is_of`.
             source: name of the file, for the error message.
             verify: compare the checksums.
 
@@ -176,14 +186,19 @@ class MappedWeights:
 
 
 def damaged(source: str, version: int, tensor: str) -> WeightsError:
-    """Make the error for a tensor whose checksum is not the published one."""
+    """Make the error for a tensor of file `source` whose checksum is not the published one of `version`."""
     return WeightsError(
         f"{source} was changed after version {version} was published: the checksum of tensor {tensor!r} differs"
     )
 
 
 class Slot:
-    """One slot of a board. It keeps its mappings of the weights file until the file is replaced."""
+    """One slot of a board. It keeps its mappings of the weights file until the file is replaced.
+
+    Args:
+        board: directory of the board.
+        index: of the slot, from 0.
+    """
 
     def __init__(self, board: Path, index: int) -> None:
         self.index = index
@@ -217,6 +232,26 @@ class Slot:
             return False
         return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
 
+    def withdraw(self) -> None:
+        """Take the manifest away, and keep its memory for the next one. Needs the exclusive lock."""
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.manifest, _next_of(self.manifest))
+
+    def reserve_beside(self, num_tensors: int, extra_bytes: int) -> None:
+        """Reserve memory for what is written beside the weights, unless the slot has it already.
+
+        Args:
+            num_tensors: of a version.
+            extra_bytes: of `extra`; 0 where that is not known.
+
+        Raises:
+            OSError: the file system has no room.
+        """
+        if not self.manifest.exists():
+            reserve(_next_of(self.manifest), _manifest_bytes(num_tensors))
+        if extra_bytes and not self.extra.exists():
+            reserve(self.extra, extra_bytes)
+
     def writable(self, num_bytes: int) -> np.ndarray:
         """Map the weights file for writing, resident; a file of another size is replaced. Needs the exclusive lock.
 
@@ -229,7 +264,7 @@ class Slot:
         is_new = not self.has_file_of(num_bytes)
         if is_new:
             self._writable = None
-            self.manifest.unlink(missing_ok=True)
+            self.withdraw()
             self.weights.unlink(missing_ok=True)
         handle = os.open(self.weights, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -284,9 +319,11 @@ class Slot:
 
 
 def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWeights:
-    """Find the tensors in uint8[bytes of a weights file].
+    """Find the tensors of a weights file.
 
     Args:
+        data: uint8[bytes of the file].
+        manifest: that the header must match.
         source: name of the file, for the error message.
 
     Raises:
@@ -314,7 +351,7 @@ def write_version(
     sharing: SharedWriting | None = None,
     num_threads: int = 1,
 ) -> Manifest:
-    """Write a version into uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest.
+    """Write a version into `target`, uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest.
 
     Args:
         sharing: where other processes write parts of it, by `write_tensors`.
@@ -336,7 +373,7 @@ def write_version(
 def write_tensors(
     layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
 ) -> list[int]:
-    """Write tensors, or this process's parts of them, into uint8[layout.num_bytes].
+    """Write tensors, or this process's parts of them, into `target`, uint8[layout.num_bytes].
 
     Args:
         num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
@@ -400,17 +437,14 @@ def _identity(found: os.stat_result) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def flock(path: Path, operation: int) -> Iterator[bool]:
-    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(handle, operation | fcntl.LOCK_NB)
-            locked = True
-        except BlockingIOError:
-            locked = False
-        yield locked
-    finally:
-        os.close(handle)
+    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own.
+
+    Args:
+        path: of the file, which exists.
+        operation: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    """
+    with contextlib.closing(FileLock(path)) as lock:
+        yield lock.take(operation)
 
 
 def holders(locks: Sequence[Path]) -> list[str]:
@@ -427,45 +461,84 @@ def holders(locks: Sequence[Path]) -> list[str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file: a process that opens it sees the old contents or the new.
+    """Replace the file at `path` by one of this content: a process that opens it sees the old one or the new one.
 
-    Waits for room where others have filled the file system.
+    Waits as `write_in_place` does, unless memory is reserved for the new one.
 
     Raises:
         WeightsError: there is no room in time.
     """
-    new = path.with_name(path.name + ".new")
+    write_in_place(_next_of(path), content)
+    os.replace(_next_of(path), path)
+
+
+def write_in_place(path: Path, content: bytes) -> None:
+    """Write a file that nobody reads meanwhile.
+
+    Waits for room, at most a minute, where others have filled the file system and the file was shorter before.
+
+    Args:
+        path: of the file, made where it is missing.
+        content: all that it holds afterwards.
+
+    Raises:
+        WeightsError: there is no room in time.
+    """
+    _when_there_is_room(path, lambda: overwrite(path, content))
+
+
+def _when_there_is_room(path: Path, write: Callable[[], None]) -> None:
     deadline = time.monotonic() + _ROOM_TIMEOUT_S
     while True:
         try:
-            new.write_bytes(content)
-            break
+            write()
+            return
         except OSError as error:
             if error.errno != errno.ENOSPC or time.monotonic() >= deadline:
                 raise WeightsError(f"cannot write {path}: {error}. Free memory") from error
             time.sleep(_RETRY_S)
-    os.replace(new, path)
+
+
+def _next_of(path: Path) -> Path:
+    """The file that takes the place of `path` when it is written."""
+    return path.with_name(path.name + ".new")
 
 
 def write_latest(board: Path, slot: int, version: int) -> None:
-    """Make the version in a slot the latest one."""
-    write_atomically(board / _LATEST, json.dumps({"slot": slot, "version": version}).encode())
+    """Make the version in a slot the latest one.
+
+    Args:
+        board: directory of the board.
+        slot: index of the slot.
+        version: that the slot holds.
+
+    Raises:
+        WeightsError: it cannot be written.
+    """
+    path = board / _LATEST
+    new = _next_of(path)
+    new.unlink(missing_ok=True)
+    _when_there_is_room(path, lambda: os.symlink(f"slot-{slot}/{version}", new))
+    os.replace(new, path)
 
 
 def read_latest(board: Path) -> tuple[int, int] | None:
     """Read (slot, version) of the newest version; None before the first.
 
     Raises:
-        WeightsError: the file is malformed.
+        WeightsError: the link is malformed.
     """
     path = board / _LATEST
-    values = _read_json(path)
-    if values is None:
+    try:
+        target = os.readlink(path)
+    except FileNotFoundError:
         return None
-    slot, version = values.get("slot"), values.get("version")
-    if type(slot) is not int or type(version) is not int or slot < 0 or version < 0:
-        raise WeightsError(f"{path} names version {version!r} in slot {slot!r}: integers >= 0 are expected")
-    return slot, version
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    match = _POINTER.fullmatch(target)
+    if match is None:
+        raise WeightsError(f"{path} leads to {target[:40]!r}: slot-<index>/<version> is expected")
+    return int(match[1]), int(match[2])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

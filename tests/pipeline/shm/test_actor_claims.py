@@ -2,13 +2,23 @@
 
 import errno
 import os
-import socket
+import random
 import uuid
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from impala_llm.pipeline.shm import actor_claims
 from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_servers
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the claims of a test are that has shared memory of its own."""
+    monkeypatch.setattr(actor_claims, "shared_memory", lambda: tmp_path)
+    return tmp_path / f"impala_llm-{os.getuid()}.claims"
 
 
 def test_a_second_supervisor_counts_on_and_what_ended_is_free_again() -> None:
@@ -37,11 +47,39 @@ def test_a_server_that_other_actors_use_is_named_until_they_have_ended() -> None
         assert third == []
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL])
-def test_where_no_name_can_be_bound_everything_is_free(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_server_is_the_same_in_all_spellings_of_its_url() -> None:
+    port = random.randrange(1, 2**16)
+    spellings = [
+        f"{place}:{port}" for place in ("http://127.0.0.1", "http://localhost", "HTTP://LOCALHOST", "http://[::1]")
+    ]
+    spellings.append(f"http://localhost:{port}/v1/")
+    for spelling in spellings:
+        with claimed_servers([spelling]) as first, claimed_servers(spellings) as second:
+            assert (first, second) == ([], spellings)
+    with claimed_servers(spellings) as taken:
+        assert taken == [], "no claim stands in the way of another one of the same command"
+
+
+def test_claims_leave_nothing_behind(folder: Path) -> None:
+    with claimed_indices("run", 2), claimed_servers(["http://a:30000"]):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 3
+    assert not folder.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunDirectoryError, match=rf"{folder} is not a directory of user .*: remove it"):
+        claimed_servers(["http://a:30000"]).__enter__()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EROFS])
+def test_where_no_file_can_be_made_everything_is_free(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(socket.socket, "bind", refuse)
+    monkeypatch.setattr(os, "mkdir", refuse)
     with claimed_indices("run", 2) as indices, claimed_servers(["http://a:30000"]) as taken:
         assert (indices, taken) == ([0, 1], [])
+    assert not folder.exists()

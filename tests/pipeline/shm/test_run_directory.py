@@ -73,7 +73,7 @@ def test_a_living_owner_keeps_its_directory_and_a_dead_one_loses_it(tmp_path: Pa
     with pytest.raises(RunDirectoryError, match="living owner"):
         RunDirectory.attach("run", tmp_path)
     with RunDirectory.create("run", tmp_path) as run:
-        assert list(run.path.iterdir()) == []
+        assert [path.name for path in run.path.iterdir()] == ["clock"]
         assert {path.name for path in run.path.parent.iterdir()} == {"run.json", run.path.name}
     assert list(tmp_path.iterdir()) == []
 

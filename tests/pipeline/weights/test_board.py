@@ -331,11 +331,23 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"slot": 0}', b'{"slot": -1, "version": 0}']
+    "target",
+    [b"slot-0", b"slot-0/", b"\xff", b"slot-0/1/2", b"slot--1/0", b"slot-0/\xd9\xa1", b"slot-0/" + b"9" * 1000],
 )
-def test_a_malformed_pointer_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_malformed_pointer_is_named(tmp_path: Path, target: bytes) -> None:
     WeightPublisher(tmp_path).publish(make_tensors(0), 0)
-    (tmp_path / "latest").write_bytes(content)
+    (tmp_path / "latest").unlink()
+    os.symlink(target, tmp_path / "latest")
+    with pytest.raises(WeightsError, match="latest leads to"), WeightReader(tmp_path).lease():
+        pass
+    with pytest.raises(WeightsError, match="latest leads to"):
+        WeightPublisher(tmp_path).publish(make_tensors(1), 1)
+
+
+def test_a_pointer_that_is_no_link_is_named(tmp_path: Path) -> None:
+    WeightPublisher(tmp_path).publish(make_tensors(0), 0)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").touch()
     with pytest.raises(WeightsError, match="latest"), WeightReader(tmp_path).lease():
         pass
     with pytest.raises(WeightsError, match="latest"):
@@ -424,8 +436,8 @@ def test_checksums_of_bytes_are_what_their_definition_says(size: int) -> None:
 
 def test_a_reader_waits_for_the_publisher_of_its_slot(tmp_path: Path) -> None:
     WeightPublisher(tmp_path).publish(make_tensors(0), 0)
-    slot = json.loads((tmp_path / "latest").read_bytes())["slot"]
-    with (tmp_path / f"slot-{slot}.lock").open() as lock:
+    slot = os.path.dirname(os.readlink(tmp_path / "latest"))
+    with (tmp_path / f"{slot}.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(WeightsError, match="cannot be leased"), WeightReader(tmp_path).lease(timeout_s=0.02):
             pass
