@@ -1,8 +1,10 @@
 """The files in deploy/: well-formed, and with no word that the command line or `config.load` refuses."""
 
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +78,10 @@ def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path)
 
 @pytest.mark.system
 def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, mounts: dict[str, Path]) -> None:
-    (tmp_path / "bin").mkdir()
+    for folder in ("bin", "node"):
+        (tmp_path / folder).mkdir()
+    write_program(tmp_path / "node" / "impala-llm", "import json, sys; print(json.dumps(sys.argv[1:]))")
+    runs = tmp_path / "jürgen" / "my runs (2) [a, b]"
     srun = "import json, os, sys; given = [sys.argv[1:], os.environ.get('SRUN_CPUS_PER_TASK')]; "
     srun += "json.dump(given, open(os.environ['WORDS'], 'w'))"
     write_program(tmp_path / "bin" / "srun", srun)
@@ -88,7 +93,7 @@ def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, m
             **os.environ,
             "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "RUNS": str(tmp_path / "runs"),
+            "RUNS": str(runs),
             "WORDS": str(tmp_path / script.stem),
             # The job asked for 4, and has all of an exclusive node.
             "SLURM_GPUS_PER_NODE": "h100:4",
@@ -99,13 +104,17 @@ def test_both_sides_of_a_slurm_run_are_given_settings_that_fit(tmp_path: Path, m
         subprocess.run(["bash", str(script), *words], cwd=ROOT, env=environment, check=True, timeout=120)
         called[script.stem], cores[script.stem] = yaml.safe_load((tmp_path / script.stem).read_text())
     assert cores == {"learner": "32", "actors": "32"}
-    assert (tmp_path / "runs/shop/learner").read_text() == "tcp://node-7:7400\n"
+    assert (runs / "shop/learner").read_text() == "tcp://node-7:7400\n"
     learner, actors = called["learner"], called["actors"]
     assert "torchrun --standalone --nproc-per-node 4 " in " ".join(learner)
     config = load(learner[learner.index("impala_llm.learner") + 1 :])
-    assert (config.learner.num_ranks, config.actor.num_actors, config.run.dir) == (4, 0, f"{tmp_path}/runs/shop")
-    away = load(actors[actors.index("actors") + 2 :])
-    assert away.pipeline.connect == f"@{tmp_path}/runs/shop/learner"
+    assert (config.learner.num_ranks, config.actor.num_actors, config.run.dir) == (4, 0, f"{runs}/shop")
+    node = {**os.environ, "PATH": f"{tmp_path / 'node'}:{os.environ['PATH']}"}
+    printed = subprocess.run(actors[actors.index("bash") :], env=node, stdout=subprocess.PIPE, check=True).stdout
+    command, *words = json.loads(printed)
+    away = load(words)
+    assert (command, away.run.dir) == ("actors", f"{runs}/shop/actors/{socket.gethostname()}")
+    assert away.pipeline.connect == f"@{runs}/shop/learner"
     assert (away.learner.num_ranks, away.run.name) == (config.learner.num_ranks, config.run.name)
 
 
@@ -163,6 +172,22 @@ def test_a_slurm_learner_that_ends_leaves_the_address_of_its_successor(tmp_path:
     successor = f"echo tcp://node-8:7400 >{tmp_path}/runs/toy/learner"
     assert learner_job(tmp_path, *words, LEARNER_ADDRESS="node-7", CODE="143", MEANWHILE=successor)[0] == 143
     assert (tmp_path / "runs/toy/learner").read_text() == "tcp://node-8:7400\n"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_folder_of_a_slurm_run_that_cannot_be_quoted_is_refused(tmp_path: Path, script: Path) -> None:
+    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", str(script), "experiment=toy", "run.name=toy"],
+        env={**os.environ, **own, "RUNS": str(tmp_path / "jürgen's")},
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "jürgen's/toy has an apostrophe" in done.stderr and "set RUNS" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slurm_job_with_fewer_gpus_than_a_rank_needs_is_told(tmp_path: Path) -> None:

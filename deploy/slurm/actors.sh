@@ -35,17 +35,22 @@ PYTHON
 settings=$(read_settings "$@")
 read -r name _ <<<"$settings"
 run=$(realpath -m "${RUNS:-outputs}/$name")
+if [[ $run == *\'* ]]; then
+  echo "the run's folder $run has an apostrophe, which cannot be quoted in settings: set RUNS to a folder without one" >&2
+  exit 2
+fi
 
 until [ -d "$run/keys/authorised" ] && [ -s "$run/learner" ]; do
   echo "waiting for the learner of run $name to write $run/learner"
   sleep 10
 done
 
-words=("$@" "pipeline.connect=@$run/learner" "pipeline.keys=$run/keys" run.terminal=false)
+words=("$@" "pipeline.connect='@$run/learner'" "pipeline.keys='$run/keys'" run.terminal=false)
 [ -z "${ACTORS:-}" ] || words+=("actor.num_actors=$ACTORS")
 # Since Slurm 22.05 srun does not take the cores of a task over from sbatch.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # Each node has logs of its own: the folder of the run is shared, and actors of every node are numbered from 0.
 # shellcheck disable=SC2016  # the shell of each node expands it
 exec srun --kill-on-bad-exit=0 --no-kill \
-  bash -c 'run=$1; shift; exec impala-llm actors "$@" run.dir="$run/actors/$(hostname)"' actors "$run" "${words[@]}"
+  bash -c 'run=$1; shift; exec impala-llm actors "$@" "run.dir='\''$run/actors/$(hostname)'\''"' \
+  actors "$run" "${words[@]}"

@@ -36,6 +36,10 @@ PYTHON
 settings=$(read_settings "$@")
 read -r name width <<<"$settings"
 run=$(realpath -m "${RUNS:-outputs}/$name")
+if [[ $run == *\'* ]]; then
+  echo "the run's folder $run has an apostrophe, which cannot be quoted in settings: set RUNS to a folder without one" >&2
+  exit 2
+fi
 port=${PORT:-7400}
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} # those that srun gets: as many as the job asks for
 ranks=${RANKS:-$((${gpus##*:} / width))}
@@ -64,8 +68,8 @@ trap : TERM # which srun gets as well: wait for what it saves
 status=0
 srun --ntasks=1 --kill-on-bad-exit=1 \
   torchrun --standalone --nproc-per-node "$((ranks * width))" --max-restarts "${RESTARTS:-3}" -m impala_llm.learner \
-  "$@" run.dir="$run" actor.num_actors=0 learner.num_ranks="$ranks" \
-  pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" pipeline.keys="$run/keys" || status=$?
+  "$@" "run.dir='$run'" actor.num_actors=0 learner.num_ranks="$ranks" \
+  pipeline.bind="tcp://${BIND_ADDRESS:-0.0.0.0}:$port" "pipeline.keys='$run/keys'" || status=$?
 # Not where a later learner has written its own.
 if [ "$status" -ne 0 ] && [ -n "$before" ] && [ "$(cat "$run/learner")" = "$own" ]; then
   echo "$before" >"$run/learner.new"

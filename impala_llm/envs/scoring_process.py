@@ -159,8 +159,10 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
     """Serve standard input until it ends."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     process_id = os.getpid()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a verifier prints is no reply
+    # What a verifier and its processes read is no request, and what they print is no reply.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     if memory_gib is not None:
         most, _ = _within_hard_limit(resource.RLIMIT_AS, int(memory_gib * 2**30))
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -170,7 +172,7 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         _reply(replies, None, str(error))
         return
     _reply(replies, 0.0, None)
-    for number, line in enumerate(sys.stdin):
+    for number, line in enumerate(requests):
         # The parent kills what takes too long; where it has died, this does, in compiled code too. A verifier may use
         # all cores, and the first answer may be the example, in whose time libraries and models are loaded.
         longest_s = timeout_s if number else max(timeout_s, _START_TIMEOUT_S)

@@ -191,16 +191,24 @@ class ChatTokens:
         thoughts = self._num_thoughts(ids, opened)
         calls: list[dict[str, Any]] = []
         if self._tool_parser is not None and with_calls:
-            rest, parsed = self._tool_parser.extract(ids[thoughts:])
-            if parsed and all(
-                str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed
-            ):
-                ids, calls = [*ids[:thoughts], *rest], [_tool_call(call.name, call.arguments) for call in parsed]
+            rest, calls = self._without_calls(self._tool_parser, ids[thoughts:])
+            ids = [*ids[:thoughts], *rest]
         if self._reasoning_parser is None:
             return Reply(self._unclosed(ids), None, calls)
         whole = opened + self.whole_text(ids)
         reasoning, content = self._reasoning_parser.extract(whole)
         return Reply(self._unclosed(ids) if content == whole else content.strip(), reasoning, calls)
+
+    def _without_calls(self, parser: Any, ids: list[int]) -> tuple[list[int], list[dict[str, Any]]]:
+        """The tokens of an answer beside its calls, and the calls; all tokens, and no call, where one is broken."""
+        # Other people's code, which raises on much that a policy may write, such as a number of 5,000 digits.
+        with contextlib.suppress(Exception):
+            rest, parsed = parser.extract(ids)
+            if parsed and all(
+                str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed
+            ):
+                return rest, [_tool_call(call.name, call.arguments) for call in parsed]
+        return ids, []
 
     def _unclosed(self, tokens: Sequence[int]) -> str:
         """Text of an answer without what the template writes to close it: it is written again with the message."""

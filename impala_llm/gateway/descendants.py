@@ -5,19 +5,66 @@ A process group is not enough: programs put what they start into sessions of its
 
 import contextlib
 import os
+import signal
+import time
+from pathlib import Path
 
 import psutil
 
 WORKER = "IMPALA_AGENT_WORKER"
 """Variable that names the process of the pool below which a process runs."""
+_LONGEST_S = 2.0
+"""Time after which processes that start others faster than they are found are left."""
 
 
 def kill_started(variable: str, value: str) -> None:
-    """Kill all processes, but for this one, that have a variable of this value. Does nothing without a value."""
-    for process in psutil.process_iter() if value else ():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
-                process.kill()
+    """Kill all processes, but for this one, that have a variable of this value. Does nothing without a value.
+
+    They are looked for until two passes in a row find none, and none that has ended before its variables were read, as
+    it may have started another. That is read from /proc, since a pass has to be short.
+    """
+    hidden: set[int] | None = None
+    quiet, until = 0, time.monotonic() + _LONGEST_S
+    while value and quiet < 2 and time.monotonic() < until:
+        hidden_before, hidden = hidden, set()
+        found = _stop(f"{variable}={value}".encode(), hidden)
+        for pid in found:
+            _signal(pid, signal.SIGKILL)
+        is_quiet = not found and (hidden_before is None or hidden <= hidden_before)
+        quiet = quiet + 1 if is_quiet else 0
+
+
+def _stop(entry: bytes, hidden: set[int]) -> list[int]:
+    """Stop all processes, but for this one, with an entry in their environment: none starts another while they are
+    killed.
+
+    Args:
+        hidden: gets the processes that show no variables: those of the kernel, those that have just ended, and those
+            that are starting a program.
+
+    Returns:
+        The processes that were stopped.
+    """
+    found = []
+    # The newest first: of a row of processes, each of which starts the next and ends, only the last one lives.
+    for pid in reversed(psutil.pids()):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except PermissionError:  # another user's
+            continue
+        except OSError:
+            environment = b""
+        if not environment:
+            hidden.add(pid)
+        elif entry in environment.split(b"\0") and pid != os.getpid():
+            _signal(pid, signal.SIGSTOP)
+            found.append(pid)
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def folder_prefix(worker: str) -> str:

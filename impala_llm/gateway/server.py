@@ -16,15 +16,18 @@ from aiohttp import web
 from impala_llm.engines.base import EngineError
 from impala_llm.gateway import anthropic
 from impala_llm.gateway.chat import Reply, texts_of
+from impala_llm.gateway.connections import Connections, ServerLog
 from impala_llm.gateway.conversation import Place
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
 from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
 from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.open_files import raise_limit
 
 MODEL = "policy"
 """Name of the model in answers; requests may name any."""
 _MOST_BYTES = 64 << 20
+_MOST_CONNECTIONS = 8192
 
 _Handler = Callable[[web.Request, GatewayEpisode], Awaitable[web.StreamResponse]]
 
@@ -45,7 +48,13 @@ class Gateway:
         self._readers: dict[str, RequestReader] = {}
         self._warnings = RateLimitedWarnings(60.0)
         self._runner: web.AppRunner | None = None
-        self.port = 0
+        self._connections: Connections | None = None
+
+    @property
+    def port(self) -> int:
+        """Of loopback, once it is started."""
+        assert self._connections is not None
+        return self._connections.port
 
     @property
     def url(self) -> str:
@@ -53,7 +62,10 @@ class Gateway:
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def start(self) -> None:
-        """Listen at a free port of loopback."""
+        """Listen at a free port of loopback.
+
+        Increases this process's limit of file descriptors, half of which are left to the rest of the actor.
+        """
         app = web.Application(client_max_size=_MOST_BYTES)
         routes: dict[str, _Handler] = {
             "/v1/chat/completions": self._chat,
@@ -68,14 +80,18 @@ class Gateway:
         app.router.add_get("/v1/models/{model}", self._checked(self._models))
         app.router.add_route("*", "/{path:.*}", self._checked(self._nothing))
         # A handler whose client has gone away is cancelled, and aborts its answer.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=ServerLog(self._warnings)
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        most = min(raise_limit() // 2, _MOST_CONNECTIONS)
+        self._connections = Connections(self._runner.server, most, self._warnings)
 
     async def close(self) -> None:
         """End all connections."""
+        if self._connections is not None:
+            await self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -98,8 +114,12 @@ class Gateway:
             episode = self._episodes.get(key or request.headers.get("x-api-key", ""))
             if episode is None:
                 self.counters["refused_keys"] += 1
-                return _error(401, "no valid key: send the key of an episode that is under way as a bearer token")
+                refusal = _error(401, "no valid key: send the key of an episode that is under way as a bearer token")
+                refusal.force_close()
+                return refusal
             self.counters["requests"] += 1
+            assert self._connections is not None
+            self._connections.trust(request.protocol)
             try:
                 return await handler(request, episode)
             except ContextFull as error:
@@ -177,7 +197,10 @@ class Gateway:
             assert answer.generation is not None
             reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read, bool(wish.tools))
             content, stop = _before_stop(reply.content, wish.stop)
-            message = Reply(content, reply.reasoning, reply.tool_calls).message()
+            reasoning = reply.reasoning
+            if stop is None and reasoning is not None:
+                reasoning, stop = _before_stop(reasoning, wish.stop)
+            message = Reply(content, reasoning, reply.tool_calls).message()
             conversation.remember(place, answer, message)
             reason = "tool_calls" if reply.tool_calls else _reason(answer)
             choices.append(

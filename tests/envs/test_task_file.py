@@ -286,6 +286,23 @@ def test_an_answer_need_not_wait_for_the_imports_of_the_verifier(folder: Path) -
     other.close()
 
 
+READER = """
+import subprocess, sys
+
+def verify(answer, task):
+    reads = [sys.executable, "-c", "import sys; print(sys.stdin.read(), end='.')"]
+    return subprocess.run(reads, timeout=10, stdout=subprocess.PIPE).stdout == b"." and sys.stdin.read() == ""
+"""
+
+
+@pytest.mark.system
+def test_what_a_verifier_and_its_processes_read_is_no_request(folder: Path) -> None:
+    (folder / "reader.py").write_text(READER)
+    scoring = ScoringProcess("reader:verify", timeout_s=60.0)
+    assert [asyncio.run(scoring.score("a", {})) for _ in range(2)] == [1.0, 1.0]
+    scoring.close()
+
+
 @pytest.mark.system
 def test_answers_that_are_given_up_are_not_scored(folder: Path) -> None:
     (folder / "counted.py").write_text(

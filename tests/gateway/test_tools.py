@@ -15,7 +15,7 @@ from impala_llm.rollout import EpisodeLimits
 from tests.gateway import test_server
 from tests.gateway.engines import RandomEngine
 from tests.gateway.test_conversations import assert_exact
-from tests.gateway.test_server import serving
+from tests.gateway.test_server import Reciting, serving
 from tests.gateway.tool_policy import CALL, CALLED, CALLS, make_tool_policy
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -192,6 +192,30 @@ def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_answe
     assert [json.loads(call["function"]["arguments"])["key"] for call in reply.tool_calls] == arguments
 
 
+@pytest.mark.parametrize(("stop", "content", "reasoning"), [("7", "", "a"), ("3", "b", "a7")])
+def test_a_stop_text_in_the_reasoning_ends_the_answer_and_is_named(
+    tmp_path: Path, stop: str, content: str, reasoning: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
+    tokenizer.add_tokens([THINK, THOUGHT])
+    chat = ChatTokens(tokenizer, reasoning_parser="think")
+    said = ids(chat, THINK, "a", "7", THOUGHT, "b", "3")
+    ask = {"messages": [{"role": "user", "content": "a ?"}], "max_tokens": 6}
+
+    async def main() -> None:
+        async with serving(chat, Reciting(said)) as served:
+            _, completion = await served.post("/chat/completions", {**ask, "stop": [stop]})
+            [choice] = completion["choices"]
+            assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (content, reasoning)
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        async with serving(chat, Reciting(said)) as served:
+            _, answer = await served.post("/messages", {**ask, "stop_sequences": [stop]})
+            assert [block[block["type"]] for block in answer["content"]] == [reasoning, content]
+            assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     chat = ChatTokens(tokenizer, reasoning_parser="think")
@@ -262,3 +286,13 @@ def test_a_call_whose_arguments_are_no_object_stays_text(tiny_model: Path, argum
         assert [call["function"]["arguments"] for call in reply.tool_calls] == [arguments]
     else:
         assert reply.tool_calls == [] and "look_up" in reply.content
+
+
+@pytest.mark.parametrize("inside", ["[" * 3000, "1" * 5000], ids=["deep", "long number"])
+def test_a_call_on_which_the_parser_raises_stays_text(tiny_model: Path, inside: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([CALL, CALLED])
+    chat = ChatTokens(tokenizer, tool_parser="qwen3")
+    text = f"{CALL}{inside}{CALLED}"
+    reply = chat.reply(tokenizer.encode(text, add_special_tokens=False))
+    assert reply.tool_calls == [] and reply.content == text

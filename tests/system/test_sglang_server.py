@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -331,3 +332,31 @@ def test_an_interpreter_without_sglang_is_refused(tiny_model: Path, tmp_path: Pa
     )
     with pytest.raises(BadServerSettings, match="has no sglang installed.*tools/install_sglang_cpu.sh"):
         asyncio.run(SGLangServer(settings).start())
+
+
+OF_TORCH = Path(tempfile.gettempdir()) / "torchinductor_me"
+"""As torch sets the variable in the process that imports it."""
+
+
+def compiled_code(home: Path, given: Path = OF_TORCH) -> Path:
+    """Where a server of this user keeps compiled code. given: the variable of its owner."""
+    tells = "import os; print(f\"it is {os.environ['TORCHINDUCTOR_CACHE_DIR']}\")"
+    command = [sys.executable, str(GUARD), str(os.getpid()), sys.executable, "-c", tells]
+    environment = {**os.environ, "HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(given)}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=True)
+    return Path(done.stderr.splitlines()[-1].removeprefix("it is "))
+
+
+@pytest.mark.system
+def test_compiled_code_lasts_where_only_this_user_can_put_it(tmp_path: Path) -> None:
+    first = compiled_code(tmp_path)
+    assert first.is_relative_to(tmp_path) and first.stat().st_mode & 0o777 == 0o700
+    assert compiled_code(tmp_path) == first
+    assert compiled_code(tmp_path, tmp_path / "own") == tmp_path / "own"
+    for each in (first, first.parent):
+        each.chmod(0o777)
+        assert not compiled_code(tmp_path).exists(), "a folder of the server's own, which ends with it"
+        each.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(first, 12345, 12345)
+        assert not compiled_code(tmp_path).exists()

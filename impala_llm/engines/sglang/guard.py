@@ -94,11 +94,28 @@ def _key_words(folder: str) -> list[str]:
 
 def _environment(folder: str) -> dict[str, str]:
     """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     environment = {**os.environ, "TMPDIR": folder}
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    # An owner that imports torch has the variable with torch's own choice, a folder that anybody may have made.
+    of_torch = f"{tempfile.gettempdir()}/torchinductor_"
+    if environment.get("TORCHINDUCTOR_CACHE_DIR", of_torch).startswith(of_torch):
+        environment["TORCHINDUCTOR_CACHE_DIR"] = _compiled_code(folder)
     environment.pop("PYTHONPATH", None)
     return environment
+
+
+def _compiled_code(folder: str) -> str:
+    """A folder for compiled code that lasts; `folder` where others could put code there for the server to run."""
+    try:
+        cache = Path.home() / ".cache" / "impala_llm" / "inductor"
+        for each in (cache.parent, cache):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = each.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise PermissionError(f"{each} must be user {os.getuid()}'s and closed to others: chmod 700 {each}")
+        return str(cache)
+    except (OSError, RuntimeError) as error:
+        print(f"each start compiles anew, as compiled code has no safe place: {error}", file=sys.stderr)
+        return folder
 
 
 def _prepare_server() -> None:

@@ -10,7 +10,7 @@ weights in the middle of an answer, up to one piece of tokens counts as one vers
 """
 
 import asyncio
-import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +21,7 @@ from impala_llm.engines.sglang.client import ServerLost
 
 _ROUNDING = 1e-4
 """Largest value above zero to which a server's float32 log-softmax may round."""
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 class BrokenAnswer(EngineError):
@@ -106,16 +107,25 @@ class Answer:
         """Add a piece of the stream.
 
         Raises:
-            BrokenAnswer: it contradicts itself or earlier pieces; nothing of it is kept.
+            BrokenAnswer: it is malformed, or contradicts itself or earlier pieces; nothing of it is kept.
             ServerLost: the server ended the request by itself, or has lost the weights it was given.
         """
         try:
             meta = piece["meta_info"]
             ids, pairs, total = piece["output_ids"], meta["output_token_logprobs"], meta["completion_tokens"]
-            reason = meta["finish_reason"]
-            label = _version(meta["weight_version"])
-        except (KeyError, TypeError) as error:
+            reason, version = meta["finish_reason"], meta["weight_version"]
+            spans = meta.get("weight_versions")
+            counts = meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)
+        except (AttributeError, KeyError, TypeError) as error:
             raise self._broken(f"it lacks {error}") from error
+        for name, value in (("output_ids", ids), ("output_token_logprobs", pairs)):
+            if not isinstance(value, list):
+                raise self._broken(f"{name} is {value!r:.80}: a list is expected")
+        for name, value in zip(("completion_tokens", "prompt_tokens", "cached_tokens"), (total, *counts), strict=True):
+            if type(value) is not int:
+                raise self._broken(f"{name} is {value!r:.80}: an integer is expected")
+        if reason is not None and not isinstance(reason, dict):
+            raise self._broken(f"finish_reason is {reason!r:.80}: an object is expected")
         had = len(self.tokens) - self._base
         kind = None if reason is None else reason.get("type")
         if kind == "abort":
@@ -128,12 +138,12 @@ class Answer:
         logprobs = [self._check_pair(token, pair) for token, pair in zip(ids, pairs, strict=True)]
         if len(self.tokens) + len(ids) > self.limit:
             raise self._broken(f"it has {len(self.tokens) + len(ids)} tokens, at most {self.limit} were asked for")
+        label = _version(version)
         if label is None or label < self._lowest_version:
             raise ServerLost(
-                f"it serves weights of version {meta['weight_version']!r} after it was given {self._lowest_version}:"
+                f"it serves weights of version {version!r:.80} after it was given {self._lowest_version}:"
                 " it was restarted, or another client changes its weights"
             )
-        spans = meta.get("weight_versions")
         # Only the last piece has them, and none where a request was aborted before it was begun.
         versions = None if reason is None or (kind == "abort" and spans is None) else self._spans(spans, total)
         self.tokens += ids
@@ -143,7 +153,7 @@ class Answer:
             self._label = label
         else:
             self.versions[self._base :] = versions
-        self.prompt_tokens, self.cached_tokens = int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
+        self.prompt_tokens, self.cached_tokens = counts
         if reason is not None:
             self._end(kind, reason)
 
@@ -182,13 +192,13 @@ class Answer:
         # Otherwise a stop token of the model that is not one of the request, or a limit of the server: go on.
 
     def _check_pair(self, token: object, pair: object) -> float:
-        if not isinstance(token, int) or not 0 <= token < self._vocab_size:
-            raise self._broken(f"token {token!r} is not in 0 .. {self._vocab_size - 1}")
+        if type(token) is not int or not 0 <= token < self._vocab_size:
+            raise self._broken(f"token {token!r:.80} is not in 0 .. {self._vocab_size - 1}")
         if not isinstance(pair, list) or len(pair) < 2 or pair[1] != token:
-            raise self._broken(f"token {token} comes with the log-probability of another: {pair!r}")
+            raise self._broken(f"token {token} comes with the log-probability of another: {pair!r:.80}")
         logprob = pair[0]
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > _ROUNDING:
-            raise self._broken(f"token {token} has log-probability {logprob!r}: a finite number <= 0 is expected")
+        if type(logprob) not in (int, float) or not _LOWEST <= logprob <= _ROUNDING:
+            raise self._broken(f"token {token} has log-probability {logprob!r:.80}: a finite number <= 0 is expected")
         return min(float(logprob), 0.0)
 
     def _spans(self, spans: object, total: int) -> list[int]:
@@ -196,13 +206,17 @@ class Answer:
             raise self._broken("it does not tell the versions of its tokens: SGLang >= 0.5.19 is needed")
         versions: list[int] = []
         for span in spans:
-            version = _version(span["version"])
-            if version is None or span["start"] != len(versions) or span["end"] < span["start"]:
-                raise self._broken(f"its weight_versions {spans!r} do not cover {total} tokens")
-            versions += [version] * (span["end"] - span["start"])
+            fields, had = span if isinstance(span, dict) else {}, len(versions)
+            version, end = _version(fields.get("version")), fields.get("end")
+            if version is None or fields.get("start") != had or type(end) is not int or not had <= end <= total:
+                raise self._uncovered(spans, total)
+            versions += [version] * (end - had)
         if len(versions) != total:
-            raise self._broken(f"its weight_versions {spans!r} do not cover {total} tokens")
+            raise self._uncovered(spans, total)
         return versions
+
+    def _uncovered(self, spans: list[Any], total: int) -> BrokenAnswer:
+        return self._broken(f"its weight_versions {spans!r:.200} do not cover {total} tokens")
 
     def _broken(self, what: str) -> BrokenAnswer:
         return BrokenAnswer(f"session {self.session_id!r}: the server's answer is broken: {what}")
@@ -210,4 +224,4 @@ class Answer:
 
 def _version(label: object) -> int | None:
     """Parse a server's label as a version; None for a label that no engine gave."""
-    return int(label) if isinstance(label, str) and label.removeprefix("-").isdecimal() else None
+    return int(label) if isinstance(label, str) and re.fullmatch("-?[0-9]{1,9}", label) else None

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from impala_llm.open_files import raise_limit
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import MAX_TOKENS
 from impala_llm.pipeline.shm.run_directory import RunDirectory
@@ -121,8 +121,7 @@ class Receiver:
             zmq.ZMQError: an endpoint is in use.
             ValueError: an endpoint needs keys.
         """
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_limit()
         try:
             self._actors.bind()
             self._recover()

@@ -41,18 +41,24 @@ def nothing_said(piece: dict, number: int) -> bytes | None:
     return b"{}" if number == 1 else None
 
 
+def no_facts(piece: dict, number: int) -> bytes | None:
+    return b'{"output_ids": [7], "meta_info": null}' if number == 1 else None
+
+
 def no_json(piece: dict, number: int) -> bytes | None:
     return b"<html>" if number == 1 else None
 
 
-def spans(*values: tuple[str, int, int]) -> Change:
+def raw_spans(value: object) -> Change:
     def change(piece: dict, number: int) -> None:
         if piece["meta_info"]["finish_reason"] is not None:
-            piece["meta_info"]["weight_versions"] = [
-                {"version": version, "start": start, "end": end} for version, start, end in values
-            ]
+            piece["meta_info"]["weight_versions"] = value
 
     return change
+
+
+def spans(*values: tuple[str, int, int]) -> Change:
+    return raw_spans([{"version": version, "start": start, "end": end} for version, start, end in values])
 
 
 def drop_spans(piece: dict, number: int) -> None:
@@ -66,6 +72,14 @@ def drop_spans(piece: dict, number: int) -> None:
         (edit(completion_tokens=9), "4 \\+ 4 tokens have arrived, but it counts 9"),
         (edit(output_ids=[7, VOCAB, 9, 10]), f"token {VOCAB} is not in 0 .. {VOCAB - 1}"),
         (edit(output_ids=[7, "8", 9, 10]), "token '8'"),
+        (edit(output_ids=[True, 8, 9, 10]), "token True is not in"),
+        (edit(output_ids=None), "output_ids is None: a list is expected"),
+        (edit(output_token_logprobs={}), "output_token_logprobs is {}: a list is expected"),
+        (edit(output_token_logprobs=lambda pairs: [[-1e60, *pairs[0][1:]], *pairs[1:]]), "log-probability -1e\\+60"),
+        (edit(completion_tokens="8"), "completion_tokens is '8': an integer is expected"),
+        (edit(prompt_tokens=None), "prompt_tokens is None: an integer is expected"),
+        (edit(cached_tokens=[]), "cached_tokens is \\[\\]: an integer is expected"),
+        (edit(finish_reason="length"), "finish_reason is 'length': an object is expected"),
         (edit(output_token_logprobs=lambda pairs: [[None, *pairs[0][1:]], *pairs[1:]]), "log-probability None"),
         (edit(output_token_logprobs=lambda pairs: [[float("nan"), *pairs[0][1:]], *pairs[1:]]), "log-probability nan"),
         (edit(output_token_logprobs=lambda pairs: [[0.5, *pairs[0][1:]], *pairs[1:]]), "log-probability 0.5"),
@@ -74,8 +88,13 @@ def drop_spans(piece: dict, number: int) -> None:
         (spans(("0", 0, 9)), "do not cover 10 tokens"),
         (spans(("0", 0, 4), ("0", 5, 10)), "do not cover 10 tokens"),
         (spans(("default", 0, 10)), "do not cover 10 tokens"),
+        (raw_spans([None]), "do not cover 10 tokens"),
+        (raw_spans([{"version": "0", "end": 10}]), "do not cover 10 tokens"),
+        (raw_spans([{"version": "0", "start": 0, "end": "10"}]), "do not cover 10 tokens"),
+        (raw_spans([{"version": "0", "start": 0, "end": 1 << 50}]), "do not cover 10 tokens"),
         (drop_spans, "SGLang >= 0.5.19"),
         (nothing_said, "lacks"),
+        (no_facts, "lacks"),
         (no_json, "not JSON"),
     ],
 )
