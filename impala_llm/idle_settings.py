@@ -55,7 +55,7 @@ def idle_settings(config: Config) -> dict[str, Idle]:
          False),
         (config.env.name != "webshop", ["env.webshop"], f"with env.name={config.env.name}", "env=webshop", False),
         (config.agent.is_set, ["env.webshop"], "with an agent, which has its own tasks", "agent.name=null", False),
-        (not evaluation.inside_run, [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")],
+        (not evaluation.inside_run, [f"evaluation.run_{key}" for key in ("tasks", "temperature", "timeout_s")],
          "without evaluations inside of the run", "evaluation.every_updates=50", False),
     ]  # fmt: skip
     return {
