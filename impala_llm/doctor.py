@@ -229,6 +229,11 @@ def run_folder(config: Config) -> tuple[str, list[str]]:
     return f"run {config.run.name!r} in {folder}" + ("" if folder.exists() else ", which will be made"), []
 
 
+def algorithm(config: Config) -> tuple[str, list[str]]:
+    """The credit and the loss."""
+    return f"{config.algorithm.loss.name} on {config.algorithm.credit.name}", []
+
+
 def environment(config: Config) -> tuple[str, list[str]]:
     """The environment that is played."""
     return config.env.name, []
@@ -321,6 +326,7 @@ def disk(config: Config) -> tuple[str, list[str]]:
 DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
     "run folder": run_folder,
     "model": model,
+    "algorithm": algorithm,
     "environment": environment,
     "device": device,
     "engine": engine,
