@@ -55,8 +55,8 @@ when training has ended. With actor.num_actors=0 the learner waits for actors
 that `impala-llm actors` starts, here or on other hosts.
   --config FILE   settings from a YAML file, such as the config.yaml in a run's
                   folder; the same as experiment=FILE
-  --dry-run       check settings, model and host, print every setting and every
-                  process, and start nothing""",
+  --dry-run       check settings, model and host, print the settings that have
+                  an effect and every process, and start nothing""",
     "actors": """\
 impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
 
