@@ -122,7 +122,9 @@ REFUSALS = {
     "an unknown key with two": Refusal(["++foo.bar=1"], ["foo.bar=1 is an unknown key", "--help"]),
     "a key that is taken away": Refusal(["~learner.batch_size"], ["~learner.batch_size", "key=value"]),
     "a word without a value": Refusal(["quickstart"], ["quickstart is no setting", "key=value"]),
-    "a wrong type": Refusal(["learner.batch_size=abc"], ["learner.batch_size=abc", "a whole number", "the default is 64"]),
+    "a wrong type": Refusal(
+        ["learner.batch_size=abc"], ["learner.batch_size=abc", "a whole number", "the default is 64"]
+    ),
     "a part of a number": Refusal(["learner.batch_size=1.5"], ["learner.batch_size=1.5", "a whole number"]),
     "no value where one is needed": Refusal(["run.name=null"], ["run.name=null", "the default is 'impala'"]),
     "a group as a value": Refusal(["learner=5"], ["learner=5", "group of settings", "learner."]),
