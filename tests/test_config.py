@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from impala_llm.config import ConfigError, config_folder, load, threads_per_process, to_yaml
+from impala_llm.familiar_names import FAMILIAR_CHOICES
 from impala_llm.settings import Config
 
 OF_THE_USER = {
@@ -491,3 +492,11 @@ def test_what_needs_no_settings_loads_no_torch() -> None:
     """The import takes seconds, and 250 MB."""
     code = "import sys; from impala_llm import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("word", FAMILIAR_CHOICES)
+def test_what_others_call_otherwise_is_answered_with_settings_that_load(word: str) -> None:
+    choice = f"{word.partition('=')[0]}={FAMILIAR_CHOICES[word]}"
+    with pytest.raises(ConfigError, match=f"^{word} is not known: here it is {choice}$"):
+        load(["model=scratch", word])
+    load(["model=scratch", *choice.split(" with ")])

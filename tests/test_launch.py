@@ -18,6 +18,7 @@ from impala_llm.gpus import deal_gpus
 from impala_llm.launch import child_environment
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.supervised import HUGE_PAGES
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
@@ -115,8 +116,17 @@ def test_a_learner_alone_says_how_actors_join_it() -> None:
     assert "impala-llm actors --config outputs/toy/config.yaml --num-actors N`" in launch.how_to_join(config)
     config.pipeline.bind = "tcp://0.0.0.0:7411"
     assert "pipeline.connect=tcp://LEARNER_HOST:7411" in launch.how_to_join(config)
-    config.run.dir = "/home/jürgen/my runs (2)/toy"
-    assert "actors --config '/home/jürgen/my runs (2)/toy/config.yaml' --num-actors N" in launch.how_to_join(config)
+    config.run.dir = "/runs of jürgen (2)/toy"
+    assert "actors --config '/runs of jürgen (2)/toy/config.yaml' --num-actors N" in launch.how_to_join(config)
+
+
+def test_actors_that_connect_to_a_learner_of_their_own_host_are_told_to_leave_that_out(tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    words = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}", "run.terminal=false"]
+    make_keys(tmp_path / "keys")
+    words += ["pipeline.connect=tcp://127.0.0.1:7411", f"pipeline.keys={tmp_path}/keys"]
+    with RunDirectory.create(name), pytest.raises(ConfigError, match="connect=tcp://127.0.0.1:7411 .*: leave it out"):
+        launch.supervise_actors(load(words), words)
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:

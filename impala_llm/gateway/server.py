@@ -52,7 +52,7 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """Of loopback, once it is started."""
+        """Port on loopback, once it is started."""
         assert self._connections is not None
         return self._connections.port
 
