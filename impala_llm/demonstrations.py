@@ -34,7 +34,7 @@ from impala_llm.config import ConfigError
 from impala_llm.rollout import Turn
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "demonstrations.json"
 CHECKSUM = "lines_sha256"
 """Key of the lines' checksum in the metadata of the arrays. Parts of older versions have none."""

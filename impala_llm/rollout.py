@@ -322,14 +322,14 @@ class _Played:
             )
         num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
         mask = np.zeros(num_tokens, np.bool_)
-        logprobs = np.zeros(num_tokens, np.float32)
+        log_probs = np.zeros(num_tokens, np.float32)
         versions = np.full(num_tokens, NO_VERSION, np.int32)
         rewards = np.zeros(num_tokens, np.float32)
         turns = np.empty((len(answers), 2), np.int32)
         for k, (start, answer, reward) in enumerate(answers):
             end = start + len(answer.tokens)
             mask[start:end] = True
-            logprobs[start:end] = answer.logprobs
+            log_probs[start:end] = answer.log_probs
             versions[start:end] = answer.versions
             rewards[end - 1] = reward
             turns[k] = start, end
@@ -338,7 +338,7 @@ class _Played:
         return Trajectory(
             tokens=np.asarray(tokens[:num_tokens], np.int32),
             action_mask=mask,
-            behaviour_logprobs=logprobs,
+            behaviour_log_probs=log_probs,
             versions=versions,
             rewards=rewards,
             turns=turns,

@@ -16,7 +16,7 @@ import numpy as np
 
 ARRAY_FIELDS: dict[str, np.dtype] = {
     "tokens": np.dtype(np.int32),
-    "behaviour_logprobs": np.dtype(np.float32),
+    "behaviour_log_probs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "rewards": np.dtype(np.float32),
     "turns": np.dtype(np.int32),
@@ -71,7 +71,7 @@ class Trajectory:
     """int32[T]: prompt, observation and action tokens in the order in which the model saw them."""
     action_mask: np.ndarray
     """bool[T]: True where the behaviour policy sampled the token."""
-    behaviour_logprobs: np.ndarray
+    behaviour_log_probs: np.ndarray
     """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere. Whoever
     makes a trajectory names it so; that of the action tokens alone is `behaviour_log_probs`."""
     versions: np.ndarray
@@ -116,7 +116,7 @@ class Trajectory:
         num_tokens = len(self.tokens)
         if num_tokens == 0:
             raise TrajectoryError("tokens is empty: a trajectory holds at least one action token")
-        for name in ("action_mask", "behaviour_logprobs", "versions", "rewards"):
+        for name in ("action_mask", "behaviour_log_probs", "versions", "rewards"):
             if len(getattr(self, name)) != num_tokens:
                 raise TrajectoryError(
                     f"{name} has length {len(getattr(self, name))}, tokens has {num_tokens}: lengths must agree"
@@ -137,13 +137,13 @@ class Trajectory:
             raise TrajectoryError(
                 f"versions must be {NO_VERSION} wherever action_mask is False, {CONTEXT_START} where a context begins"
             )
-        logprobs = self.behaviour_logprobs
-        if not np.isfinite(logprobs).all():
-            raise TrajectoryError("behaviour_logprobs holds a value that is not finite")
-        if logprobs.max() > 1e-4:  # float32 log-softmax of a certain token may round a hair above 0
-            raise TrajectoryError(f"behaviour_logprobs reaches {float(logprobs.max())}: log-probabilities are <= 0")
-        if logprobs[~mask].any():
-            raise TrajectoryError("behaviour_logprobs must be 0 wherever action_mask is False")
+        log_probs = self.behaviour_log_probs
+        if not np.isfinite(log_probs).all():
+            raise TrajectoryError("behaviour_log_probs holds a value that is not finite")
+        if log_probs.max() > 1e-4:  # float32 log-softmax of a certain token may round a hair above 0
+            raise TrajectoryError(f"behaviour_log_probs reaches {float(log_probs.max())}: log-probabilities are <= 0")
+        if log_probs[~mask].any():
+            raise TrajectoryError("behaviour_log_probs must be 0 wherever action_mask is False")
         if not np.isfinite(self.rewards).all():
             raise TrajectoryError("rewards holds a value that is not finite")
         if self.rewards[~mask].any():

@@ -78,7 +78,7 @@ def test_a_script_without_noise_is_recorded_as_a_policy_s_episode_would_be(tmp_p
         ]
         rendered = tokenizer.apply_chat_template(conversation, return_dict=False)
         assert row.tokens.tolist() == rendered[: row.num_tokens] and row.tokens[-1] == tokenizer.eos_token_id
-        assert not row.behaviour_logprobs.any()
+        assert not row.behaviour_log_probs.any()
 
 
 def test_noise_makes_mistakes_and_the_seed_makes_them_again(tmp_path: Path, tiny_model: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_policy_is_recorded_with_its_log_probabilities(tmp_path: Path, tiny_mo
     assert len(found) == 6
     for d in found:
         row = d.trajectory
-        assert (row.behaviour_logprobs[row.action_mask] < 0).all()
+        assert (row.behaviour_log_probs[row.action_mask] < 0).all()
         assert row.actor_id == "policy"
 
 
@@ -441,6 +441,6 @@ def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) ->
         record(load(words(tmp_path, tiny_model, "demonstrations.noise=0.5", "demonstrations.num_episodes=31")))
     (noisy / "part-x.jsonl").touch()
     assert "part-x.jsonl has no number as part-00000.jsonl has" in refused(noisy)
-    for content in ("[" * 100_000, "[]", '{"format": 1, "env": 2}', "\udcff"):
+    for content in ("[" * 100_000, "[]", '{"format": 2, "env": 2}', "\udcff"):
         (noisy / "demonstrations.json").write_text(content, errors="surrogateescape")
         assert "demonstrations.json cannot be read" in refused(noisy)

@@ -1,4 +1,5 @@
-"""Docstrings of the pipeline: they name the parameters and the exceptions of public functions."""
+"""Docstrings: in the pipeline they name parameters and exceptions of public functions, and a package names its
+modules."""
 
 import ast
 import builtins
@@ -6,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "impala_llm"
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -114,3 +117,16 @@ def test_each_exception_stands_in_the_docstring() -> None:
     assert len(raising) > 20, "the search finds raised exceptions"
     missing = [(each.name, name) for each, name in raising if not any(map(each.says, with_bases(name)))]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        *("algorithms", "engines/embedded", "engines/sglang", "gateway", "learning", "observability", "replay"),
+        *("pipeline/network", "pipeline/shm", "pipeline/tickets", "pipeline/transport", "pipeline/weights"),
+    ],
+)
+def test_a_package_says_what_each_of_its_modules_is_for(package: str) -> None:
+    said = ast.get_docstring(TREES[f"{package}/__init__.py"]) or ""
+    modules = {path.stem for path in (PACKAGE / package).glob("[!_]*.py")}
+    assert [name for name in sorted(modules) if not re.search(rf"\b{name}\b", said)] == []

@@ -91,9 +91,9 @@ def play(policy: Path, session: Session, max_length: int) -> Trajectory:
     limits = EpisodeLimits(1.0, 16, max_length)
     episode = asyncio.run(play_episode(SPEC, session, Babbler(answer), ChatFormat(tokenizer), limits))  # type: ignore[arg-type]
     [micro] = pack([episode], max_length)
-    logprobs = np.zeros(episode.num_tokens, np.float32)
-    logprobs[episode.action_mask] = action_log_probs(hopeful(policy), micro, 1.0).numpy()
-    return dataclasses.replace(episode, behaviour_logprobs=logprobs)
+    log_probs = np.zeros(episode.num_tokens, np.float32)
+    log_probs[episode.action_mask] = action_log_probs(hopeful(policy), micro, 1.0).numpy()
+    return dataclasses.replace(episode, behaviour_log_probs=log_probs)
 
 
 def learn(policy: Path, episode: Trajectory) -> tuple[float, dict[str, float]]:

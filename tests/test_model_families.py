@@ -51,7 +51,7 @@ def test_the_embedded_engine_says_of_these_kinds_what_a_plain_forward_says(name:
     prompt = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=60)))
     expected = plain_log_probs(plain, torch.tensor(prompt + answer.tokens.tolist()))[39:]
-    torch.testing.assert_close(torch.from_numpy(answer.logprobs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(answer.log_probs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -137,7 +137,7 @@ def test_weights_of_experts_travel_under_the_names_of_their_files(name: str, tmp
         await engine.load_weights(tmp_path, version=1)
         answer = await engine.generate("a", [5, 6, 7], SamplingParams(max_new_tokens=20))
         expected = plain_log_probs(new, torch.tensor([5, 6, 7, *answer.tokens.tolist()]))[2:]
-        torch.testing.assert_close(torch.from_numpy(answer.logprobs), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(answer.log_probs), expected, atol=1e-4, rtol=0)
         engine.load_state(dict(PolicyModel.from_pretrained(tmp_path).policy_weights()), version=2)
         with pytest.raises(EngineError, match="1 unknown: nothing"):
             engine.load_state({"nothing": torch.zeros(1)}, version=3)

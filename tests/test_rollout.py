@@ -83,7 +83,7 @@ def test_episode_is_one_row_of_what_was_seen_and_said(scratch):
     assert trajectory.turns.tolist() == [[7, 10], [17, 20]]
     mask = trajectory.action_mask
     assert trajectory.tokens[mask].tolist() == answers[0] + answers[1]
-    assert trajectory.behaviour_logprobs[mask].tolist() == [0, -1, -2, -3, -4, -5]
+    assert trajectory.behaviour_log_probs[mask].tolist() == [0, -1, -2, -3, -4, -5]
     assert trajectory.versions[mask].tolist() == [0, 1, 2, 3, 4, 5]
     assert trajectory.rewards[trajectory.rewards != 0].tolist() == [1.0] and trajectory.rewards[19] == 1.0
     assert (trajectory.bootstrap, trajectory.score, trajectory.stats) == (False, 0.5, {"length": 2.0})
@@ -183,7 +183,7 @@ def test_what_came_before_an_aborted_answer_can_be_kept(scratch):
     )
     assert trajectory.bootstrap and len(trajectory.turns) == 1
     assert trajectory.tokens.tolist() == engine.prompts[1], "up to where the second turn began"
-    assert trajectory.behaviour_logprobs[trajectory.action_mask].tolist() == [0, -1]
+    assert trajectory.behaviour_log_probs[trajectory.action_mask].tolist() == [0, -1]
     assert trajectory.versions[trajectory.action_mask].tolist() == [0, 1]
     assert len(session.actions) == 1, "half an answer is no action"
     assert trajectory.score == 0.0
@@ -300,7 +300,7 @@ def test_unrolls_are_the_pieces_of_the_episode(scratch, limits, num_turns):
     assert [len(t.turns) for t in unrolls] == num_turns
     assert [t.unroll_index for t in unrolls] == list(range(len(unrolls)))
     assert np.concatenate([t.turns for t in unrolls]).tolist() == whole.turns.tolist()
-    for name in ("tokens", "behaviour_logprobs", "versions", "rewards"):
+    for name in ("tokens", "behaviour_log_probs", "versions", "rewards"):
         own = np.concatenate([getattr(t, name)[t.action_mask] for t in unrolls])
         assert own.tolist() == getattr(whole, name)[whole.action_mask].tolist()
     for t in unrolls:

@@ -159,7 +159,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_however_it_is_cut(
 def test_returns_are_of_what_comes_after_a_turn() -> None:
     mask = np.array([False, True, False, True, True, False, True])
     row = Trajectory(
-        tokens=np.arange(7, dtype=np.int32), action_mask=mask, behaviour_logprobs=np.zeros(7, np.float32),
+        tokens=np.arange(7, dtype=np.int32), action_mask=mask, behaviour_log_probs=np.zeros(7, np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32), rewards=np.array([0, 1, 0, 0, 2, 0, 4], np.float32),
         turns=np.array([[1, 2], [3, 5], [6, 7]], np.int32), ticket_id=0, group_id=0, task_id=0, episode_id="e",
         env="e", actor_id="a", score=0.5, bootstrap=False, success=False,

@@ -16,7 +16,7 @@ def fields(**changes) -> dict:
     values = {
         "tokens": np.arange(7, dtype=np.int32),
         "action_mask": mask,
-        "behaviour_logprobs": np.where(mask, -0.5, 0.0).astype(np.float32),
+        "behaviour_log_probs": np.where(mask, -0.5, 0.0).astype(np.float32),
         "versions": np.where(mask, [0, 0, 3, 3, 0, 3, 4], -1).astype(np.int32),
         "rewards": np.array([0, 0, 0, 0, 0, 0, 1], np.float32),
         "turns": np.array([[2, 4], [5, 7]], np.int32),
@@ -69,9 +69,9 @@ def test_every_field_is_an_array_or_metadata():
         ({"turns": np.array([[2, 3, 4]], np.int32)}, "turns has shape"),
         ({"versions": replaced("versions", 0, 0)}, "versions must be -1"),
         ({"versions": replaced("versions", 2, -1)}, "versions is -1 on an action token"),
-        ({"behaviour_logprobs": replaced("behaviour_logprobs", 2, np.nan)}, "behaviour_logprobs holds a value"),
-        ({"behaviour_logprobs": replaced("behaviour_logprobs", 2, 0.3)}, "behaviour_logprobs reaches"),
-        ({"behaviour_logprobs": replaced("behaviour_logprobs", 0, -1)}, "behaviour_logprobs must be 0"),
+        ({"behaviour_log_probs": replaced("behaviour_log_probs", 2, np.nan)}, "behaviour_log_probs holds a value"),
+        ({"behaviour_log_probs": replaced("behaviour_log_probs", 2, 0.3)}, "behaviour_log_probs reaches"),
+        ({"behaviour_log_probs": replaced("behaviour_log_probs", 0, -1)}, "behaviour_log_probs must be 0"),
         ({"rewards": replaced("rewards", 6, np.inf)}, "rewards holds a value"),
         ({"rewards": replaced("rewards", 0, 1)}, "rewards must be 0 wherever"),
         ({"score": 1.5}, "score is 1.5"),
@@ -111,14 +111,14 @@ def test_arrays_lie_end_to_end_in_one_block(num_tokens):
         **fields(
             tokens=np.arange(num_tokens, dtype=np.int32)[::-1],  # from any memory
             action_mask=mask,
-            behaviour_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+            behaviour_log_probs=np.where(mask, -0.5, 0.0).astype(np.float32),
             versions=np.where(mask, 3, -1).astype(np.int32),
             rewards=np.zeros(num_tokens, np.float32),
             turns=np.array([[2, num_tokens]], np.int32),
         )
     )
     assert trajectory.tokens.tolist() == list(range(num_tokens))[::-1]
-    assert list(ARRAY_FIELDS) == ["tokens", "behaviour_logprobs", "versions", "rewards", "turns", "action_mask"]
+    assert list(ARRAY_FIELDS) == ["tokens", "behaviour_log_probs", "versions", "rewards", "turns", "action_mask"]
     arrays = [getattr(trajectory, name) for name in ARRAY_FIELDS]
     content = b"".join(array.tobytes() for array in arrays)
     assert trajectory.block.dtype == np.uint64
@@ -148,13 +148,13 @@ def test_metadata_can_be_replaced_without_a_copy_and_arrays_with_one():
     assert (rewarded.rewards[6], trajectory.rewards[6]) == (2.0, 1.0)
     assert rewarded.tokens.tolist() == trajectory.tokens.tolist()
     # The block of one with other arrays, or of another order, is not shared.
-    swapped = dataclasses.replace(trajectory, rewards=trajectory.behaviour_logprobs * 0)
+    swapped = dataclasses.replace(trajectory, rewards=trajectory.behaviour_log_probs * 0)
     assert swapped.block is not trajectory.block and not swapped.rewards.any()
 
 
 def test_parts_of_a_block_are_no_block():
     longer = Trajectory(**fields())
-    cut = {"tokens", "action_mask", "behaviour_logprobs", "versions", "rewards"}
+    cut = {"tokens", "action_mask", "behaviour_log_probs", "versions", "rewards"}
     shorter = dataclasses.replace(longer, turns=longer.turns[:1], **{name: getattr(longer, name)[:4] for name in cut})
     assert shorter.tokens.tolist() == [0, 1, 2, 3]
     content = b"".join(getattr(shorter, name).tobytes() for name in ARRAY_FIELDS)

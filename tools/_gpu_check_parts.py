@@ -185,7 +185,7 @@ def engine(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
                 params = SamplingParams(max_new_tokens=24, seed=number)
                 answer = await made.generate(str(number), history, params)
                 history = [*history, *answer.tokens.tolist(), 7, 8]
-                known = [*known, *answer.logprobs.tolist(), float("nan"), float("nan")]
+                known = [*known, *answer.log_probs.tolist(), float("nan"), float("nan")]
             return history, known
 
         found = await asyncio.gather(*(episode(number, prompt) for number, prompt in enumerate(prompts)))

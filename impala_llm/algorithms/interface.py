@@ -117,7 +117,7 @@ class PackedBatch:
             lengths=tensor(lengths),
             context_lengths=tensor(context_lengths),
             action_positions=tensor(positions),
-            behaviour_log_probs=tensor(flat("behaviour_logprobs"), torch.float32),
+            behaviour_log_probs=tensor(flat("behaviour_log_probs"), torch.float32),
             versions=tensor(flat("versions")),
             segment_ids=tensor(np.repeat(np.arange(len(rows)), [row.num_action_tokens for row in rows])),
             turn_ids=tensor(np.repeat(np.arange(len(turns)), turns[:, 1] - turns[:, 0])),

@@ -56,7 +56,7 @@ def embedded(model: Path, slots: int, max_length: int) -> Round:
         name = str(index)
         answer = await engine.generate(name, prompt, SamplingParams(max_new_tokens=length, seed=index))
         engine.release(name)
-        return len(answer.logprobs)
+        return len(answer.log_probs)
 
     async def answer_all(requests: Requests) -> list[int]:
         return list(await asyncio.gather(*(answer(i, *request) for i, request in enumerate(requests))))
@@ -85,8 +85,8 @@ def generate(model: Path, slots: int, max_length: int) -> Round:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-            logprobs = lm.compute_transition_scores(output.sequences, output.logits, normalize_logits=True)
-            counts += [min(length, logprobs.shape[1]) for _, length in batch]
+            log_probs = lm.compute_transition_scores(output.sequences, output.logits, normalize_logits=True)
+            counts += [min(length, log_probs.shape[1]) for _, length in batch]
         return counts
 
     return play

@@ -46,9 +46,11 @@ def main(model: str, slots: int, max_length: int) -> None:
             ]
             begin, begin_cpu = time.perf_counter(), time.process_time()
             outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
-            logprobs = [[of[token].logprob for token, of in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
+            log_probs = [
+                [of[token].logprob for token, of in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
+            ]
             seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
-            result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": [len(row) for row in logprobs]}
+            result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": [len(row) for row in log_probs]}
             print(json.dumps(result), file=answers, flush=True)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.logprobs import token_log_probs
+from impala_llm.learning.log_probs import token_log_probs
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
@@ -52,7 +52,7 @@ def rows_of_actions(folder: Path, lengths: Sequence[int], share: float = 1.0, sc
     for micro in pack(rows, 2048):
         found = action_log_probs(model, micro, 1.0).split([rows[i].num_action_tokens for i in micro.members])
         for i, log_probs in zip(micro.members, found, strict=True):
-            rows[i].behaviour_logprobs[rows[i].action_mask] = log_probs.numpy()
+            rows[i].behaviour_log_probs[rows[i].action_mask] = log_probs.numpy()
     return rows
 
 
@@ -64,7 +64,7 @@ def random_row(rng: np.random.Generator, number: int, begin: int, length: int, v
     return Trajectory(
         tokens=rng.integers(0, vocabulary, length).astype(np.int32),
         action_mask=mask,
-        behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
+        behaviour_log_probs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
         rewards=rewards,
         turns=np.array([[begin, length]], np.int32),

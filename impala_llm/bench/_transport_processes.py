@@ -76,7 +76,7 @@ def make_records(num_tokens: int, seed: int, num_records: int = NUM_RECORDS) -> 
             Trajectory(
                 tokens=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
                 action_mask=mask.copy(),
-                behaviour_logprobs=np.where(mask, -rng.random(num_tokens), 0.0).astype(np.float32),
+                behaviour_log_probs=np.where(mask, -rng.random(num_tokens), 0.0).astype(np.float32),
                 versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
                 rewards=rewards.copy(),
                 turns=turns.copy(),

@@ -207,7 +207,7 @@ def _trajectory(version: int) -> Trajectory:
     return Trajectory(
         tokens=np.arange(2, dtype=np.int32),
         action_mask=np.array([False, True]),
-        behaviour_logprobs=np.zeros(2, np.float32),
+        behaviour_log_probs=np.zeros(2, np.float32),
         versions=np.array([-1, version], np.int32),
         rewards=np.zeros(2, np.float32),
         turns=np.array([[1, 2]], np.int32),

@@ -56,7 +56,7 @@ class Generation:
 
     tokens: np.ndarray
     """int32[n]."""
-    logprobs: np.ndarray
+    log_probs: np.ndarray
     """float32[n]: log_softmax(logits / temperature) of each token, in nats."""
     versions: np.ndarray
     """int32[n]: policy version that sampled each token."""

@@ -1,1 +1,8 @@
-"""An OpenAI-compatible server above an engine, and the agents that play episodes through it."""
+"""An OpenAI-compatible server above an engine, and the agents that play episodes through it.
+
+From outside: `agents`, which plays an episode, and `tasks`.
+
+- a request: connections, server, requests and anthropic (bodies), chat (messages as tokens)
+- an episode: episode, conversation (which answer a request continues), tree (the tokens, and the trajectory in the end)
+- agents: agent_pool, worker, worker_pipes, descendants (what they have started)
+"""

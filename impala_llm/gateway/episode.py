@@ -291,7 +291,7 @@ def _joined(parts: list[Generation]) -> Generation | None:
     """One answer of its parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    tokens, logprobs, versions = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logprobs", "versions")
+    tokens, log_probs, versions = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
     )
-    return Generation(tokens, logprobs, versions, parts[-1].finish_reason)
+    return Generation(tokens, log_probs, versions, parts[-1].finish_reason)

@@ -158,7 +158,7 @@ class _Rows:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.mask: list[bool] = []
-        self.logprobs: list[float] = []
+        self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.rewards: list[float] = []
         self.turns: list[tuple[int, int]] = []
@@ -169,13 +169,13 @@ class _Rows:
 
     def add_answer(self, answer: Generation, reward: float) -> None:
         self.turns.append((len(self.tokens), len(self.tokens) + len(answer.tokens)))
-        self._add(answer.tokens.tolist(), True, answer.logprobs.tolist(), answer.versions.tolist())
+        self._add(answer.tokens.tolist(), True, answer.log_probs.tolist(), answer.versions.tolist())
         self.rewards[-1] = reward
 
-    def _add(self, tokens: Sequence[int], mask: bool, logprobs: list[float], versions: list[int]) -> None:
+    def _add(self, tokens: Sequence[int], mask: bool, log_probs: list[float], versions: list[int]) -> None:
         self.tokens += tokens
         self.mask += [mask] * len(tokens)
-        self.logprobs += logprobs
+        self.log_probs += log_probs
         self.versions += versions
         self.rewards += [0.0] * len(tokens)
 
@@ -183,7 +183,7 @@ class _Rows:
         return Trajectory(
             tokens=np.array(self.tokens, np.int32),
             action_mask=np.array(self.mask, np.bool_),
-            behaviour_logprobs=np.array(self.logprobs, np.float32),
+            behaviour_log_probs=np.array(self.log_probs, np.float32),
             versions=np.array(self.versions, np.int32),
             rewards=np.array(self.rewards, np.float32),
             turns=np.array(self.turns, np.int32),

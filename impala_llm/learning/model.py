@@ -27,7 +27,7 @@ from impala_llm.engines.embedded.model_check import (
 )
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.attention import SEGMENTS, attention_arguments
-from impala_llm.learning.logprobs import token_log_probs
+from impala_llm.learning.log_probs import token_log_probs
 from impala_llm.learning.lora import without_prefix
 from impala_llm.learning.products import give_back_memory
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
@@ -166,7 +166,7 @@ class PolicyModel(nn.Module):
         return logits
 
     def action_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `logprobs.token_log_probs`."""
+        """See `log_probs.token_log_probs`."""
         head = self.lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return token_log_probs(hidden, head.weight, bias, targets, temperature / self._logit_scale, self._dtype)

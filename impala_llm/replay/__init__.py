@@ -1,4 +1,8 @@
-"""Selection of the data to train on next: grouping, buffering, priorities, reuse. numpy only, without torch."""
+"""Selection of the data to train on next: grouping, buffering, priorities, reuse. numpy only, without torch.
+
+- groups: trajectories of a group together; buffer: what may be trained on, in the columns of items
+- priorities: what is drawn, and what a full buffer gives up; rate, replay_fraction: how often data are used again
+"""
 
 from impala_llm.replay.buffer import ReplayBuffer
 from impala_llm.replay.groups import Group, GroupAssembler

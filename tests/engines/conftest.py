@@ -61,13 +61,13 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def plain_logprobs() -> Callable[..., np.ndarray]:
+def plain_log_probs() -> Callable[..., np.ndarray]:
     """Log-probability of tokens[start:] by one forward over the whole history, without any cache."""
 
     @torch.no_grad()
     def compute(model: PreTrainedModel, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double() / temperature
-        logprobs = logits.log_softmax(-1)
-        return np.array([logprobs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
+        log_probs = logits.log_softmax(-1)
+        return np.array([log_probs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
 
     return compute

@@ -63,8 +63,8 @@ class RandomEngine:
         return self._generation(tokens, serials, reason)
 
     def _generation(self, tokens, serials, reason):
-        logprobs = -np.array(serials, np.float32) / 1024
-        return Generation(np.array(tokens, np.int32), logprobs, np.zeros(len(tokens), np.int32), reason)
+        log_probs = -np.array(serials, np.float32) / 1024
+        return Generation(np.array(tokens, np.int32), log_probs, np.zeros(len(tokens), np.int32), reason)
 
     def abort(self, session_id=None):
         self.aborted |= self.running if session_id is None else self.running & {session_id}

@@ -115,7 +115,7 @@ class Player:
 def assert_exact(trajectory: Trajectory, engine: RandomEngine) -> None:
     """Each sampled token is an action once, behind the tokens that it was sampled after, and nothing else is one."""
     places = np.flatnonzero(trajectory.action_mask)
-    serials = np.rint(-trajectory.behaviour_logprobs[places] * 1024).astype(int).tolist()
+    serials = np.rint(-trajectory.behaviour_log_probs[places] * 1024).astype(int).tolist()
     assert sorted(serials) == list(range(len(engine.sampled)))
     starts = np.flatnonzero(trajectory.versions == CONTEXT_START)
     for place, serial in zip(places.tolist(), serials, strict=True):
@@ -319,7 +319,7 @@ def test_the_last_answer_of_an_episode_is_the_last_of_its_trajectory(chat: ChatT
 
     trajectory, player = asyncio.run(play())
     assert len(trajectory.context_lengths) == 2
-    assert round(-float(trajectory.behaviour_logprobs[-1]) * 1024) == len(player.engine.sampled) - 1
+    assert round(-float(trajectory.behaviour_log_probs[-1]) * 1024) == len(player.engine.sampled) - 1
 
 
 def test_an_episode_is_full_at_its_limit_over_all_branches(chat: ChatTokens) -> None:

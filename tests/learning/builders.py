@@ -96,7 +96,7 @@ def make_trajectory(
     return Trajectory(
         tokens=generator.integers(0, VOCABULARY, length).astype(np.int32),
         action_mask=mask,
-        behaviour_logprobs=np.where(mask, -generator.uniform(0.5, 4.0, length), 0.0).astype(np.float32),
+        behaviour_log_probs=np.where(mask, -generator.uniform(0.5, 4.0, length), 0.0).astype(np.float32),
         versions=np.where(mask, 3, -1).astype(np.int32),
         rewards=rewards,
         turns=np.array(turns, np.int32).reshape(-1, 2),

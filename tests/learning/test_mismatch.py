@@ -60,7 +60,7 @@ def sampled_by(model: PolicyModel, noise: float = 0.0, versions: Sequence[int] =
         rows.append(
             dataclasses.replace(
                 t,
-                behaviour_logprobs=np.where(t.action_mask, np.minimum(lowered, 0), 0).astype(np.float32),
+                behaviour_log_probs=np.where(t.action_mask, np.minimum(lowered, 0), 0).astype(np.float32),
                 versions=np.where(t.action_mask, versions[number % len(versions)], -1).astype(np.int32),
                 ticket_id=number,
                 group_id=number // 4,
@@ -72,7 +72,7 @@ def sampled_by(model: PolicyModel, noise: float = 0.0, versions: Sequence[int] =
 
 def injected(model: PolicyModel, rows: Sequence[Trajectory]) -> np.ndarray:
     """l of every action token, row after row."""
-    return np.concatenate([(log_probs_of(model, t) - t.behaviour_logprobs)[t.action_mask] for t in rows]).astype(float)
+    return np.concatenate([(log_probs_of(model, t) - t.behaviour_log_probs)[t.action_mask] for t in rows]).astype(float)
 
 
 def metrics_of(log: MetricLog) -> dict[str, float]:
@@ -145,7 +145,7 @@ def test_only_action_tokens_enter(model: PolicyModel) -> None:
     count = sum(int(t.action_mask.sum()) for t in rows)
     assert comparison.num_tokens == count < sum(t.num_tokens for t in rows)
     assert {weight for _, _, weight in comparison.metrics} == {count}
-    assert comparison.total == pytest.approx(sum(-float(t.behaviour_logprobs.sum()) for t in rows), rel=1e-5)
+    assert comparison.total == pytest.approx(sum(-float(t.behaviour_log_probs.sum()) for t in rows), rel=1e-5)
 
 
 def test_all_that_is_reported_is_declared(model: PolicyModel) -> None:
@@ -300,7 +300,7 @@ def test_what_arrives_before_the_step_of_its_version_is_scored_by_that_version(t
     config.learner.warmup_updates = 0
     run = Run(save_lm(tmp_path), config)
     first, later = sampled_by(run.model), sampled_by(run.model, noise=0.4)
-    of_sampler = injected(run.model, later) + np.concatenate([t.behaviour_logprobs[t.action_mask] for t in later])
+    of_sampler = injected(run.model, later) + np.concatenate([t.behaviour_log_probs[t.action_mask] for t in later])
     run.arriving = later
     run.update(first)
     for _ in range(2):

@@ -39,14 +39,14 @@ def make_trajectories(model: PolicyModel, temperature: float, noise: float, boot
             log_probs = (model.logits(logits)[0] / temperature).log_softmax(-1)
         exact = np.zeros(num_tokens, np.float32)
         exact[1:] = log_probs[:-1].gather(1, torch.tensor(tokens[1:, None].astype(np.int64)))[:, 0].numpy()
-        logprobs = np.where(mask, np.minimum(exact + noise * rng.standard_normal(num_tokens), 0.0), 0.0)
+        log_probs = np.where(mask, np.minimum(exact + noise * rng.standard_normal(num_tokens), 0.0), 0.0)
         rewards = np.zeros(num_tokens, np.float32)
         rewards[num_tokens - 1] = number / 6
         trajectories.append(
             Trajectory(
                 tokens=tokens,
                 action_mask=mask,
-                behaviour_logprobs=logprobs.astype(np.float32),
+                behaviour_log_probs=log_probs.astype(np.float32),
                 versions=np.where(mask, VERSION - number % 3, -1).astype(np.int32),
                 rewards=rewards,
                 turns=np.array(spans, np.int32),
@@ -108,7 +108,7 @@ def plain_loss(config, model, trajectories, advantages=None):
         values = model.values(hidden).double()
         spans = t.turns.tolist()
         logp = [log_probs[range(s - 1, e - 1), row[0, s:e]] for s, e in spans]
-        mu = [torch.tensor(t.behaviour_logprobs[s:e]).double() for s, e in spans]
+        mu = [torch.tensor(t.behaviour_log_probs[s:e]).double() for s, e in spans]
         ratio = [float((lp.detach() - m).mean().exp()) for lp, m in zip(logp, mu, strict=True)]
         v = [values[s - 1].item() for s, _ in spans] + [values[-1].item() if t.bootstrap else 0.0]
         r = [float(t.rewards[s:e].sum()) for s, e in spans]

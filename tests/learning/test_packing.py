@@ -35,7 +35,7 @@ def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
     trajectories = make_batch()
     (batch,) = pack(trajectories, token_budget=1000)
     actions, segments, turn_of, turn_segments, turn_rewards, before_turn, last = [], [], [], [], [], [], []
-    logprobs, positions = [], []
+    log_probs, positions = [], []
     offset = 0
     for row, member in enumerate(batch.members):
         trajectory = trajectories[member]
@@ -45,7 +45,7 @@ def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
                 actions.append(offset + place)
                 segments.append(row)
                 turn_of.append(len(turn_segments))
-                logprobs.append(float(trajectory.behaviour_logprobs[place]))
+                log_probs.append(float(trajectory.behaviour_log_probs[place]))
             turn_segments.append(row)
             turn_rewards.append(float(trajectory.rewards[start:end].sum()))
             before_turn.append(offset + start - 1)
@@ -53,7 +53,7 @@ def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
         last.append(offset - 1)
     assert batch.position_ids.tolist() == positions
     assert batch.action_positions.tolist() == actions
-    assert batch.behaviour_log_probs.tolist() == logprobs
+    assert batch.behaviour_log_probs.tolist() == log_probs
     assert batch.versions.tolist() == [3] * len(actions)
     assert batch.segment_ids.tolist() == segments
     assert batch.turn_ids.tolist() == turn_of

@@ -209,7 +209,7 @@ def test_each_rank_judges_its_own_engines_alone(tmp_path: Path) -> None:
 
     def reported(t: Trajectory, error: float) -> Trajectory:
         right = log_probs_of(models[2], t)
-        return dataclasses.replace(t, behaviour_logprobs=np.where(t.action_mask, right - error, 0).astype(np.float32))
+        return dataclasses.replace(t, behaviour_log_probs=np.where(t.action_mask, right - error, 0).astype(np.float32))
 
     batches = [
         dataclasses.replace(batch, trajectories=tuple(reported(t, error) for t in batch.trajectories))

@@ -39,7 +39,7 @@ def make_trajectory(
     return Trajectory(
         tokens=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
         action_mask=mask,
-        behaviour_logprobs=np.where(mask, -rng.random(num_tokens), 0.0).astype(np.float32),
+        behaviour_log_probs=np.where(mask, -rng.random(num_tokens), 0.0).astype(np.float32),
         versions=np.where(mask, version, -1).astype(np.int32),
         rewards=rewards,
         turns=turns,

@@ -21,7 +21,7 @@ def make_trajectory(
     return Trajectory(
         tokens=np.arange(length, dtype=np.int32),
         action_mask=mask,
-        behaviour_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        behaviour_log_probs=np.where(mask, -0.5, 0.0).astype(np.float32),
         versions=versions,
         rewards=np.zeros(length, np.float32),
         turns=np.array([[1, length]], np.int32),

@@ -41,13 +41,13 @@ class Policies:
             self.models.append(model)
 
     @torch.no_grad()
-    def logprobs(self, version: int, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
+    def log_probs(self, version: int, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
         """float64[len(tokens) - start], of tokens[start:]."""
         logits = self.models[version](input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double()
         return picked(logits / temperature, tokens, start)
 
     @torch.no_grad()
-    def learners_logprobs(
+    def learners_log_probs(
         self, version: int, answers: Sequence[tuple[list[int], Generation]], temperature: float
     ) -> list[np.ndarray]:
         """Log-probabilities of the tokens of each (prompt, answer): by the model that trains, on rows packed as the
@@ -68,13 +68,13 @@ class Policies:
         tokens = [*prompt, *answer.tokens.tolist()]
         for version in set(answer.versions.tolist()):
             own = answer.versions == version
-            expected = self.logprobs(version, tokens, len(prompt), temperature)
-            np.testing.assert_allclose(answer.logprobs[own], expected[own], rtol=0, atol=TOLERANCE)
+            expected = self.log_probs(version, tokens, len(prompt), temperature)
+            np.testing.assert_allclose(answer.log_probs[own], expected[own], rtol=0, atol=TOLERANCE)
 
 
 def picked(logits: torch.Tensor, tokens: list[int], start: int) -> np.ndarray:
-    logprobs = logits.log_softmax(-1)
-    return np.array([logprobs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
+    log_probs = logits.log_softmax(-1)
+    return np.array([log_probs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Rig:
     def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
         models = np.array([self.model_of(version) for version in answer.versions], np.int32)
         self.policies.check(
-            prompt, Generation(answer.tokens, answer.logprobs, models, answer.finish_reason), temperature
+            prompt, Generation(answer.tokens, answer.log_probs, models, answer.finish_reason), temperature
         )
 
     @contextlib.asynccontextmanager

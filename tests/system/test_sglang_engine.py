@@ -47,7 +47,7 @@ def rig(tmp_path_factory) -> Iterator[Rig]:
         yield rig
 
 
-def test_logprobs_of_a_thousand_answers_are_those_of_the_learner(rig):
+def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
     """In episodes of several turns, before and after weights change under them and while they do."""
     answers: list[tuple[float, list[int], Generation]] = []
 
@@ -65,7 +65,7 @@ def test_logprobs_of_a_thousand_answers_are_those_of_the_learner(rig):
             answer = await rig.engine.generate(name, prompt, params)
             assert lowest <= answer.versions[0] and (np.diff(answer.versions) >= 0).all()
             assert answer.versions[-1] <= rig.newest[1]
-            assert answer.tokens.dtype == answer.versions.dtype == np.int32 and answer.logprobs.dtype == np.float32
+            assert answer.tokens.dtype == answer.versions.dtype == np.int32 and answer.log_probs.dtype == np.float32
             stops = np.isin(answer.tokens, params.stop_token_ids)
             if answer.finish_reason == "stop":
                 assert stops[-1] and stops.sum() == 1
@@ -105,9 +105,9 @@ def test_logprobs_of_a_thousand_answers_are_those_of_the_learner(rig):
                 if theirs == temperature
                 and (mask := np.array([rig.model_of(version) == model for version in answer.versions])).any()
             ]
-            expected = rig.policies.learners_logprobs(model, [row[:2] for row in own], temperature)
-            for (_, answer, mask), logprobs in zip(own, expected, strict=True):
-                np.testing.assert_allclose(answer.logprobs[mask], logprobs[mask], rtol=0, atol=TOLERANCE)
+            expected = rig.policies.learners_log_probs(model, [row[:2] for row in own], temperature)
+            for (_, answer, mask), log_probs in zip(own, expected, strict=True):
+                np.testing.assert_allclose(answer.log_probs[mask], log_probs[mask], rtol=0, atol=TOLERANCE)
                 compared += mask.sum()
     assert compared == sum(len(answer.tokens) for _, _, answer in answers)
 
@@ -171,7 +171,7 @@ def test_keep_kv_goes_on_with_new_weights_over_old_keys_and_values(rig):
             for prompt, task in zip(prompts, answers, strict=True):
                 answer = await task
                 assert set(answer.versions.tolist()) == {before, before + 1}
-                np.testing.assert_allclose(answer.logprobs, expected(prompt, answer, *models), rtol=0, atol=TOLERANCE)
+                np.testing.assert_allclose(answer.log_probs, expected(prompt, answer, *models), rtol=0, atol=TOLERANCE)
 
     rig.run(test)
 
@@ -311,23 +311,23 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
             assert not any(episode.done() for episode in episodes)
             await asyncio.sleep(0.002)
         # An episode between two of its answers is not among them.
-        partial = {name: (list(a.prompt), list(a.tokens), list(a.logprobs)) for name, a in answers.items()}
+        partial = {name: (list(a.prompt), list(a.tokens), list(a.log_probs)) for name, a in answers.items()}
         kill_server(rig)
         rig.newest = (rig.directory(version + 3), version + 3)  # what the learner publishes meanwhile
         trajectories = await asyncio.gather(*episodes)
         assert [trajectory.ticket_id for trajectory in trajectories] == list(range(EPISODES))
         for trajectory in trajectories:
-            prompt, tokens, logprobs = partial.get(trajectory.episode_id, ([], [], []))
+            prompt, tokens, log_probs = partial.get(trajectory.episode_id, ([], [], []))
             own = slice(len(prompt), len(prompt) + len(tokens))
             assert trajectory.tokens[: own.stop].tolist() == [*prompt, *tokens]
-            assert trajectory.behaviour_logprobs[own].tolist() == np.float32(logprobs).tolist()
+            assert trajectory.behaviour_log_probs[own].tolist() == np.float32(log_probs).tolist()
             assert set(trajectory.versions[: own.stop][trajectory.action_mask[: own.stop]].tolist()) <= {version}
             assert trajectory.newest_version in (version, version + 3)
             following = chat.following("+a", int(trajectory.tokens[-1]))
             assert trajectory.num_tokens + len(following) >= MAX_LENGTH
             assert [int(end - start) for start, end in trajectory.turns[:-1]] == [300] * 3
             for start, end in trajectory.turns:
-                arrays = (trajectory.tokens, trajectory.behaviour_logprobs, trajectory.versions)
+                arrays = (trajectory.tokens, trajectory.behaviour_log_probs, trajectory.versions)
                 answer = Generation(*(array[start:end] for array in arrays), finish_reason="stop")
                 rig.check(trajectory.tokens[:start].tolist(), answer)
         # One whose last tokens were on their way already may have ended without the server that came back.

@@ -64,9 +64,9 @@ class FedRig(Rig):
             assert set(answer.versions.tolist()) == {self.engine.version}
             self.engine.release(f"fresh-{place}")
             answers.append((prompt, answer))
-        expected = self.policies.learners_logprobs(self.model_of(self.engine.version), answers, 1.0)
-        for (_, answer), logprobs in zip(answers, expected, strict=True):
-            np.testing.assert_allclose(answer.logprobs, logprobs, rtol=0, atol=TOLERANCE)
+        expected = self.policies.learners_log_probs(self.model_of(self.engine.version), answers, 1.0)
+        for (_, answer), log_probs in zip(answers, expected, strict=True):
+            np.testing.assert_allclose(answer.log_probs, log_probs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

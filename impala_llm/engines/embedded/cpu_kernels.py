@@ -286,7 +286,7 @@ def draw(
     is_greedy: np.ndarray,
     draws: np.ndarray,
     tokens: np.ndarray,
-    logprobs: np.ndarray,
+    log_probs: np.ndarray,
 ) -> None:
     """Draw one token for each row by inversion of the cumulative distribution, or take the most likely one.
 
@@ -296,7 +296,7 @@ def draw(
         is_greedy: bool[R].
         draws: float64[R] in [0, 1).
         tokens: int64[R], set.
-        logprobs: float32[R], set; NaN where a row's logits are not finite.
+        log_probs: float32[R], set; NaN where a row's logits are not finite.
     """
     vocab_size = logits.shape[1]
     masses = np.empty((vocab_size + _BINS - 1) // _BINS, np.float32)
@@ -318,7 +318,7 @@ def draw(
             total += mass
         token = 0
         if not total >= 1.0 - 1e-6:  # the most likely token alone has weight 1
-            tokens[r], logprobs[r] = 0, np.nan
+            tokens[r], log_probs[r] = 0, np.nan
             continue
         if is_greedy[r]:
             while row[token] < highest:
@@ -344,7 +344,7 @@ def draw(
                     if before > target:
                         break
         tokens[r] = token
-        logprobs[r] = (row[token] - highest) * inverse - np.float32(np.log(total))
+        log_probs[r] = (row[token] - highest) * inverse - np.float32(np.log(total))
 
 
 @_compiled(reordered=False)

@@ -246,7 +246,7 @@ class TorchEngine:
         last = await self.generate(name, history, params)
         self.release(name)
         row = torch.tensor([*history, *last.tokens.tolist()], device=self._device)
-        return row, torch.from_numpy(last.logprobs)
+        return row, torch.from_numpy(last.log_probs)
 
     @property
     def failure(self) -> EngineError | None:
@@ -361,14 +361,14 @@ class TorchEngine:
     def _draw(self, plan: Plan, logits: torch.Tensor) -> None:
         table, slots = self._table, plan.sampled
         draws = sampling.uniforms(table.key[slots], table.drawn[slots])
-        tokens, logprobs = sampling.draw(logits, table.inverse_temperature[slots], table.greedy[slots], draws)
-        finite = np.isfinite(logprobs)
+        tokens, log_probs = sampling.draw(logits, table.inverse_temperature[slots], table.greedy[slots], draws)
+        finite = np.isfinite(log_probs)
         if not finite.all():
             for slot in slots[~finite]:
                 self._fail(int(slot), f"the weights of version {self.version} give logits that are not finite", None)
                 table.forget(int(slot))
-            slots, tokens, logprobs = slots[finite], tokens[finite], logprobs[finite]
-        stopped, at_limit = table.append(slots, tokens, logprobs, self.version)
+            slots, tokens, log_probs = slots[finite], tokens[finite], log_probs[finite]
+        stopped, at_limit = table.append(slots, tokens, log_probs, self.version)
         self._stats.decode_tokens += len(slots)
         for row in np.flatnonzero(stopped | at_limit):
             slot = int(slots[row])

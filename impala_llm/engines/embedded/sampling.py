@@ -36,20 +36,20 @@ def draw(
         inverse_temperatures: float32[R], 1 in greedy rows. is_greedy: bool[R]. draws: float64[R] in [0, 1).
 
     Returns:
-        tokens int64[R]; logprobs float32[R] at the row's temperature, NaN where its logits are not finite.
+        tokens int64[R]; log_probs float32[R] at the row's temperature, NaN where its logits are not finite.
     """
     if logits.device.type == "cpu":
-        tokens, logprobs = np.empty(len(draws), dtype=np.int64), np.empty(len(draws), dtype=np.float32)
-        cpu_kernels.draw(logits.numpy(), inverse_temperatures, is_greedy, draws, tokens, logprobs)
-        return tokens, logprobs
-    chosen, chosen_logprobs = greedy(logits)
+        tokens, log_probs = np.empty(len(draws), dtype=np.int64), np.empty(len(draws), dtype=np.float32)
+        cpu_kernels.draw(logits.numpy(), inverse_temperatures, is_greedy, draws, tokens, log_probs)
+        return tokens, log_probs
+    chosen, chosen_log_probs = greedy(logits)
     if not is_greedy.all():
         scales = torch.from_numpy(inverse_temperatures)[:, None].to(logits.device)
-        sampled, sampled_logprobs = sample(logits, scales, torch.from_numpy(draws).to(logits.device))
+        sampled, sampled_log_probs = sample(logits, scales, torch.from_numpy(draws).to(logits.device))
         rows = torch.from_numpy(is_greedy).to(logits.device)
         chosen = torch.where(rows, chosen, sampled)
-        chosen_logprobs = torch.where(rows, chosen_logprobs, sampled_logprobs)
-    return chosen.cpu().numpy(), chosen_logprobs.cpu().numpy()
+        chosen_log_probs = torch.where(rows, chosen_log_probs, sampled_log_probs)
+    return chosen.cpu().numpy(), chosen_log_probs.cpu().numpy()
 
 
 def sample(
@@ -66,7 +66,7 @@ def sample(
         draws: float64[R] in [0, 1).
 
     Returns:
-        tokens int64[R]; logprobs float32[R] at the sampling temperature, NaN where a row's logits are not finite.
+        tokens int64[R]; log_probs float32[R] at the sampling temperature, NaN where a row's logits are not finite.
     """
     scaled = logits if inverse_temperatures is None else logits * inverse_temperatures
     probs = torch.softmax(scaled, dim=-1)

@@ -14,7 +14,7 @@ class SessionTable:
     """Sessions in slots. The public arrays are indexed by slot, [slots] or [slots, max_length].
 
     Attributes:
-        tokens, logprobs, versions: the history, and for sampled tokens their log-probability and version.
+        tokens, log_probs, versions: the history, and for sampled tokens their log-probability and version.
         length, cached: number of known tokens, and of those in the cache.
         running: an answer is being computed.
         prompt_length, limit: length at which it begins, and at which it ends.
@@ -29,7 +29,7 @@ class SessionTable:
             slots,
             dtype=[
                 ("tokens", np.int32, (max_length,)),
-                ("logprobs", np.float32, (max_length,)),
+                ("log_probs", np.float32, (max_length,)),
                 ("versions", np.int32, (max_length,)),
                 ("length", np.int64),
                 ("cached", np.int64),
@@ -45,7 +45,7 @@ class SessionTable:
             ],
         )
         self.tokens = self._state["tokens"]
-        self.logprobs = self._state["logprobs"]
+        self.log_probs = self._state["log_probs"]
         self.versions = self._state["versions"]
         self.length = self._state["length"]
         self.cached = self._state["cached"]
@@ -119,12 +119,12 @@ class SessionTable:
         self.running[slot] = True
 
     def append(
-        self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
+        self, slots: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Add one sampled token to each of `slots`; all arrays [R]. Returns bool[R] twice: stopped, at the limit."""
         places = self.length[slots]
         self.tokens[slots, places] = tokens
-        self.logprobs[slots, places] = logprobs
+        self.log_probs[slots, places] = log_probs
         self.versions[slots, places] = version
         self.length[slots] = places + 1
         self.drawn[slots] += 1
@@ -136,7 +136,7 @@ class SessionTable:
         self.running[slot] = False
         return Generation(
             tokens=self.tokens[slot, answer].copy(),
-            logprobs=self.logprobs[slot, answer].copy(),
+            log_probs=self.log_probs[slot, answer].copy(),
             versions=self.versions[slot, answer].copy(),
             finish_reason=reason,
         )

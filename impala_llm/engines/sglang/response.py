@@ -43,7 +43,7 @@ class Answer:
         self.params = params
         self.limit = limit
         self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.aborted = False
@@ -135,7 +135,7 @@ class Answer:
             raise self._broken(f"{len(ids)} tokens have {len(pairs)} log-probabilities")
         if had + len(ids) != total:
             raise self._broken(f"{had} + {len(ids)} tokens have arrived, but it counts {total}")
-        logprobs = [self._check_pair(token, pair) for token, pair in zip(ids, pairs, strict=True)]
+        log_probs = [self._check_pair(token, pair) for token, pair in zip(ids, pairs, strict=True)]
         if len(self.tokens) + len(ids) > self.limit:
             raise self._broken(f"it has {len(self.tokens) + len(ids)} tokens, at most {self.limit} were asked for")
         label = _version(version)
@@ -147,7 +147,7 @@ class Answer:
         # Only the last piece has them, and none where a request was aborted before it was begun.
         versions = None if reason is None or (kind == "abort" and spans is None) else self._spans(spans, total)
         self.tokens += ids
-        self.logprobs += logprobs
+        self.log_probs += log_probs
         if versions is None:
             self.versions += [label if self._label is None else self._label] * len(ids)
             self._label = label
@@ -173,7 +173,7 @@ class Answer:
         assert self.finish_reason is not None
         return Generation(
             tokens=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
+            log_probs=np.array(self.log_probs, np.float32),
             versions=np.array(self.versions, np.int32),
             finish_reason=self.finish_reason,
         )

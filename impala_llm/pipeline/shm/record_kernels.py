@@ -62,7 +62,7 @@ _TAKEN_BLOCK = 256
 """Words that are checked, summed and then stored: more than where they are only copied, since each block has a higher
 fixed cost."""
 _BAD, _LARGEST_TOKEN, _OLDEST, _NEWEST, _FINDINGS = range(5)
-_CHECKED_FIELDS = ("tokens", "behaviour_logprobs", "versions", "rewards")
+_CHECKED_FIELDS = ("tokens", "behaviour_log_probs", "versions", "rewards")
 """Fields that `_check_span` checks: the first arrays of a block, with an item of 4 bytes for each token."""
 _TOKENS, _LOGPROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
 _NUM_CHECKED = len(_CHECKED_FIELDS)

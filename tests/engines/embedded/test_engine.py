@@ -69,7 +69,7 @@ def compact_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_uneven_episodes_of_several_turns_agree_with_a_plain_forward(
-    make_model: MakeModel, plain_logprobs: Callable, kind: str, params: SamplingParams
+    make_model: MakeModel, plain_log_probs: Callable, kind: str, params: SamplingParams
 ) -> None:
     model = make_model(kind)
     reference = copy.deepcopy(model)
@@ -84,8 +84,8 @@ def test_uneven_episodes_of_several_turns_agree_with_a_plain_forward(
             assert answer.finish_reason == "length"
             assert len(answer.tokens) == params.max_new_tokens
             temperature = 1.0 if params.greedy else params.temperature
-            expected = plain_logprobs(reference, history + answer.tokens.tolist(), len(history), temperature)
-            np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+            expected = plain_log_probs(reference, history + answer.tokens.tolist(), len(history), temperature)
+            np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
             assert (answer.versions == 0).all()
 
 
@@ -121,7 +121,7 @@ def test_no_prefix_is_computed_twice(make_model: MakeModel) -> None:
 
 
 @pytest.mark.usefixtures("compact_decoder")
-def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_logprobs: Callable) -> None:
+def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_log_probs: Callable) -> None:
     model = make_model("qwen3")
     reference = copy.deepcopy(model)
     engine = TorchEngine(model, max_sessions=12, max_length=256)
@@ -134,8 +134,8 @@ def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_
         return await engine.generate("e9", prompts["e9"], SamplingParams(max_new_tokens=80))
 
     answer = asyncio.run(run())
-    expected = plain_logprobs(reference, prompts["e9"] + answer.tokens.tolist(), len(prompts["e9"]))
-    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+    expected = plain_log_probs(reference, prompts["e9"] + answer.tokens.tolist(), len(prompts["e9"]))
+    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.usefixtures("compact_decoder")
@@ -163,7 +163,7 @@ def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) ->
     with torch.no_grad():
         logits = old(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
         for i, token in enumerate(answer.tokens.tolist()):
-            assert abs(logits.log_softmax(-1)[token].item() - answer.logprobs[i]) < 1e-4
+            assert abs(logits.log_softmax(-1)[token].item() - answer.log_probs[i]) < 1e-4
             model = old if i + 1 < drawn_before else new
             step = torch.tensor([[fed[len(prompt) + i]]])
             logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
@@ -181,7 +181,7 @@ def test_answers_stand_still_for_the_whole_of_a_load(make_model: MakeModel) -> N
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_weights_from_a_directory(make_model: MakeModel, tmp_path, plain_logprobs: Callable, kind: str) -> None:
+def test_weights_from_a_directory(make_model: MakeModel, tmp_path, plain_log_probs: Callable, kind: str) -> None:
     new = make_model(kind, seed=1)
     new.save_pretrained(tmp_path)
     engine = TorchEngine(make_model(kind, seed=0), max_sessions=1, max_length=128)
@@ -192,32 +192,32 @@ def test_weights_from_a_directory(make_model: MakeModel, tmp_path, plain_logprob
         return await engine.generate("a", prompt, SamplingParams(max_new_tokens=5))
 
     answer = asyncio.run(run())
-    expected = plain_logprobs(new, prompt + answer.tokens.tolist(), len(prompt))
-    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+    expected = plain_log_probs(new, prompt + answer.tokens.tolist(), len(prompt))
+    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
     assert answer.versions.tolist() == [1] * 5
 
 
-def test_an_engine_from_a_directory(make_model: MakeModel, tmp_path, plain_logprobs: Callable) -> None:
+def test_an_engine_from_a_directory(make_model: MakeModel, tmp_path, plain_log_probs: Callable) -> None:
     model = make_model("qwen3")
     model.save_pretrained(tmp_path)
     engine = TorchEngine.from_pretrained(tmp_path, max_sessions=1, max_length=64)
     assert engine.vocab_size == 211
     prompt = random_tokens(20, 2)
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
-    expected = plain_logprobs(model, prompt + answer.tokens.tolist(), len(prompt))
-    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+    expected = plain_log_probs(model, prompt + answer.tokens.tolist(), len(prompt))
+    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
     with pytest.raises(EngineError, match=r"nowhere: no config\.json"):
         TorchEngine.from_pretrained(tmp_path / "nowhere", max_sessions=1, max_length=64)
 
 
-def test_bfloat16_weights_are_close(make_model: MakeModel, plain_logprobs: Callable) -> None:
+def test_bfloat16_weights_are_close(make_model: MakeModel, plain_log_probs: Callable) -> None:
     model = make_model("qwen3")
     reference = copy.deepcopy(model)
     engine = TorchEngine(model.to(torch.bfloat16), max_sessions=1, max_length=64)
     prompt = random_tokens(20, 2)
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=10)))
-    expected = plain_logprobs(reference, prompt + answer.tokens.tolist(), len(prompt))
-    assert np.abs(answer.logprobs - expected).mean() < 0.3
+    expected = plain_log_probs(reference, prompt + answer.tokens.tolist(), len(prompt))
+    assert np.abs(answer.log_probs - expected).mean() < 0.3
 
 
 def test_engine_and_learner_agree_in_bfloat16_where_logits_are_large(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_engine_and_learner_agree_in_bfloat16_where_logits_are_large(tmp_path: P
         hidden = policy.hidden(row, torch.arange(len(row)), torch.tensor([len(row)])).view(len(row), -1)
         expected = policy.action_log_probs(hidden[19:-1], row[20:], 1.0)[0].numpy()
         assert policy.logits(hidden).abs().max() > 30
-    assert np.abs(answer.logprobs - expected).mean() < 0.025
+    assert np.abs(answer.log_probs - expected).mean() < 0.025
 
 
 def test_refused_weights_leave_the_old_ones_in_use(make_model: MakeModel, tmp_path) -> None:
@@ -291,10 +291,10 @@ def test_abort_keeps_what_was_sampled_and_the_answer_can_go_on(make_model: MakeM
 
     partial, never_begun, rest = asyncio.run(run())
     assert (partial.finish_reason, len(partial.tokens)) == ("abort", 8)
-    assert len(partial.logprobs) == len(partial.versions) == 8
+    assert len(partial.log_probs) == len(partial.versions) == 8
     assert (never_begun.finish_reason, len(never_begun.tokens)) == ("abort", 0)
     assert partial.tokens.tolist() + rest.tokens.tolist() == whole.tokens.tolist()
-    np.testing.assert_allclose(np.concatenate([partial.logprobs, rest.logprobs]), whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([partial.log_probs, rest.log_probs]), whole.log_probs, atol=1e-5)
     assert engine.stats().prefill_tokens == 40 + 1
 
 
@@ -343,7 +343,7 @@ def test_tokens_do_not_depend_on_who_shares_the_batch(make_model: MakeModel) -> 
 
     for (_, alone), (_, together) in zip(asyncio.run(run(0)), asyncio.run(run(6)), strict=True):
         assert alone.tokens.tolist() == together.tokens.tolist()
-        np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=1e-5)
+        np.testing.assert_allclose(alone.log_probs, together.log_probs, atol=1e-5)
 
 
 @pytest.mark.usefixtures("compact_decoder")
@@ -357,7 +357,7 @@ def test_the_same_calls_give_the_same_bits_and_another_seed_other_tokens(make_mo
     for one, two in zip(first, again, strict=True):
         for (_, a), (_, b) in zip(one, two, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
-            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+            assert a.log_probs.tobytes() == b.log_probs.tobytes()
     assert first[0][0][1].tokens.tolist() != other[0][0][1].tokens.tolist()
 
 
@@ -477,7 +477,7 @@ def test_a_failed_step_fails_its_requests_and_not_the_engine(
 
 @pytest.mark.usefixtures("compact_decoder")
 def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
-    make_model: MakeModel, plain_logprobs: Callable
+    make_model: MakeModel, plain_log_probs: Callable
 ) -> None:
     model = make_model("qwen3")
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -495,8 +495,8 @@ def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
         return await engine.generate("a", prompt[:20], params)
 
     answer = asyncio.run(run())
-    expected = plain_logprobs(reference, prompt[:20] + answer.tokens.tolist(), 20)
-    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+    expected = plain_log_probs(reference, prompt[:20] + answer.tokens.tolist(), 20)
+    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_length", "prefill_budget"])

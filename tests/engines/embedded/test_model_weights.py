@@ -29,7 +29,7 @@ def publish(model: PreTrainedModel, board: Path, version: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_weights_from_shared_memory(
-    make_model: MakeModel, tmp_path: Path, plain_logprobs: Callable, kind: str, dtype: torch.dtype, tolerance: float
+    make_model: MakeModel, tmp_path: Path, plain_log_probs: Callable, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     new = make_model(kind, seed=1)
     publish(new, tmp_path, 3)
@@ -39,8 +39,8 @@ def test_weights_from_shared_memory(
     assert engine.version == 3
     prompt = np.random.default_rng(2).integers(0, 211, 20).tolist()
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
-    expected = plain_logprobs(new, prompt + answer.tokens.tolist(), len(prompt))
-    assert np.abs(answer.logprobs - expected).mean() < tolerance
+    expected = plain_log_probs(new, prompt + answer.tokens.tolist(), len(prompt))
+    assert np.abs(answer.log_probs - expected).mean() < tolerance
     assert answer.versions.tolist() == [3] * 5
 
 

@@ -11,8 +11,8 @@ Sampler = Callable[[torch.Tensor, float, np.ndarray], tuple[np.ndarray, np.ndarr
 
 def by_operators(logits: torch.Tensor, temperature: float, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = None if temperature == 1 else torch.full((len(draws), 1), 1 / temperature)
-    tokens, logprobs = sample(logits, scales, torch.from_numpy(draws))
-    return tokens.numpy(), logprobs.numpy()
+    tokens, log_probs = sample(logits, scales, torch.from_numpy(draws))
+    return tokens.numpy(), log_probs.numpy()
 
 
 def by_loops(logits: torch.Tensor, temperature: float, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +29,7 @@ samplers = pytest.mark.parametrize("sampler", [by_operators, by_loops])
 def test_frequencies_match_the_softmax(vocab_size: int, sampler: Sampler) -> None:
     rows = 40_000
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.0, vocab_size)).float()
-    tokens, logprobs = sampler(logits.expand(rows, -1), 0.7, np.random.default_rng(1).random(rows))
+    tokens, log_probs = sampler(logits.expand(rows, -1), 0.7, np.random.default_rng(1).random(rows))
     probs = torch.softmax(logits.double() / 0.7, -1).numpy()
     expected = rows * probs
     counts = np.bincount(tokens, minlength=vocab_size)
@@ -37,7 +37,7 @@ def test_frequencies_match_the_softmax(vocab_size: int, sampler: Sampler) -> Non
     freedom = vocab_size - 1
     # A chi-square variable has mean k and variance 2k.
     assert statistic <= freedom + 5 * np.sqrt(2 * freedom)
-    np.testing.assert_allclose(logprobs, np.log(probs)[tokens], atol=1e-5)
+    np.testing.assert_allclose(log_probs, np.log(probs)[tokens], atol=1e-5)
 
 
 @samplers
@@ -57,17 +57,17 @@ def test_a_token_without_probability_is_never_drawn(sampler: Sampler) -> None:
     logits = torch.full((3, 160), -float("inf"))
     logits[:, 5] = 0.0
     logits[:, 99] = 0.0
-    tokens, logprobs = sampler(logits, 1.0, np.array([0.0, 0.5, 1.0 - 2**-53]))
+    tokens, log_probs = sampler(logits, 1.0, np.array([0.0, 0.5, 1.0 - 2**-53]))
     assert tokens.tolist() == [5, 99, 99]
-    np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)
+    np.testing.assert_allclose(log_probs, np.log(0.5), atol=1e-6)
 
 
 @samplers
 @pytest.mark.parametrize("bad", [[0.0, np.nan, 1.0], [0.0, np.inf, 1.0], [-np.inf] * 3, [-np.nan, 0.0, 0.0]])
 def test_logits_that_are_not_finite_give_nan(bad: list[float], sampler: Sampler) -> None:
     logits = torch.tensor([bad, [0.0, 1.0, 2.0]])
-    _, logprobs = sampler(logits, 1.0, np.array([0.5, 0.5]))
-    assert np.isnan(logprobs).tolist() == [True, False]
+    _, log_probs = sampler(logits, 1.0, np.array([0.5, 0.5]))
+    assert np.isnan(log_probs).tolist() == [True, False]
     ones, both = np.ones(2, np.float32), np.ones(2, np.bool_)
     assert np.isnan(draw(logits, ones, both, np.zeros(2))[1]).tolist() == [True, False]
     assert np.isnan(greedy(logits)[1].numpy()).tolist() == [True, False]
@@ -75,22 +75,22 @@ def test_logits_that_are_not_finite_give_nan(bad: list[float], sampler: Sampler)
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]]).repeat(2, 1)
-    tokens, logprobs = draw(logits, np.ones(2, np.float32), np.array([True, False]), np.array([0.0, 0.0]))
+    tokens, log_probs = draw(logits, np.ones(2, np.float32), np.array([True, False]), np.array([0.0, 0.0]))
     assert tokens.tolist() == [1, 0]
     np.testing.assert_allclose(
-        logprobs, [-np.log(1 + np.e**-2 + np.e**-1), -2 - np.log(1 + np.e**-2 + np.e**-1)], atol=1e-6
+        log_probs, [-np.log(1 + np.e**-2 + np.e**-1), -2 - np.log(1 + np.e**-2 + np.e**-1)], atol=1e-6
     )
 
 
 def test_greedy_is_the_argmax_with_its_log_probability() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, -1.0]])
-    tokens, logprobs = greedy(logits)
+    tokens, log_probs = greedy(logits)
     by_draw = draw(logits, np.ones(2, np.float32), np.ones(2, np.bool_), np.zeros(2))
     np.testing.assert_array_equal(tokens, by_draw[0])
-    np.testing.assert_allclose(logprobs, by_draw[1], atol=1e-6)
+    np.testing.assert_allclose(log_probs, by_draw[1], atol=1e-6)
     assert tokens.tolist() == [1, 0]
     expected = [2 - np.log(1 + np.e**2 + np.e), 3 - np.log(np.e**3 + np.e + np.e**-1)]
-    np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+    np.testing.assert_allclose(log_probs, expected, atol=1e-6)
 
 
 def test_uniforms_are_the_published_generator() -> None:

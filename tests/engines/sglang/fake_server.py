@@ -161,4 +161,4 @@ async def running(*fakes: FakeServer, timeout_s: float = 10, **options):
 def check_tokens(prompt: list[int], answer: Generation) -> None:
     tokens = [(len(prompt) + place) % VOCAB for place in range(len(answer.tokens))]
     assert answer.tokens.tolist() == tokens
-    np.testing.assert_array_equal(answer.logprobs, -np.array(tokens, np.float32) / 8)
+    np.testing.assert_array_equal(answer.log_probs, -np.array(tokens, np.float32) / 8)

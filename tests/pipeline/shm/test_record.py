@@ -43,7 +43,7 @@ def by_hand(t: Trajectory) -> bytes:
     )
     assert len(header) == 88
     values = b"".join(struct.pack("<d", value) for value in t.stats.values())
-    arrays = (t.tokens, t.behaviour_logprobs, t.versions, t.rewards, t.turns, t.action_mask)
+    arrays = (t.tokens, t.behaviour_log_probs, t.versions, t.rewards, t.turns, t.action_mask)
     return header + values + padded(b"".join(texts) + names) + padded(b"".join(array.tobytes() for array in arrays))
 
 

@@ -134,7 +134,7 @@ def overwrite(arena: TrajectoryStore) -> int:
         lambda t: memoryview(t.rewards),
         lambda t: np.frombuffer(t.versions, np.int32),
         lambda t: t.turns.reshape(-1).T,
-        lambda t: np.asarray(t.behaviour_logprobs, np.float32),
+        lambda t: np.asarray(t.behaviour_log_probs, np.float32),
     ],
 )
 def test_space_is_not_used_again_while_anything_of_it_lives(path: Path, keep: Callable[[Trajectory], object]) -> None:

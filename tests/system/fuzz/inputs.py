@@ -145,7 +145,7 @@ def sample_trajectory(rng: random.Random, ticket_id: int = 3) -> Trajectory:
     return Trajectory(
         tokens=np.arange(size, dtype=np.int32) * 7 % VOCAB_SIZE,
         action_mask=mask,
-        behaviour_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        behaviour_log_probs=np.where(mask, -0.5, 0).astype(np.float32),
         versions=np.where(mask, 4, -1).astype(np.int32),
         rewards=np.where(mask, 0.25, 0).astype(np.float32),
         turns=turns,

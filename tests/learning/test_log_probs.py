@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from impala_llm.learning import logprobs
-from impala_llm.learning.logprobs import chunk_tokens, token_log_probs
+from impala_llm.learning import log_probs as module
+from impala_llm.learning.log_probs import chunk_tokens, token_log_probs
 
 
 def plain(
@@ -29,7 +29,7 @@ def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 def test_values_and_gradients_agree_with_the_full_table(
     monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, with_bias: bool
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 7 * 30)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * 30)
     hidden, weight, bias, targets = inputs(rows, torch.float32)
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     up = torch.linspace(-1.0, 1.0, rows)
@@ -49,7 +49,7 @@ def test_values_and_gradients_agree_with_the_full_table(
 
 
 def test_double_precision_agrees_to_rounding_and_passes_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 3 * 30)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 3 * 30)
     hidden, weight, bias, targets = inputs(8, torch.float64)
     for ours, expected in zip(
         token_log_probs(hidden, weight, bias, targets, 0.7), plain(hidden, weight, bias, targets, 0.7), strict=True
