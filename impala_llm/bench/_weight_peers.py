@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import safetensors_layout
-from impala_llm.pipeline.weights.board import TensorBytes, WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.weights.tensor_writing import TensorBytes
 
 _TIMEOUT_S = 120
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}

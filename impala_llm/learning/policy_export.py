@@ -33,9 +33,9 @@ from impala_llm.learning.lora import (
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, is_shared, local
 from impala_llm.pipeline.weights import safetensors_layout
-from impala_llm.pipeline.weights.board import SharedWriting
 from impala_llm.pipeline.weights.safetensors_layout import Layout
-from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorPart, TensorSource, write_tensors
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
+from impala_llm.pipeline.weights.tensor_writing import SharedWriting, TensorPart, TensorSource, write_tensors
 
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements that are converted at once: on a CPU what its level 2 cache holds."""

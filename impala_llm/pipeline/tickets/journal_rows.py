@@ -20,6 +20,7 @@ _LOSSES_AT = 32
 """Bit of a row's field from which on a ticket's losses stand; its attempts are below."""
 _KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
+NO_FORECAST = (0, 0)
 
 
 def note(entry: Entry) -> Row:
@@ -35,9 +36,14 @@ def read_tries(tries: int) -> tuple[int, int]:
     return tries & (1 << _LOSSES_AT) - 1, tries >> _LOSSES_AT
 
 
-def note_made(version: int) -> Row:
-    """Row for a completed step, that of this version, whether or not it counts."""
-    return _MADE, version, 0, 0, 0, 0
+def note_made(version: int, forecast: tuple[int, int] = NO_FORECAST) -> Row:
+    """Row for a completed step, whether or not it counts.
+
+    Args:
+        version: that it has made.
+        forecast: `Admission.forecast` at that time.
+    """
+    return _MADE, version, *forecast, 0, 0
 
 
 def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
@@ -50,19 +56,21 @@ def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
     return _SETTLED, ticket_id, unroll_index, step, 0, 0
 
 
-def account(order: TaskOrder, entries: Iterable[Entry], version: int) -> list[Row]:
+def account(
+    order: TaskOrder, entries: Iterable[Entry], version: int, forecast: tuple[int, int] = NO_FORECAST
+) -> list[Row]:
     """Rows from which a later process restores tickets, as few as possible.
 
     Args:
         order: its identity and its position are noted.
         entries: of the tickets.
-        version: of the newest completed step, see `note_made`.
+        version, forecast: of the newest completed step, see `note_made`.
     """
     entries = list(entries)
     return [
         (_ORDER, *order.identity().values()),
         (_TAKEN, order.num_taken, 0, 0, 0, 0),
-        note_made(version),
+        note_made(version, forecast),
         *map(note, entries),
         *(
             note_settled(entry.ticket.ticket_id, unroll_index, step)
@@ -89,7 +97,7 @@ def as_of(rows: Iterable[Row], version: int) -> list[Row]:
     found: list[Row] = []
     for row in rows:
         if row[0] == _MADE:
-            found.append(note_made(min(row[1], version)))
+            found.append((_MADE, min(row[1], version), *row[2:]))
         elif row[0] == _TRAINED and row[5] > version:
             found.append((_LIVE, *row[1:5], 0))
         elif row[0] != _SETTLED or row[3] <= version:
@@ -114,7 +122,10 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
     num_before = len(by_rank)
     group_size = group_size_of(by_rank[0])
     taken = [next(row[1] for row in rows if row[0] == _TAKEN) for rows in by_rank]
-    made = max(row[1] for rows in by_rank for row in rows if row[0] == _MADE)
+    made_rows = [row for rows in by_rank for row in rows if row[0] == _MADE]
+    made = max(row[1] for row in made_rows)
+    num_counted = sum(row[2] for row in made_rows)
+    mean = sum(row[2] * row[3] for row in made_rows) // max(1, num_counted)
     order = next(row for row in by_rank[0] if row[0] == _ORDER)
     end = max((count - 1) * num_before + before + 1 if count else 0 for before, count in enumerate(taken))
     mine = range(rank, end, num_ranks)
@@ -122,7 +133,7 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
     return [
         (*order[:4], rank, num_ranks),
         (_TAKEN, len(mine), 0, 0, 0, 0),
-        note_made(made),
+        note_made(made, (num_counted, mean)),
         *(
             (_LIVE, ticket, made, 0, 0, 0)
             for group in skipped
@@ -156,6 +167,9 @@ class Past:
     """By unroll that a step which counts has settled: that step's version; 0: it was evicted."""
     crashes: dict[int, dict[int, int]] = field(default_factory=dict)
     """By unroll: number of steps that trained on it in which the learner died."""
+
+    forecast: tuple[int, int] = NO_FORECAST
+    """`Admission.forecast` of the newest row."""
 
     def end_of(self, ticket_id: int) -> State | None:
         """Final state of a ticket; None where it has not ended."""
@@ -197,6 +211,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
                 steps.setdefault(row[3], set()).add((row[1], row[2]))
         elif row[0] == _MADE:
             made = max(made, row[1])
+            past.forecast = row[2], row[3]
         elif row[0] == _CRASHED:
             past.crashes.setdefault(row[1], {})[row[2]] = row[3]
         else:

@@ -26,6 +26,7 @@ def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> Non
     """
     rows = [] if table.journal is None else table.journal.rows().tolist()
     past = journal_rows.read(rows, table.order, table.slots.version)
+    table.slots.forecast = past.forecast
     _restore_entries(table, past)
     _restore_states(table, past, received)
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
 
+_ONE = 1 << 16
 _MAX_COUNTED = 256
 """Episodes over which the forecast of their unrolls averages, roughly."""
 
@@ -99,6 +100,17 @@ class Admission:
             return 0
         steps_ahead = self._step_under_way() + (self.num_waiting(num_playing) + self.group_size - 1) // self.batch_size
         return max(0, self.version + steps_ahead - self.max_staleness)
+
+    @property
+    def forecast(self) -> tuple[int, int]:
+        """Forecast of unrolls, as integers for the journal: episodes that were counted, and 2^16 times their mean."""
+        return self._num_counted, round(self._mean_unrolls * _ONE)
+
+    @forecast.setter
+    def forecast(self, forecast: tuple[int, int]) -> None:
+        num_counted, mean = forecast
+        if num_counted > 0:
+            self._num_counted, self._mean_unrolls = min(num_counted, _MAX_COUNTED), max(1.0, mean / _ONE)
 
     @property
     def counts_unrolls(self) -> bool:

@@ -326,7 +326,7 @@ class TicketTable:
     def note_made(self, version: int) -> None:
         """Note, at once, that a step was completed, whether or not it counts."""
         if self.journal is not None:
-            self.notes.append(journal_rows.note_made(version))
+            self.notes.append(journal_rows.note_made(version, self.slots.forecast))
             self.write_notes()
 
     def note(self, entry: Entry) -> None:
@@ -347,4 +347,5 @@ class TicketTable:
         ended = self.ended.values()
         wanted = self.groups.keys() | {e.ticket.group_id for e in ended if e.step > self.kept}
         kept = [entry for entry in ended if entry.ticket.group_id in wanted]
-        return journal_rows.account(self.order, [*self.entries.values(), *kept], max(self.over, self.slots.version))
+        made = max(self.over, self.slots.version)
+        return journal_rows.account(self.order, [*self.entries.values(), *kept], made, self.slots.forecast)

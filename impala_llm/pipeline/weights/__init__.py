@@ -3,8 +3,8 @@
 From outside: `board.WeightPublisher` and `board.WeightReader` on one host, `remote` between hosts; both ends of the
 third way, a process group to SGLang, are in engines/sglang.
 
-- of the board: slots (its files), safetensors_layout (of a file that is rewritten in place), bfloat16 (converted on
-  the way)
+- of the board: slots (its files), tensor_writing (one or several processes write a version), safetensors_layout (of a
+  file that is rewritten in place), bfloat16 (converted on the way)
 - of the relay: relay_server and relay_client, relay_thread (of either), relay_download (of one version),
   relay_messages
 """

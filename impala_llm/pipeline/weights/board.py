@@ -26,12 +26,8 @@ from impala_llm.pipeline.weights.slots import (
     PUBLISHER_LOCK,
     WEIGHTS_FILE,
     Manifest,
-    SharedWriting,
     Slot,
     SlotsInUse,
-    TensorBytes,
-    TensorPart,
-    TensorSource,
     WeightsError,
     damaged,
     flock,
@@ -40,8 +36,14 @@ from impala_llm.pipeline.weights.slots import (
     write_atomically,
     write_in_place,
     write_latest,
-    write_tensors,
     write_version,
+)
+from impala_llm.pipeline.weights.tensor_writing import (
+    SharedWriting,
+    TensorBytes,
+    TensorPart,
+    TensorSource,
+    write_tensors,
 )
 
 __all__ = [

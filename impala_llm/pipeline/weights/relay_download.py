@@ -24,7 +24,8 @@ from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights.relay_messages import Contents, encode
-from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, TensorBytes, WeightsError, parse_weights
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError, parse_weights
+from impala_llm.pipeline.weights.tensor_writing import TensorBytes
 
 _DOWNLOAD = "download"
 _PROGRESS = "download.progress"

@@ -11,8 +11,6 @@ says, give a WeightsError that names the file.
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
     its holder
     publisher.lock flock: exclusive while a publisher writes
-
-A long file, since these formats are written and read nowhere else.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -39,8 +36,15 @@ from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
-from impala_llm.pipeline.weights.bfloat16 import convert_bytes
 from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorPlace
+from impala_llm.pipeline.weights.tensor_writing import (
+    NO_SUM,
+    UINT64,
+    SharedWriting,
+    TensorBytes,
+    TensorSource,
+    write_tensors,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 PUBLISHER_LOCK = "publisher.lock"
@@ -48,45 +52,6 @@ _ROOM_TIMEOUT_S = 60.0
 _RETRY_S = 0.05
 _LATEST = "latest"
 _POINTER = re.compile("slot-([0-9]{1,20})/([0-9]{1,20})")
-_UINT64 = 2**64
-_NO_SUM = -1
-
-TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
-"""(dtype by its safetensors name, shape, uint8[number of bytes])."""
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """A process's part of a tensor: consecutive bytes of it.
-
-    Attributes:
-        start: place of its first byte in the tensor.
-        num_bytes: of the part.
-        pieces: an array, or what makes arrays in order, each but the last of a multiple of 8 bytes of the tensor.
-            Either its bytes, as uint8, or, of a tensor in BF16, numbers in float32, which are rounded on the way.
-    """
-
-    start: int
-    num_bytes: int
-    pieces: np.ndarray | Callable[[], Iterator[np.ndarray]]
-
-
-TensorSource = tuple[str, tuple[int, ...], np.ndarray | Callable[[np.ndarray], None] | TensorPart]
-"""TensorBytes, or, instead of the bytes, a function that writes them into a uint8[number of bytes]: from a GPU without
-a copy of the whole model on the host; or a part of them, where processes write a version together or its bytes are
-computed on the way."""
-
-
-class SharedWriting(Protocol):
-    """Communication of processes that write a version together, each its parts. All of them call each method."""
-
-    def tell(self, number: int) -> int:
-        """Return the number that the board's publisher has called this with."""
-        ...
-
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers, in [-1, 2^64), of all processes. Returns when all have called it."""
-        ...
 
 
 class WeightsError(RuntimeError):
@@ -117,7 +82,7 @@ class Manifest:
         sums = (self.header_checksum, *self.checksums)
         if any(type(value) is not int or value < 0 for value in (self.version, self.num_bytes, *sums)):
             raise ValueError(f"version {self.version!r}, {self.num_bytes!r} bytes: integers >= 0 are expected")
-        if max(sums) >= _UINT64:
+        if max(sums) >= UINT64:
             raise ValueError(f"checksum {max(sums)} has more than 64 bits")
 
     def to_json(self) -> bytes:
@@ -364,71 +329,10 @@ def write_version(
         parts = sharing.gather(parts[0])
     sums = []
     for place, of_parts in zip(layout.places.values(), zip(*parts, strict=True), strict=True):
-        is_sum = _NO_SUM not in of_parts
+        is_sum = NO_SUM not in of_parts
         whole = target[place.start : place.end]
-        sums.append(sum(of_parts) % _UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
+        sums.append(sum(of_parts) % UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
     return Manifest(version, layout.num_bytes, header_checksum, tuple(sums))
-
-
-def write_tensors(
-    layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
-) -> list[int]:
-    """Write tensors, or this process's parts of them, into `target`, uint8[layout.num_bytes].
-
-    Args:
-        num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
-
-    Returns:
-        For each tensor, in the order of the file, what this process adds to its checksum; -1 where that must be
-        computed when all parts are there, as a part does not begin and end between words.
-    """
-    sums: dict[str, int] = {}
-
-    def write(names: Iterator[str]) -> None:
-        for name in names:
-            place = layout.places[name]
-            sums[name] = _write_tensor(target[place.start : place.end], place.dtype, tensors[name][2])
-
-    in_memory = {name for name in layout.places if isinstance(_data(tensors[name][2]), np.ndarray)}
-    names = iter(sorted(in_memory, key=lambda name: layout.places[name].start - layout.places[name].end))
-    with ThreadPoolExecutor(max(1, num_threads - 1)) as pool:
-        others = [pool.submit(write, names) for _ in range(num_threads - 1)]
-        write(iter(name for name in layout.places if name not in in_memory))
-        write(names)
-        for other in others:
-            other.result()
-    return [sums[name] for name in layout.places]
-
-
-def _data(source: np.ndarray | Callable[..., Any] | TensorPart) -> np.ndarray | Callable[..., Any]:
-    return source.pieces if isinstance(source, TensorPart) else source
-
-
-def _write_tensor(whole: np.ndarray, dtype: str, source: np.ndarray | Callable[[np.ndarray], None] | TensorPart) -> int:
-    """Write a tensor, or a part of it. See `write_tensors`."""
-    if isinstance(source, TensorPart):
-        return _write_part(whole, dtype, source)
-    if callable(source):
-        source(whole)
-        return copy_kernels.bytes_checksum(whole)
-    return copy_kernels.stream_bytes(whole, source)
-
-
-def _write_part(whole: np.ndarray, dtype: str, part: TensorPart) -> int:
-    if not part.num_bytes:
-        return 0
-    begin, end = part.start, part.start + part.num_bytes
-    is_aligned = begin % 8 == 0 and (end % 8 == 0 or end == whole.size)
-    total = 0
-    for piece in [part.pieces] if isinstance(part.pieces, np.ndarray) else part.pieces():
-        converts = dtype == "BF16" and piece.dtype == np.float32
-        target = whole[begin : begin + (2 * piece.size if converts else piece.size)]
-        write = convert_bytes if converts else copy_kernels.stream_bytes
-        total += write(target, piece, begin // 8)
-        begin += target.size
-    if begin != end:
-        raise ValueError(f"a part of {part.num_bytes} bytes came in {begin - part.start}")
-    return total % _UINT64 if is_aligned else _NO_SUM
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.tickets.journal_rows import dealt, renumbered
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
+from impala_llm.trajectory import unroll_id
 from tests.pipeline.tickets.ledgers import grant, ids, make_ledger, receive
 
 
@@ -49,6 +50,31 @@ def test_renumbered_rows_are_those_of_a_ledger_with_later_versions(tmp_path: Pat
     assert {t.min_version for t in playing} == {2, 3}
     assert {t.ticket_id: t.min_version + 100 for t in playing} == {i: again[i].min_version for i in ids(playing)}
     assert all(t.min_version <= 103 for t in again.values())
+
+
+@pytest.mark.parametrize("how", ["restarted", "from a checkpoint", "as two ranks"])
+def test_the_forecast_of_unrolls_outlives_the_process(how: str, tmp_path: Path) -> None:
+    """Batches of 6, and room for 12: without it 12 episodes would be granted, of which each has 3 unrolls."""
+    order = TaskOrder(range(100, 110), seed=3)
+    ledger = TicketLedger(order, 6, 1, version=0, journal=Journal(tmp_path / "journal"))
+    ledger.request("a", 2)
+    tickets = grant(ledger)["a"]
+    for ticket in tickets:
+        for index in range(3):
+            ledger.received(ticket.ticket_id, "x", index, index < 2)
+    ledger.trained([unroll_id(ticket.ticket_id, index) for ticket in tickets for index in range(3)])
+    ledger.advance(1)
+    if how == "from a checkpoint":
+        Journal(tmp_path / "journal").rewrite(renumbered(ledger.rows(1), 0))
+    elif how == "as two ranks":
+        order = TaskOrder(range(100, 110), seed=3, rank=1, world_size=2)
+        Journal(tmp_path / "journal").rewrite(dealt([ledger.rows(1)], 1, 2))
+    else:
+        order = TaskOrder(range(100, 110), seed=3)
+    later = TicketLedger(order, 6, 1, version=1, journal=Journal(tmp_path / "journal"))
+    later.recover([])
+    later.request("a", 100)
+    assert len(grant(later)["a"]) == 4
 
 
 @pytest.mark.parametrize(("num_before", "num_after"), [(1, 2), (2, 1), (2, 3), (3, 2)])

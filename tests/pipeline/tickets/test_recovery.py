@@ -53,8 +53,10 @@ class Run:
         """Unrolls that were evicted, or trained on by a step that counts, by ticket."""
         self.known: dict[int, Ticket] = {}
         self.open_at: dict[int, str] = {}
-        self.lengths: list[int] = []
-        """Unrolls of episodes that this ledger has had whole, from the first one that had several."""
+        self.lengths: set[tuple[int, ...]] = {()}
+        """Unrolls of episodes that the forecast may rest on, from the first one that had several: one of these."""
+        self.noted = set(self.lengths)
+        """Those of the last step that was noted in the journal."""
         self.attempts: Counter[int] = Counter()
         """Failures of a ticket."""
         self.losses: Counter[int] = Counter()
@@ -111,8 +113,7 @@ class Run:
             self.stored.append(key)
             if not more:
                 del self.open_at[ticket_id]
-                if unroll or self.lengths:
-                    self.lengths.append(unroll + 1)
+                self.lengths = {(*seen, unroll + 1) if unroll or seen else seen for seen in self.lengths}
 
     def receive_unroll(self) -> None:
         if self.group_size == 1:  # others are of whole episodes
@@ -192,12 +193,14 @@ class Run:
         if self.under_way:
             self.publish()
             self.ledger.advance(self.version)
+            self.noted = set(self.lengths)
             self.under_way = False
 
     def step_without_keeping(self) -> None:
         is_free = self.max_staleness is None or self.ledger.version - self.version < self.max_staleness
         if self.under_way and is_free:
             self.ledger.advance(self.ledger.version + 1, kept=False)
+            self.noted = set(self.lengths)
             self.newest = max(self.newest, self.ledger.version)
             self.under_way = False
 
@@ -233,8 +236,12 @@ class Run:
         if self.ended and self.rng.random() < 0.3:
             found.append((self.rng.choice(sorted(self.ended)), "an old episode", 0))
         self.rng.shuffle(found)
-        self.ledger, self.lengths = self.new_ledger(), []
+        self.ledger = self.new_ledger()
+        # The forecast is noted with each step, and with whatever makes the journal anew.
+        self.lengths = {now[:end] for now in self.lengths for end in range(len(now) + 1)}
+        self.lengths = {seen for seen in self.lengths if any(seen[: len(noted)] == noted for noted in self.noted)}
         wanted = self.ledger.recover(found)
+        self.noted = set(self.lengths)
         quarantined = [number for number in self.received_ids() if self.crashes[number] >= 2]
         assert sorted(self.ledger.quarantined) == sorted(quarantined)
         self.settle(quarantined)
@@ -289,11 +296,16 @@ class Run:
         if self.group_size == 1:  # no slots of lost members
             counters = self.ledger.counters()
             num_playing = counters["ready"] + counters["open"]
-            more = num_playing * (fmean(self.lengths or [1]) - 1)
             brought = sum(len(self.unrolls_of(ticket_id)) for ticket_id in self.open_at)
-            # The mean is another sum in the ledger: where it ends on a half it may be rounded either way.
-            to_come = [max(num_playing, num_playing + round(more + e) - brought) for e in (-1e-9, 1e-9)]
-            assert counters["waiting"] - len(self.received_ids()) in to_come
+
+            def fits(seen: tuple[int, ...]) -> bool:
+                more = num_playing * (fmean(seen or [1]) - 1)
+                # The mean is another sum in the ledger: where it ends on a half it may be rounded either way.
+                to_come = [max(num_playing, num_playing + round(more + e) - brought) for e in (-1e-3, 1e-3)]
+                return counters["waiting"] - len(self.received_ids()) in to_come
+
+            self.lengths = set(filter(fits, self.lengths))
+            assert self.lengths
 
     def finish(self, num_steps: int) -> None:
         """The run goes on: it is never stuck."""

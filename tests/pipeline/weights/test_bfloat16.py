@@ -8,8 +8,8 @@ import torch
 
 from impala_llm.pipeline.shm.copy_kernels import bytes_checksum
 from impala_llm.pipeline.weights.bfloat16 import convert_bytes
-from impala_llm.pipeline.weights.board import TensorPart, WeightPublisher, WeightReader, WeightsError
-from impala_llm.pipeline.weights.slots import TensorSource
+from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader, WeightsError
+from impala_llm.pipeline.weights.tensor_writing import TensorPart, TensorSource
 
 SPECIAL = [
     *(0x00000000, 0x80000000, 0x7F800000, 0xFF800000),  # zeros, infinities

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights import board
-from impala_llm.pipeline.weights.board import SlotsInUse, TensorPart, WeightPublisher, WeightReader, WeightsError
-from impala_llm.pipeline.weights.slots import TensorSource
+from impala_llm.pipeline.weights.board import SlotsInUse, WeightPublisher, WeightReader, WeightsError
+from impala_llm.pipeline.weights.tensor_writing import TensorPart, TensorSource
 from tests.two_ranks import Meeting
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]

@@ -25,7 +25,7 @@ from impala_llm.pipeline.weights.relay_messages import (
     encode,
 )
 from impala_llm.pipeline.weights.relay_server import WeightServer
-from impala_llm.pipeline.weights.slots import TensorBytes
+from impala_llm.pipeline.weights.tensor_writing import TensorBytes
 
 FILES = {"config.json": b'{"a": 1}', "tokenizer.json": bytes(range(256)) * 20, "empty.txt": b""}
 CHUNK = 1000

@@ -8,7 +8,7 @@ import numpy as np
 
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.weights.board import TensorBytes
+from impala_llm.pipeline.weights.tensor_writing import TensorBytes
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
