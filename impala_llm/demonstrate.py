@@ -356,7 +356,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     for key, value in _by_key(json.loads(json.dumps(header.settings))).items():
         if key in theirs and theirs[key] != value:
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}")
-    if before.weights not in (None, weights):  # of an older release none are known
+    if before.weights != weights:
         raise ConfigError(f"{where} of model.path={before.model} with other weights than {header.model} has: {fix}")
 
 

@@ -66,8 +66,7 @@ class Header:
     settings: dict[str, Any]
     """Settings of the environment and the recording, and with player=policy of the sampling, as nested mappings."""
     weights: int | None = None
-    """With player=policy the checksum of its weights, see `origin.base_checksum`; None: a folder of an older release,
-    or of another player."""
+    """With player=policy the checksum of its weights, see `origin.base_checksum`; None: another player."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,10 @@ def read_header(folder: Path) -> Header:
     try:
         values = json.loads(path.read_bytes())
         if values.pop("format") != FORMAT:
-            raise DemonstrationError(f"{path} has another format than {FORMAT}: record the demonstrations again")
+            raise DemonstrationError(
+                f"{path} has another format than {FORMAT}: remove {folder}, or set another demonstrations.dir, and "
+                "record the demonstrations again"
+            )
         for key, kind in (("model", str), ("tokenizer", str), ("vocab_size", int), ("settings", dict)):
             _require(isinstance(values[key], kind), f"{key} is {values[key]!r}: {kind.__name__} is expected")
         return Header(**values)

@@ -444,3 +444,11 @@ def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) ->
     for content in ("[" * 100_000, "[]", '{"format": 2, "env": 2}', "\udcff"):
         (noisy / "demonstrations.json").write_text(content, errors="surrogateescape")
         assert "demonstrations.json cannot be read" in refused(noisy)
+
+
+def test_demonstrations_of_another_format_are_refused_with_what_to_do(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    header = json.loads((folder / "demonstrations.json").read_text())
+    (folder / "demonstrations.json").write_text(json.dumps({**header, "format": 1}))
+    with pytest.raises(DemonstrationError, match=f"another format than 2: remove {folder}, or set another"):
+        list(read(folder))

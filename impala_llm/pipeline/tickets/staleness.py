@@ -26,6 +26,8 @@ from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
 _ONE = 1 << 16
 _MAX_COUNTED = 256
 """Episodes over which the forecast of their unrolls averages, roughly."""
+_NUM_RESTORED = 8
+"""Episodes for which a restored forecast counts: the settings of unrolls may have changed, and new ones show it."""
 
 
 class Admission:
@@ -110,7 +112,7 @@ class Admission:
     def forecast(self, forecast: tuple[int, int]) -> None:
         num_counted, mean = forecast
         if num_counted > 0:
-            self._num_counted, self._mean_unrolls = min(num_counted, _MAX_COUNTED), max(1.0, mean / _ONE)
+            self._num_counted, self._mean_unrolls = min(num_counted, _NUM_RESTORED), max(1.0, mean / _ONE)
 
     @property
     def counts_unrolls(self) -> bool:

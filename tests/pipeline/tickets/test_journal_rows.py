@@ -77,6 +77,36 @@ def test_the_forecast_of_unrolls_outlives_the_process(how: str, tmp_path: Path) 
     assert len(grant(later)["a"]) == 4
 
 
+def test_a_run_that_goes_on_without_unrolls_soon_has_nearly_as_many_episodes_as_one_without(tmp_path: Path) -> None:
+    """Batches of 16, and room for 32: as many episodes are open at once where there never were unrolls."""
+    order, journal = TaskOrder(range(100, 110), seed=3), Journal(tmp_path / "journal")
+    ledger = TicketLedger(order, 16, 1, version=0, journal=journal)
+    ledger.request("a", 100_000)
+    playing = grant(ledger)["a"]
+    for version in range(1, 33):  # 64 episodes of 8 unrolls
+        ended, playing = playing[:2], playing[2:]
+        for ticket in ended:
+            for index in range(8):
+                ledger.received(ticket.ticket_id, "x", index, index < 7)
+        ledger.trained([unroll_id(ticket.ticket_id, index) for ticket in ended for index in range(8)])
+        ledger.advance(version)
+        playing += grant(ledger).get("a", [])
+    later = TicketLedger(TaskOrder(range(100, 110), seed=3), 16, 1, version=32, journal=Journal(tmp_path / "journal"))
+    later.recover([])
+    later.request("a", 100_000)
+    playing = grant(later)["a"]
+    for version in range(33, 41):  # 128 episodes of one
+        ended = []
+        while len(ended) < 16:
+            playing += grant(later).get("a", [])
+            ended.append(playing.pop(0))
+            receive(later, ended[-1:])
+        later.trained(ids(ended))
+        later.advance(version)
+    playing += grant(later).get("a", [])
+    assert len(playing) >= 20
+
+
 @pytest.mark.parametrize(("num_before", "num_after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_another_number_of_ranks_skips_no_task_and_repeats_none(
     num_before: int, num_after: int, tmp_path: Path

@@ -53,7 +53,7 @@ class Run:
         """Unrolls that were evicted, or trained on by a step that counts, by ticket."""
         self.known: dict[int, Ticket] = {}
         self.open_at: dict[int, str] = {}
-        self.lengths: set[tuple[int, ...]] = {()}
+        self.lengths: set[tuple[float, ...]] = {()}
         """Unrolls of episodes that the forecast may rest on, from the first one that had several: one of these."""
         self.noted = set(self.lengths)
         """Those of the last step that was noted in the journal."""
@@ -240,6 +240,7 @@ class Run:
         # The forecast is noted with each step, and with whatever makes the journal anew.
         self.lengths = {now[:end] for now in self.lengths for end in range(len(now) + 1)}
         self.lengths = {seen for seen in self.lengths if any(seen[: len(noted)] == noted for noted in self.noted)}
+        self.lengths = {(fmean(seen),) * min(len(seen), 8) if seen else seen for seen in self.lengths}
         wanted = self.ledger.recover(found)
         self.noted = set(self.lengths)
         quarantined = [number for number in self.received_ids() if self.crashes[number] >= 2]
@@ -298,7 +299,7 @@ class Run:
             num_playing = counters["ready"] + counters["open"]
             brought = sum(len(self.unrolls_of(ticket_id)) for ticket_id in self.open_at)
 
-            def fits(seen: tuple[int, ...]) -> bool:
+            def fits(seen: tuple[float, ...]) -> bool:
                 more = num_playing * (fmean(seen or [1]) - 1)
                 # The mean is another sum in the ledger: where it ends on a half it may be rounded either way.
                 to_come = [max(num_playing, num_playing + round(more + e) - brought) for e in (-1e-3, 1e-3)]
