@@ -148,7 +148,8 @@ class Learner:
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
         self.writer, self.view = self.make_writer(stack), self.make_view(stack)
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
-        self.meters = Meters(self.receiver, ranks, config.algorithm.max_staleness)
+        staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
+        self.meters = Meters(self.receiver, ranks, staleness)
         if self.version > 0:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
         self.trainer = Trainer(

@@ -18,15 +18,16 @@ from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
-from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
+from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, named, objective, score
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.own_parts import call_batch_limit, call_credit, call_prepare
+from impala_llm.learning.own_parts import call_batch_limit, call_prepare
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
-from impala_llm.learning.shaped_rewards import are_shaped, shaped_rewards
+from impala_llm.learning.shaped_rewards import Shaping
+from impala_llm.learning.survey import Survey
 from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
 from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.limited_warnings import RateLimitedWarnings
@@ -69,8 +70,8 @@ class Trainer:
         self.rewards = RewardScale(config.algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
         self.warnings = RateLimitedWarnings(on_terminal=True)
-        self.shapes = are_shaped(config)
-        """Whether rewards are added to the environment's."""
+        self.shaping = Shaping(config, self.scorers, self.budget, ranks.device)
+        self.survey = Survey(config, model, ranks, self.budget, self.monitor, self.rows, self.take_part)
         self.num_updates = 0
         """Updates of the run; after a restart without a checkpoint those of this process, and warm-ups begin again."""
         self.before_change: Callable[[], object] = lambda: None
@@ -97,11 +98,7 @@ class Trainer:
         with self.timer.stage("forward"):
             learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
             steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
-            whitens = self.config.algorithm.whiten_advantages
-            if len(steps) > 1 or (whitens and (update.prepared is None or not self.credit.of_episodes)):
-                self.survey(update, keeps_log_probs=len(steps) > 1)
-            if whitens:
-                update.whitening = self.whitening(update)
+            self.survey.look(update, len(steps))
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
             if isinstance(self.loss, BatchLoss):
@@ -161,7 +158,7 @@ class Trainer:
         """Return the batch that this rank computes, see work_balance.py."""
         computed = [True] * len(batch.trajectories)
         if self.leaves_out:
-            of_groups = self.credit.compares_group and not self.shapes
+            of_groups = self.credit.compares_group and not self.shaping.is_on
             discount = self.config.algorithm.credit.discount if of_groups else None
             computed = have_gradients(batch.trajectories, self.oldest_version(version), discount)
         batch, metrics = self.balance.exchange(batch, computed, self.monitor.replaces(batch.trajectories))
@@ -171,9 +168,8 @@ class Trainer:
     def prepare(self, batch: Batch, version: int) -> Update:
         """Return the state of a new update: returns, prepared advantages, and which trajectories have a gradient."""
         trajectories, algorithm = batch.trajectories, self.config.algorithm
-        shaping = shaped_rewards(self.config, trajectories, self.scorers, self.budget, self.ranks.device)
-        if self.shapes:
-            self.log.add("reward/shaping", float(np.mean([extra.sum() for extra in shaping])), len(shaping))
+        shaping = self.shaping.rewards(trajectories)
+        self.log.add_all(self.shaping.metrics(shaping))
         discount = algorithm.credit.discount
         returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
@@ -208,47 +204,6 @@ class Trainer:
         train_policy = self.num_updates >= self.config.learner.value_warmup_updates
         return Rules(counts, update.version, update.oldest_version, self.entropy.coef, update.whitening, train_policy)
 
-    @torch.no_grad()
-    def survey(self, update: Update, keeps_log_probs: bool) -> None:
-        """Score the batch once before the first optimizer step: advantages, for their moments, and log π of the weights
-        that the update begins with.
-
-        Args:
-            keeps_log_probs: whether there are several steps: then these are their proximal policy, and all that the
-                monitor may compare with the engine's.
-        """
-        taught = [update.batch.trajectories[i] for i in update.teaching]
-
-        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, torch.Tensor, tuple[float, ...], Comparison]:
-            places = [update.teaching[i] for i in cpu_micro.members]
-            micro, rows = self.rows(update, cpu_micro, places)
-            found = score(self.model, micro, self.config.engine.temperature, rows, update.version)
-            advantages = call_credit(self.credit, found, micro, rows.prepared).advantages.double()
-            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
-            comparison = compare(found.log_probs, micro, update.version, rows.is_own)
-            return places, rows, found.log_probs, sums, comparison
-
-        for places, rows, log_probs, sums, comparison in self.budget.run(taught, scored, take_part=self.take_part):
-            update.moments = [total + part for total, part in zip(update.moments, sums, strict=True)]
-            self.monitor.count(rows.recomputed, len(places))
-            if keeps_log_probs:
-                trajectories = [update.batch.trajectories[i] for i in places]
-                self.monitor.record(comparison)
-                self.monitor.keep(trajectories, log_probs)
-                parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
-                update.at_start |= dict(zip(places, parts, strict=True))
-
-    def whitening(self, update: Update) -> tuple[float, float]:
-        """Mean and deviation of the advantages of the batch over the action tokens of all ranks."""
-        if self.credit.of_episodes and update.prepared is not None:
-            sizes = torch.tensor([float(t.num_action_tokens) for t in update.batch.trajectories], dtype=torch.float64)
-            advantages = update.prepared.double()
-            parts = (sizes, sizes * advantages, sizes * advantages.square())
-            update.moments = [float(part.sum()) for part in parts]
-        count, total, squares = self.ranks.sum(update.moments)
-        mean = total / max(1.0, count)
-        return mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
-
     def batch_limit(self, loss: BatchLoss, update: Update, part: Sequence[int], rules: Rules) -> float:
         """Return `BatchLoss.batch_limit` of an optimizer step's batch, before its gradient pass; all ranks call it."""
         members = sorted(set(part) & set(update.teaching))
@@ -265,9 +220,8 @@ class Trainer:
     def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
         micro, device = cpu_micro.to(self.ranks.device), self.ranks.device
-        if self.shapes:
-            extra = np.concatenate([update.shaping[i] for i in places])
-            micro.turn_rewards.add_(torch.from_numpy(extra).to(micro.turn_rewards))
+        extra = np.concatenate([update.shaping[i] for i in places])
+        micro.turn_rewards.add_(torch.from_numpy(extra).to(micro.turn_rewards))
         micro.turn_rewards.div_(self.rewards.divisor)
         return micro, Rows(
             update.weights[list(places)].to(device),
@@ -310,7 +264,7 @@ class Trainer:
         trajectories = [update.batch.trajectories[i] for i in members]
         found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack"))
         with self.timer.stage("log"):
-            self.log.add_all(update.untaught(part))
+            self.log.add_all(update.leave_out(part))
             for places, rows, outcome in found:
                 update.add(outcome, places)
                 self.log.add_all(outcome.metrics)

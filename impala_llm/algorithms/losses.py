@@ -27,6 +27,7 @@ from impala_llm.algorithms.importance import log_linear_proximal, ratios, segmen
 from impala_llm.algorithms.interface import Loss, LossOutput, Scored, loss
 from impala_llm.algorithms.loss_parts import (
     CLIP_METRICS,
+    ROUNDING,
     TRUNCATION_METRICS,
     clipped,
     in_dtype,
@@ -125,8 +126,8 @@ def decoupled_ppo(
         cap: largest w, > 0; infinity does not truncate.
 
     Returns:
-        Metrics: those of `ppo_clip`, on r, but that clip_share also has the tokens with w > cap; weight_mean,
-        weight_max; weight_truncated_share (w > cap).
+        Metrics: those of `ppo_clip`, on r, but that clip_share also has the tokens with w > 1.01 cap;
+        weight_mean, weight_max; weight_truncated_share (w > cap).
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, bounds or cap.
@@ -140,9 +141,9 @@ def decoupled_ppo(
     per_token, shares, free = clipped(ratio, advantages, clip_low, clip_high, dual_clip)
     free = where_free(log_probs - proximal_log_probs, free)
     metrics = ratio_metrics(ratio) | ratio_metrics(weight, "weight") | shares
-    is_truncated = weight > cap
-    metrics["weight_truncated_share"] = share(is_truncated)
-    metrics["clip_share"] = share(is_truncated | ((free == 0.0) & (advantages != 0.0)))
+    metrics["weight_truncated_share"] = share(weight > cap)
+    is_bounded = weight > cap * (1.0 + ROUNDING)
+    metrics["clip_share"] = share(is_bounded | ((free == 0.0) & (advantages != 0.0)))
     weight = weight.clamp(max=cap)
     return LossOutput(weight * per_token, in_dtype(metrics, log_probs), weight * free)
 

@@ -84,8 +84,6 @@ class Update:
     """Places of the trajectories whose return is not finite."""
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
     """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
-    moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Number, sum, and sum of squares of this rank's advantages."""
     whitening: tuple[float, float] | None = None
     """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)
@@ -99,15 +97,27 @@ class Update:
         self.culprits = set(self.endless)
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
-    def untaught(self, part: Sequence[int]) -> list[MetricValue]:
-        """Part of an optimizer step's losses and advantages that trajectories without a gradient have: 0, for their
-        action tokens.
+    def leave_out(self, part: Sequence[int]) -> list[MetricValue]:
+        """Count the trajectories of an optimizer step that have no gradient; return their part of its metrics.
 
-        Only credits of whole episodes leave some out, and they have no values.
+        Only credits of whole episodes leave some out, and they have no values. Their losses are 0. No forward knows
+        their ratios: a token of theirs counts as rejected for its age alone. One that is too old has the weight 0, but
+        where the advantage is 0 neither old nor young ones count: the young ones' weights are unknown, and the old ones
+        without them would make the batch look older than it is.
         """
-        count = sum(self.batch.trajectories[i].num_action_tokens for i in set(part) - set(self.teaching))
-        names = ("loss/policy", "loss/total", "advantage/mean")
-        return [*((name, 0.0, float(count)) for name in names), ("advantage/std", (0.0, 0.0), float(count))]
+        found: list[MetricValue] = []
+        num_weightless = 0.0
+        for place in sorted(set(part) - set(self.teaching)):
+            assert self.prepared is not None  # else all teach
+            t, advantage = self.batch.trajectories[place], float(self.prepared[place])
+            tokens, too_old = float(t.num_action_tokens), t.versions[t.action_mask] < self.oldest_version
+            found += [("loss/policy", 0.0, tokens), ("loss/total", 0.0, tokens)]
+            found += [("advantage/mean", advantage, tokens), ("advantage/std", (advantage, advantage**2), tokens)]
+            found.append(("ratio/rejected_share", float(too_old.mean()), tokens))
+            num_weightless += tokens * (advantage != 0.0)
+        count, total, squares = self.weight_sums
+        self.weight_sums = count + num_weightless, total, squares
+        return found
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:
         """Take in a micro-batch. places: of its rows in the batch."""

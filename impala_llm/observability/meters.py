@@ -61,7 +61,11 @@ class EpisodeWindow:
 
 
 class Meters:
-    """Metrics of one rank's step, and their sum over ranks."""
+    """Metrics of one rank's step, and their sum over ranks.
+
+    Args:
+        max_staleness: in versions, of tokens that teach; None: they do at any age.
+    """
 
     TOTALS = {
         "received": "pipeline/received",

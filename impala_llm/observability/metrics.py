@@ -128,10 +128,18 @@ _DECLARED = (
     ("progress/episodes", _LAST, "finished episodes that the learner has received since the run began"),
     ("progress/seconds", _LAST, "seconds since the run first began to train, restarts included"),
     # The update.
-    ("loss/policy", _MEAN, "policy-gradient part of the loss, averaged as algorithm.aggregate says"),
+    (
+        "loss/policy",
+        _MEAN,
+        "policy part of the loss, with the penalty of algorithm.kl_coef, averaged as algorithm.aggregate says",
+    ),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
     ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
-    ("loss/total", _MEAN, "the number that is differentiated, per action token"),
+    (
+        "loss/total",
+        _MEAN,
+        "the number that is differentiated: loss/policy, the entropy bonus and the value part together",
+    ),
     ("optimizer/gradient_norm", _MEAN, "L2 norm of the policy's gradient, without the value head's, before clipping"),
     ("optimizer/clipped_share", _MEAN, "share of optimizer steps in which the policy's gradient was clipped"),
     ("optimizer/skipped", _MEAN, "share of optimizer steps left out since something was not finite"),
@@ -165,7 +173,12 @@ _DECLARED = (
     # How far the behaviour policy is from the target policy. Denominator: action tokens (turns for turn ratios).
     ("ratio/mean", _MEAN, "importance ratio pi/mu, per action token"),
     ("ratio/max", _MAX, "largest importance ratio pi/mu"),
-    ("ratio/rejected_share", _MEAN, "share of action tokens left out by max_staleness, reject and probability_limit"),
+    (
+        "ratio/rejected_share",
+        _MEAN,
+        "share of action tokens left out by max_staleness, reject and probability_limit; where an episode has no"
+        " gradient and is not computed, by max_staleness alone",
+    ),
     (
         "ratio/pg_clip_share",
         _MEAN,
@@ -273,7 +286,8 @@ _DECLARED = (
     (
         "buffer/ess",
         _LAST,
-        "effective sample size of the weights that the loss gave a batch, as a fraction of its tokens",
+        "effective sample size of the weights that the loss gave a batch, 0 to what is too old, as a fraction of its"
+        " tokens; without episodes of advantage 0 that are not computed",
     ),
     ("buffer/refilled_groups", _SUM, "groups whose returns were all equal, dropped for others, since the last step"),
     ("buffer/yielded_groups", _SUM, "groups used or dropped without members to come, as the trajectory store was full"),

@@ -95,12 +95,20 @@ def test_decoupled_ppo_is_its_formula(dual_clip: float | None, cap: float) -> No
         expected.append(-min(w, cap) * objective)
         weights.append(w)
         dual = math.inf if dual_clip is None else dual_clip
-        cuts.append((a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > dual)) or w > cap)
+        cuts.append((a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > dual)) or w > 1.01 * cap)
     np.testing.assert_allclose(out.per_token, expected, rtol=1e-10, atol=1e-15)
     assert float(out.metrics["clip_share"]) == pytest.approx(np.mean(cuts))
     assert float(out.metrics["weight_mean"]) == pytest.approx(np.mean(weights))
     assert float(out.metrics["weight_max"]) == pytest.approx(max(weights))
     assert float(out.metrics["weight_truncated_share"]) == pytest.approx(np.mean([w > cap for w in weights]))
+
+
+def test_a_cap_of_1_bounds_nothing_on_policy_but_for_rounding() -> None:
+    """Half of the ratios lie above 1, by less than a hundredth."""
+    log_probs = BEHAVIOUR + torch.linspace(-1e-6, 1e-6, 200, dtype=torch.float64)
+    capped = decoupled_ppo(log_probs, BEHAVIOUR, ADVANTAGES, log_probs, cap=1.0)
+    assert float(capped.metrics["clip_share"]) == 0.0
+    assert float(capped.metrics["weight_truncated_share"]) == 0.5
 
 
 def test_decoupled_ppo_takes_the_proximal_policy_and_the_weight_as_constants() -> None:

@@ -84,26 +84,35 @@ def test_an_update_that_ran_out_of_memory_is_that_of_the_smaller_budget(
         assert torch.equal(mine, other)
 
 
+def of_two_steps(token_budget: int, directory: Path) -> Config:
+    """Two steps with all that is computed before them, by the policy in a directory and itself as reference."""
+    config = settings(token_budget, epochs=2)
+    config.algorithm = replace(
+        config.algorithm,
+        recompute_behaviour="always",
+        whiten_advantages=True,
+        reward_kl_coef=0.1,
+        reference=str(directory),
+    )
+    return config
+
+
+@pytest.fixture(scope="module")
+def of_smaller_budget(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Metrics of an update that has memory for all that it was told. Read only."""
+    directory = save_lm(tmp_path_factory.mktemp("lm"))
+    return trained(directory, of_two_steps(40, directory))[1]
+
+
 @pytest.mark.parametrize("after", range(8))
-def test_nothing_is_counted_twice_wherever_memory_runs_out(tmp_path: Path, after: int) -> None:
+def test_nothing_is_counted_twice_wherever_memory_runs_out(
+    tmp_path: Path, after: int, of_smaller_budget: dict[str, float]
+) -> None:
     """In one of two micro-batches of the look at the first batch, of that before the first step, and of two steps."""
-    save_lm(tmp_path)
-    reference = str(tmp_path)
-    found = []
-    for budget, limits in ((40, {}), (70, {"most": 45, "after": after})):
-        config = settings(budget, epochs=2)
-        config.algorithm = replace(
-            config.algorithm,
-            recompute_behaviour="always",
-            whiten_advantages=True,
-            reward_kl_coef=0.1,
-            reference=reference,
-        )
-        found.append(trained(tmp_path, config, **limits))
-    (_, expected), (trainer, seen) = found
+    trainer, seen = trained(save_lm(tmp_path), of_two_steps(70, tmp_path), most=45, after=after)
     assert trainer.budget.tokens == 40
-    for name in expected:
-        assert seen[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    for name, expected in of_smaller_budget.items():
+        assert seen[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
 def test_a_row_for_which_memory_does_not_suffice_is_named_with_what_to_lower(tmp_path: Path) -> None:

@@ -170,6 +170,22 @@ def test_the_settings_that_a_run_keeps_begin_another_by_another_name(
     assert again.run.resume == "auto", "run.resume=true was the answer to one question"
 
 
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_settings_without_effect_keep_no_run_from_going_on(resume: str, settings: list[str], tmp_path: Path) -> None:
+    """A dry run does not print them, so a file of what it has printed gives them other values."""
+    make_run(settings, 20)
+    first = load(settings)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(to_yaml(first, only_in_force=True))
+    again = load([f"experiment={printed}", f"run.resume={resume}"])
+    assert again.env.webshop != first.env.webshop
+    start = how_to_start(again)
+    assert start.run_id == 77
+    assert not any(word in note for note in start.notes for word in ("webshop", "sft.", "demonstrations."))
+    with pytest.raises(ConfigError, match=r"with env\.name=parrot and not corridor"):
+        how_to_start(load([f"experiment={printed}", "env=corridor", f"run.resume={resume}"]))
+
+
 def test_kept_settings_are_compared_with_the_folders_that_they_mean(settings: list[str], tmp_path: Path) -> None:
     folder = make_run(settings, 20)
     keep_settings(load(settings))

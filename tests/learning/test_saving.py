@@ -28,6 +28,7 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start
 from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.pipeline.shm.run_directory import remove_run_dir
 from impala_llm.settings import Config, LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
 from tests.two_ranks import Meeting, ThreadRanks
@@ -166,6 +167,7 @@ def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
     assert (tmp_path / "checkpoints" / "update-000004" / "manifest.json").is_file()
     assert (raised is not None) == (len(broken) == 2) and learner.is_saved == (raised is not None)
     learner.endpoint.run_dir.remove()
+    remove_run_dir(config.run.name)  # which it leaves where the policy was kept in it
 
 
 # --- weights beside those that learn

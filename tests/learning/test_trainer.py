@@ -110,20 +110,49 @@ def test_pairs_are_ordered_by_their_returns(tmp_path: Path) -> None:
     assert better > 0 > worse
 
 
+def of_versions(t: Trajectory, *versions: int) -> Trajectory:
+    """The trajectory, its action tokens sampled by these versions, one after the other, in equal parts."""
+    found = np.full(len(t.tokens), -1, np.int32)
+    found[t.action_mask] = np.repeat(versions, t.num_action_tokens // len(versions))
+    return dataclasses.replace(t, versions=found)
+
+
+def aged_update(directory: Path, entropy_coef: float, rows: list[Trajectory]) -> dict[str, float]:
+    """Metrics of an update at version 5, in which tokens of versions before 3 do not teach and the others weigh 1."""
+    words = ["algorithm=group_relative", "algorithm.max_staleness=2", "algorithm.loss=reinforce"]
+    words += [f"learner.batch_size={len(rows)}", f"algorithm.entropy_coef={entropy_coef}"]
+    trainer = trainer_with(directory, *words)
+    group_ids = tuple(t.group_id for t in rows)
+    trainer.update(Batch(tuple(rows), (1.0,) * len(rows), group_ids, 1.0), version=5, progress=0.0)
+    return trainer.log.flush()
+
+
 def test_who_is_too_old_is_compared_with_and_does_not_teach(tmp_path: Path) -> None:
     norms = []
-    for with_entropy in (False, True):  # with a term of its own every episode is computed
-        trainer = trainer_with(tmp_path, "algorithm=group_relative", "algorithm.max_staleness=2")
-        trainer.entropy.coef = 1e-12 * with_entropy
-        old, fresh = (
-            dataclasses.replace(t, versions=np.where(t.action_mask, version, -1).astype(np.int32))
-            for version, t in zip((0, 5), with_returns((0.0, 0.0), (0.0, 10.0)), strict=True)
-        )
-        trainer.update(Batch((old, fresh), (1.0, 1.0), (0, 0), 1.0), version=5, progress=0.0)
-        found = trainer.log.flush()
-        assert found["ratio/rejected_share"] == (0.5 if with_entropy else 0.0)
+    for entropy_coef in (0.0, 1e-12):  # with a term of its own every episode is computed
+        rows = [of_versions(t, v) for v, t in zip((0, 5), with_returns((0.0, 0.0), (0.0, 10.0)), strict=True)]
+        found = aged_update(tmp_path, entropy_coef, rows)
+        assert found["ratio/rejected_share"] == 0.5
+        assert (found["advantage/mean"], found["advantage/std"]) == (0.0, 5.0), "-5 and 5"
+        assert found["buffer/ess"] == pytest.approx(0.5), "half of the tokens weigh 1, half 0"
         norms.append(found["optimizer/gradient_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+
+
+@pytest.mark.parametrize(("entropy_coef", "size"), [(0.0, 1 / 2), (1e-12, 7 / 12)], ids=["left out", "computed"])
+def test_groups_of_equals_are_as_old_as_they_are(tmp_path: Path, entropy_coef: float, size: float) -> None:
+    """Their ratios are not known where they are not computed: then their weights count neither old nor young."""
+    returns = [(0.0, 0.0), (0.0, 10.0), (0.0, 2.0), (0.0, 2.0), (1.0, 0.0), (1.0, 0.0)]
+    versions = [(0,), (5,), (4,), (3,), (0, 5), (1,)]
+    rows = [
+        dataclasses.replace(of_versions(t, *found), group_id=number // 2)
+        for number, (t, found) in enumerate(zip(with_returns(*returns), versions, strict=True))
+    ]
+    found = aged_update(tmp_path, entropy_coef, rows)
+    assert found["ratio/rejected_share"] == pytest.approx((1 + 1 / 2 + 1) / 6)
+    assert found["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert found["advantage/std"] == pytest.approx(math.sqrt(2 * 5**2 / 6))
+    assert found["buffer/ess"] == pytest.approx(size)
 
 
 # --- what a credit and a loss measure

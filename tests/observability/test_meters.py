@@ -1,15 +1,22 @@
 """Episodes as they arrive: whole, or in unrolls, of which the last one counts with what the others brought."""
 
 import dataclasses
+import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from impala_llm.config import load
+from impala_llm.learner import Learner
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.resume import Start
 from impala_llm.observability.meters import EpisodeWindow, Meters
 from impala_llm.replay import OldestFirst, ReplayBuffer
 from impala_llm.trajectory import Trajectory
@@ -93,6 +100,17 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
     assert found["buffer/lost_tokens_below_1k"] == pytest.approx((3 + num_long) / (2 * num_long))
     assert found["buffer/lost_tokens_share"] == pytest.approx((3 + num_long) / (2 * num_long + short.num_action_tokens))
     assert "buffer/lost_tokens_below_4k" not in found
+
+
+@pytest.mark.parametrize(("algorithm", "share"), [("dpo", 0.0), ("group_relative", 1.0)])
+def test_old_tokens_are_lost_where_they_do_not_teach(tmp_path: Path, algorithm: str, share: float) -> None:
+    words = ["experiment=toy", f"algorithm={algorithm}", "algorithm.max_staleness=2", f"run.dir={tmp_path}"]
+    config = load([*words, f"run.name=test-{uuid.uuid4().hex[:12]}", "run.terminal=false"])
+    with ExitStack() as stack:
+        meters = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0)).meters
+        batch = Batch((make_trajectory(version=1),), (1.0,), (0,), 1.0)
+        meters.observe(played_source(), batch, version=5)  # the batch was trained on from version 4
+        assert meters.log.flush()["buffer/lost_tokens_share"] == share
 
 
 def test_what_actors_bring_while_the_learner_starts_is_counted_in_its_first_step() -> None:

@@ -1,0 +1,98 @@
+"""Survey of a batch: what its steps need to know of all of it before the first of them.
+
+Several steps need log π of the weights that the update begins with, their proximal policy; whitened advantages need
+their mean and deviation over the action tokens of all ranks. Where nothing else knows it, one more forward finds it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from impala_llm.algorithms.interface import PackedBatch, parts_of
+from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.objective import Rows, score
+from impala_llm.learning.own_parts import call_credit
+from impala_llm.learning.packing import TokenBudget
+from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.update import Update
+from impala_llm.settings import Config
+
+
+class Survey:
+    """Looks at a batch before its first optimizer step.
+
+    Args:
+        rows: `Trainer.rows`.
+        take_part: `Trainer.take_part`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: PolicyModel,
+        ranks: Ranks,
+        budget: TokenBudget,
+        monitor: MismatchMonitor,
+        rows: Callable[[Update, PackedBatch, Sequence[int]], tuple[PackedBatch, Rows]],
+        take_part: Callable[[PackedBatch], None],
+    ) -> None:
+        self._credit = parts_of(config.algorithm)[0]
+        self._whitens, self._temperature = config.algorithm.whiten_advantages, config.engine.temperature
+        self._model, self._ranks, self._budget, self._monitor = model, ranks, budget, monitor
+        self._rows, self._take_part = rows, take_part
+
+    def look(self, update: Update, num_steps: int) -> None:
+        """Set `Update.at_start` and `Update.whitening` where the update's steps need them. All ranks call it."""
+        moments = self._prepared_moments(update)
+        if num_steps > 1 or (self._whitens and moments is None):
+            found = self._score(update, keeps_log_probs=num_steps > 1)
+            moments = moments or found
+        if self._whitens:
+            assert moments is not None
+            count, total, squares = self._ranks.sum(moments)
+            mean = total / max(1.0, count)
+            update.whitening = mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
+
+    def _prepared_moments(self, update: Update) -> list[float] | None:
+        """Number, sum, and sum of squares of this rank's advantages, where they are those of whole episodes."""
+        if not self._credit.of_episodes or update.prepared is None:
+            return None
+        sizes = torch.tensor([float(t.num_action_tokens) for t in update.batch.trajectories], dtype=torch.float64)
+        advantages = update.prepared.double()
+        return [float(part.sum()) for part in (sizes, sizes * advantages, sizes * advantages.square())]
+
+    @torch.no_grad()
+    def _score(self, update: Update, keeps_log_probs: bool) -> list[float]:
+        """Score the batch by the weights that the update begins with.
+
+        Args:
+            keeps_log_probs: set `Update.at_start`; then the monitor compares these with the engine's, and none of
+                later steps.
+
+        Returns:
+            As `_prepared_moments`.
+        """
+        taught = [update.batch.trajectories[i] for i in update.teaching]
+
+        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, torch.Tensor, tuple[float, ...], Comparison]:
+            places = [update.teaching[i] for i in cpu_micro.members]
+            micro, rows = self._rows(update, cpu_micro, places)
+            found = score(self._model, micro, self._temperature, rows, update.version)
+            advantages = call_credit(self._credit, found, micro, rows.prepared).advantages.double()
+            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
+            comparison = compare(found.log_probs, micro, update.version, rows.is_own)
+            return places, rows, found.log_probs, sums, comparison
+
+        moments = [0.0, 0.0, 0.0]
+        for places, rows, log_probs, sums, comparison in self._budget.run(taught, scored, take_part=self._take_part):
+            moments = [total + part for total, part in zip(moments, sums, strict=True)]
+            self._monitor.count(rows.recomputed, len(places))
+            if keeps_log_probs:
+                trajectories = [update.batch.trajectories[i] for i in places]
+                self._monitor.record(comparison)
+                self._monitor.keep(trajectories, log_probs)
+                parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
+                update.at_start |= dict(zip(places, parts, strict=True))
+        return moments
