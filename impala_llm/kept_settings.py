@@ -1,5 +1,7 @@
 """config.yaml in the folder of a run: all of its settings, by which it goes on and from which others begin."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +18,24 @@ def keep_settings(config: Config) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    kept = for_other_runs(config)
+    file = Path(config.run.dir) / "config.yaml"
+    new = file.with_name(file.name + ".new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(to_yaml(kept))
+        os.replace(new, file)  # so a kill, or a full disk, leaves the old one whole
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "make room there, then the same command again" if is_full else "name another folder"
+        raise ConfigError(f"run.dir={config.run.dir} cannot be written to ({error.strerror}): {fix}") from None
+
+
+def for_other_runs(config: Config) -> Config:
+    """Return the settings as they stand in a file from which another run, by another `run.name`, may begin."""
     settings = {name: replace(getattr(config, name), dir=_by_name(config, name)) for name in WITH_FOLDER}
     # run.resume=true is an answer to one question: the next one is asked again.
-    kept = replace(config, **settings | {"run": replace(settings["run"], resume=Config().run.resume)})
-    try:
-        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-        (Path(config.run.dir) / "config.yaml").write_text(to_yaml(kept))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir} cannot be written to ({error.strerror}): name another folder"
-        ) from None
+    return replace(config, **settings | {"run": replace(settings["run"], resume=Config().run.resume)})
 
 
 def _by_name(config: Config, section: str) -> str:

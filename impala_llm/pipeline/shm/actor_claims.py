@@ -1,7 +1,8 @@
 """Claims of supervisors of one host, which know nothing of each other: indices of actors, and servers for them.
 
 A claim is a locked file in a folder of this user's in shared memory: containers that share it know of each other's
-claims, and other users cannot touch them. Where no file can be made there, nothing is claimed.
+claims, and other users cannot touch them. Where no file can be made there, or another user has made the folder, nothing
+is claimed.
 
 Invariant: what is claimed has one living owner at most; the kernel frees it with the owner, whatever ends that.
 """
@@ -9,8 +10,10 @@ Invariant: what is claimed has one living owner at most; the kernel frees it wit
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,8 +21,15 @@ from pathlib import Path
 
 from impala_llm.hosts import server_identity
 from impala_llm.pipeline.shm.file_lock import FileLock
-from impala_llm.pipeline.shm.owned_directory import check_ours
+from impala_llm.pipeline.shm.owned_directory import RunDirectoryError, check_ours
 from impala_llm.pipeline.shm.run_directory import shared_memory
+
+_log = logging.getLogger(__name__)
+_FIX = (
+    "nothing is claimed there, so two commands of yours on this host may use the same servers of engine.urls, both "
+    "changing their weights, and actors that are started beside those of a run may get names in use and be refused; "
+    "have its owner or root remove it"
+)
 
 
 @contextmanager
@@ -29,9 +39,6 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
     Args:
         run_name: runs of other names have indices of their own.
         count: number of actors.
-
-    Raises:
-        RunDirectoryError: the folder of the claims is another user's.
     """
     with ExitStack() as stack:
         found: list[int] = []
@@ -57,13 +64,17 @@ def claimed_servers(urls: Sequence[str]) -> Iterator[list[str]]:
         Those that another process of this user on this host has claimed.
 
     Raises:
-        RunDirectoryError: the folder of the claims is another user's.
         ValueError: a URL is malformed.
     """
     with ExitStack() as stack:
         servers = {url: _server(url) for url in urls}
         taken = {server for server in set(servers.values()) if not _claim(stack, server)}
         yield [url for url, server in servers.items() if server in taken]
+
+
+@functools.cache
+def _say_once(warning: str) -> None:
+    _log.warning(warning)
 
 
 def _server(url: str) -> str:
@@ -84,10 +95,13 @@ def _claim(stack: ExitStack, name: str) -> bool:
         try:
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            check_ours(folder, "remove it, or have its owner do so")
+            check_ours(folder, _FIX)
             claim = FileLock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue  # whoever had the last claim has just removed the folder
+        except RunDirectoryError as error:  # anybody can make it: a run does without
+            _say_once(str(error))
+            return True
         except OSError:
             return True
         if not claim.take(fcntl.LOCK_EX):

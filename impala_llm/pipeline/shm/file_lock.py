@@ -1,7 +1,8 @@
 """Locks on files (flock), which the kernel frees with the process that holds them, whatever ends that.
 
-Invariant: a forked process has none of its parent's locks. A lock belongs to the open file, which a fork shares: an
-environment that forks would otherwise keep the locks of its actor beyond the actor's death.
+Invariant: a process forked by Python has none of its parent's locks. A lock belongs to the open file, which a fork
+shares: an environment that forks would otherwise keep the locks of its actor beyond the actor's death. A process forked
+by C code does keep them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 _open: set[FileLock] = set()
@@ -83,3 +86,15 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_close_in_child)
+
+
+@contextmanager
+def flock(path: Path, operation: int) -> Iterator[bool]:
+    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own.
+
+    Args:
+        path: of the file, which exists.
+        operation: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    """
+    with closing(FileLock(path)) as lock:
+        yield lock.take(operation)

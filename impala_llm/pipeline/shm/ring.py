@@ -36,6 +36,10 @@ _UNIT = 8
 """Words of 8 bytes to which records are aligned."""
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 5, 0.02
+_ADVICE = (
+    "Lower pipeline.arena_mb or free memory. An actor that is started again needs memory anew: that of its last one is "
+    "kept until the learner has noticed its end"
+)
 # linux/mman.h; the mmap module of Python 3.11 does not name them.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -150,7 +154,7 @@ class ArenaWriter:
             populate(self._map, write=True)
         else:
             _refuse_if_in_use(path)
-            self._map = map_new_file(path, num_bytes, "Lower pipeline.arena_mb or free memory")
+            self._map = map_new_file(path, num_bytes, _ADVICE)
             self._lock = FileLock(path, os.O_RDONLY | os.O_NOFOLLOW)
             self._lock.take(fcntl.LOCK_EX)
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)

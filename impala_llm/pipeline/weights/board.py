@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from impala_llm.pipeline.shm import copy_kernels
+from impala_llm.pipeline.shm.file_lock import flock
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.safetensors_layout import Layout
 from impala_llm.pipeline.weights.slots import (
@@ -30,7 +32,6 @@ from impala_llm.pipeline.weights.slots import (
     SlotsInUse,
     WeightsError,
     damaged,
-    flock,
     holders,
     read_latest,
     write_atomically,
@@ -73,6 +74,12 @@ def _check_bytes(layout: Layout, tensors: Mapping[str, TensorSource]) -> None:
                 f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides {array.strides}: "
                 f"contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape {place.shape}"
             )
+
+
+def _indices(board: Path) -> list[int]:
+    """Find the slots that a board has."""
+    numbers = (path.name.removeprefix("slot-") for path in sorted(board.glob("slot-*/")))
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 class WeightPublisher:
@@ -124,7 +131,8 @@ class WeightPublisher:
         """Reserve memory for all slots, so that no version has to wait for it, nor fails where others fill the file
         system.
 
-        Slots that are being read, or hold the latest version, are left for later.
+        Slots that are being read, or hold the latest version, are left for later; so is the removal of those that a
+        publisher with more slots has left.
 
         Args:
             tensors: as for `publish`; only dtypes and shapes are used.
@@ -140,6 +148,7 @@ class WeightPublisher:
         layout = self._plan(tensors)
         with self._alone(begin):
             latest = read_latest(self.directory)
+            self._remove_surplus(latest)
             for slot in self._slots:
                 with flock(slot.lock, fcntl.LOCK_EX) as locked:
                     is_latest = latest is not None and slot.index == latest[0]
@@ -203,6 +212,7 @@ class WeightPublisher:
                     sharing.tell(_NO_SLOT)
                 raise
             write_latest(self.directory, slot.index, version)
+            self._remove_surplus((slot.index, version))
         return time.monotonic() - begin
 
     def contribute(self, tensors: Mapping[str, TensorSource], sharing: SharedWriting, num_threads: int = 1) -> bool:
@@ -227,6 +237,19 @@ class WeightPublisher:
         """Reserve memory for the small files of the slots. Raises OSError where the file system has no room."""
         for slot in self._slots:
             slot.reserve_beside(len(layout.places), extra_bytes)
+
+    def _remove_surplus(self, latest: tuple[int, int] | None) -> None:
+        """Remove slots beyond this publisher's, which another one has left, but the latest version's and those read."""
+        for index in _indices(self.directory):
+            if index < len(self._slots) or (latest is not None and index == latest[0]):
+                continue
+            slot = Slot(self.directory, index)
+            with flock(slot.lock, fcntl.LOCK_EX) as locked:
+                if locked:
+                    for path in self.directory.glob(f"slot-{index}.*"):
+                        if path != slot.lock:  # a reader may be about to open it
+                            path.unlink()
+                    shutil.rmtree(slot.directory)  # last: where it is left, this goes on
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
@@ -362,7 +385,7 @@ class WeightReader:
 
     def num_slots(self) -> int:
         """Number of slots of the board."""
-        return sum(1 for _ in self.directory.glob("slot-*/"))
+        return len(_indices(self.directory))
 
     @contextlib.contextmanager
     def lease(self, version: int | None = None, timeout_s: float = 60.0) -> Iterator[WeightLease]:
@@ -377,6 +400,7 @@ class WeightReader:
                 cannot be leased in time, since its publisher died, or a file of the board is malformed.
         """
         deadline = time.monotonic() + timeout_s
+        self._slots = {index: slot for index, slot in self._slots.items() if slot.directory.exists()}
         while True:
             latest = read_latest(self.directory)
             if latest is None:
@@ -405,11 +429,8 @@ class WeightReader:
     def _find(self, version: int, latest: tuple[int, int]) -> Slot | None:
         if version == latest[1]:
             return self._slot(latest[0])
-        for directory in sorted(self.directory.glob("slot-*/")):
-            number = directory.name.removeprefix("slot-")
-            if not number.isdecimal():
-                continue
-            slot = self._slot(int(number))
+        for index in _indices(self.directory):
+            slot = self._slot(index)
             with flock(slot.lock, fcntl.LOCK_SH) as locked:
                 manifest = slot.read_manifest() if locked else None
             if manifest is not None and manifest.version == version:

@@ -136,8 +136,9 @@ class WeightRelay(RelayThread):
                 download.forget()
                 return None
             if self._publisher is None or files != self._files:
-                self._publisher = WeightPublisher(self._directory, self._num_slots, files)
-                self._files = files
+                publisher = WeightPublisher(self._directory, self._num_slots, files)
+                publisher.reserve(tensors)
+                self._publisher, self._files = publisher, files
             self._publisher.publish(tensors, contents.version)
             download.forget()
         return contents.version

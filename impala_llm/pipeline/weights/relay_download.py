@@ -4,7 +4,8 @@ Invariant: a chunk counts as received only after its bytes lie in the file and t
 opens the files after a kill goes on at the first missing chunk.
 
     download           the weights, then the files beside them, end to end; its pages are used for the next version
-    download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received
+    download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received. It is
+                       overwritten in place: others may have filled the file system since
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.file_lock import FileLock
+from impala_llm.pipeline.shm.reserved_file import reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights.relay_messages import Contents, encode
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError, parse_weights
@@ -77,6 +79,7 @@ class Download:
             self._lock(opened)
             try:
                 self._data = self._map(total)
+                reserve(directory / _PROGRESS, _DIGEST_BYTES + len(self._chunks))
             except OSError as error:
                 raise WeightsError(f"cannot reserve {total} bytes for {self._source}: {error}. Free memory") from error
             self._progress = _open(directory / _PROGRESS, opened)
@@ -124,8 +127,8 @@ class Download:
         return files
 
     def forget(self) -> None:
-        """Mark all chunks as missing; the file stays for the next version."""
-        os.ftruncate(self._progress, 0)
+        """Mark all chunks as missing; the files stay for the next version."""
+        os.pwrite(self._progress, bytes(_DIGEST_BYTES), 0)
 
     def close(self) -> None:
         """Close the files; they keep the received chunks."""
@@ -146,8 +149,8 @@ class Download:
         digest = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         known = os.pread(self._progress, _DIGEST_BYTES + len(self._chunks), 0)
         if known[:_DIGEST_BYTES] != digest:
-            os.ftruncate(self._progress, 0)
-            os.pwrite(self._progress, digest, 0)
+            os.pwrite(self._progress, bytes(_DIGEST_BYTES + len(self._chunks)), 0)
+            os.pwrite(self._progress, digest, 0)  # last: a kill in between leaves none
             known = b""
         return known[_DIGEST_BYTES:].ljust(len(self._chunks), b"\0")
 

@@ -9,7 +9,7 @@ says, give a WeightsError that names the file.
     slot-<k>.json  the manifest of the slot, JSON; named slot-<k>.json.new while the slot is written
     slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
     slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
-    its holder
+    its holder. It alone is left of a slot that a publisher with fewer of them removes
     publisher.lock flock: exclusive while a publisher writes
 """
 
@@ -23,7 +23,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ import numpy as np
 import psutil
 
 from impala_llm.pipeline.shm import copy_kernels
-from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
@@ -337,18 +336,6 @@ def write_version(
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_dev, found.st_ino, found.st_size
-
-
-@contextlib.contextmanager
-def flock(path: Path, operation: int) -> Iterator[bool]:
-    """Try to lock a file without waiting; yields whether it is locked. Each call is a holder of its own.
-
-    Args:
-        path: of the file, which exists.
-        operation: fcntl.LOCK_SH or fcntl.LOCK_EX.
-    """
-    with contextlib.closing(FileLock(path)) as lock:
-        yield lock.take(operation)
 
 
 def holders(locks: Sequence[Path]) -> list[str]:

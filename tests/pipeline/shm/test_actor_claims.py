@@ -11,7 +11,6 @@ import pytest
 
 from impala_llm.pipeline.shm import actor_claims
 from impala_llm.pipeline.shm.actor_claims import claimed_indices, claimed_servers
-from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 
 
 @pytest.fixture
@@ -67,11 +66,17 @@ def test_claims_leave_nothing_behind(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_of_somebody_else_is_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_not_followed_and_stops_no_run(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunDirectoryError, match=rf"{folder} is not a directory of user .*: remove it"):
-        claimed_servers(["http://a:30000"]).__enter__()
+    with claimed_indices("run", 2) as indices, claimed_servers(["http://a:30000"]) as taken:
+        assert (indices, taken) == ([0, 1], [])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    [said] = caplog.messages
+    assert said.startswith(f"{folder} is not a directory of user {os.getuid()}: ")
+    assert "may use the same servers of engine.urls" in said and "root" in said
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EROFS])

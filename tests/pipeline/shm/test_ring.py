@@ -111,6 +111,8 @@ def test_an_arena_without_room_on_the_file_system_is_a_clear_error(path: Path) -
     with pytest.raises(ArenaError, match=r"pipeline\.arena_mb"):
         ArenaWriter(path, 1 << 60)
     assert not path.exists()
+    with pytest.raises(ArenaError, match=r"that of its last one is kept until the learner has noticed its end"):
+        ArenaWriter(path, 1 << 60)
     with pytest.raises(ValueError, match=r"capacity is 63 bytes.*pipeline\.arena_mb"):
         ArenaWriter(path, 63)
 

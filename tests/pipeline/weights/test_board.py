@@ -298,6 +298,36 @@ def test_reserved_slots_are_used_for_what_comes(tmp_path: Path) -> None:
     assert sum(path.stat().st_ino not in inodes for path in files) == 1
 
 
+def test_a_publisher_with_fewer_slots_removes_those_beyond_unless_they_are_read(tmp_path: Path) -> None:
+    before, reader = WeightPublisher(tmp_path, num_slots=6), WeightReader(tmp_path)
+    for version in range(6):
+        before.publish(make_tensors(version), version)
+        with reader.lease() as lease:
+            lease.tensors()
+    del before
+    publisher = WeightPublisher(tmp_path, num_slots=3)
+    with reader.lease(3) as lease:
+        publisher.reserve(make_tensors(0))
+        assert reader.num_slots() == 5, "three, one that is read, and that of the latest version"
+        assert reader.latest() == 5
+        for version in (6, 7):
+            publisher.publish(make_tensors(version), version)
+        assert reader.num_slots() == 4
+        assert_same(lease.tensors(), make_tensors(3))
+        with pytest.raises(WeightsError, match="version 4 is not on the board"):
+            reader.lease(4).__enter__()
+    publisher.publish(make_tensors(8), 8)
+    assert reader.num_slots() == 3
+    assert {path.parent.name for path in tmp_path.glob("slot-*/*")} == {"slot-0", "slot-1", "slot-2"}
+    assert sum(path.stat().st_size for path in tmp_path.glob("slot-[345]*")) == 0
+    del lease
+    with reader.lease() as latest:
+        assert_same(latest.tensors(), make_tensors(8))
+    assert f"{tmp_path}/slot-5" not in Path("/proc/self/maps").read_text(), "readers give the memory back, too"
+    WeightPublisher(tmp_path, num_slots=6).publish(make_tensors(9), 9)
+    assert reader.num_slots() == 6
+
+
 def test_a_reader_keeps_its_mapping_until_the_file_is_another(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, num_slots=2)
     reader = WeightReader(tmp_path)

@@ -1,9 +1,11 @@
 import errno
 import itertools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 import zmq
 
-from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
+from impala_llm.pipeline.shm.run_directory import shared_memory
+from impala_llm.pipeline.weights.board import WEIGHTS_FILE, WeightPublisher, WeightReader, WeightsError
 from impala_llm.pipeline.weights.relay_client import WeightRelay
 from impala_llm.pipeline.weights.relay_messages import (
     MAX_CHUNK_BYTES,
@@ -236,6 +239,48 @@ def test_a_download_that_found_no_room_is_begun_again_once_there_is_some(
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
         relay.turn()
     assert relay.turn() == 0, f"nothing of the first attempt is in the way, after {caught.value}"
+    host.assert_has(0)
+
+
+def test_after_the_first_version_no_other_one_needs_memory() -> None:
+    """Others may fill /dev/shm from then on, and take at once what a relay gives up."""
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder, closing(Host(Path(folder))) as host:
+        used: list[int] = []
+
+        def note(frames: list[bytes]) -> list[list[bytes]]:
+            used.append(sum(path.lstat().st_blocks for path in (host.folder / "relay").rglob("*")))
+            return [frames]
+
+        relay = host.relay(lambda: Cable(host.connect(), note))
+        for version in range(5):
+            host.publisher.publish(make_tensors(version), version)
+            assert relay.turn() == version
+            host.assert_has(version)
+            if not version:
+                used.clear()
+        assert relay.turn() is None  # looks once more
+        assert len(used) > 4 * host.total_bytes() // CHUNK and len(set(used)) == 1
+
+
+def test_a_relay_without_room_for_all_slots_publishes_nothing_and_goes_on_later(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    allocate = os.posix_fallocate
+    slots_with_room = iter([True, True, False])
+
+    def fallocate(descriptor: int, offset: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(WEIGHTS_FILE) and not next(slots_with_room, True):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    relay = host.relay()
+    with pytest.raises(WeightsError, match="Free memory"):
+        relay.turn()
+    assert host.here.latest() is None
+    assert relay.turn() == 0
+    assert host.chunk_bytes == host.total_bytes(), "what was received is not fetched again"
     host.assert_has(0)
 
 
