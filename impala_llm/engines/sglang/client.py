@@ -5,6 +5,7 @@ had an effect) or `ServerRefused` (an error answer: it had none).
 """
 
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,20 +92,22 @@ class SGLangClient:
                 weight_version=str(model["weight_version"]),
                 tensor_parallel=int(settings.get("tp_size") or 1),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ServerRefused(f"{self.url} does not describe itself as an SGLang server does: {error!r}") from error
 
     async def weight_version(self) -> int | None:
         """Read the version of the weights in use, the server's label; None for a label that is no number."""
-        label = str((await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)).get("weight_version"))
-        return int(label) if label.removeprefix("-").isdecimal() else None
+        label = (await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)).get("weight_version")
+        if isinstance(label, str | int) and re.fullmatch("-?[0-9]{1,9}", str(label)):
+            return int(label)
+        return None
 
     async def workers(self) -> list[str]:
         """List the URLs of the servers behind a router; empty for a server, or where there is no answer."""
         try:
             listed = (await self._call("GET", "/workers", timeout_s=_PROBE_TIMEOUT_S)).get("workers", [])
             return [str(worker["url"]).rstrip("/") for worker in listed]
-        except (ServerLost, ServerRefused, KeyError, TypeError):
+        except (ServerLost, ServerRefused, KeyError, TypeError, RecursionError):
             return []
 
     async def pause(self, mode: Literal["in_place", "retract"]) -> None:
@@ -192,9 +195,9 @@ class SGLangClient:
                 f"{self.url}/generate", json=request, headers=self._headers, timeout=timeout
             ) as response:
                 if response.status >= 500:
-                    raise ServerLost(f"{self.url} failed: {response.status}: {_words(await response.text())}")
+                    raise ServerLost(f"{self.url} failed: {response.status}: {_words(await _text(response))}")
                 if response.status != 200:
-                    raise ServerRefused(f"{self.url} refused the request: {_words(await response.text())}")
+                    raise ServerRefused(f"{self.url} refused the request: {_words(await _text(response))}")
                 buffer = b""
                 async for data in response.content.iter_any():
                     *events, buffer = (buffer + data).split(b"\n\n")
@@ -211,7 +214,7 @@ class SGLangClient:
     def _piece(self, body: bytes) -> dict[str, Any]:
         try:
             piece = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerRefused(f"{self.url} sent what is not JSON: {body[:200]!r}") from error
         if not isinstance(piece, dict):
             raise ServerRefused(f"{self.url} sent no object: {body[:200]!r}")
@@ -227,7 +230,7 @@ class SGLangClient:
             async with self._http.request(
                 method, f"{self.url}{path}", json=payload, headers=self._headers, timeout=timeout
             ) as response:
-                text = await response.text()
+                text = await _text(response)
                 status = response.status
         except TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
@@ -237,7 +240,7 @@ class SGLangClient:
             raise ServerRefused(f"{self.url}{path} answered {status}: {_words(text)}")
         try:
             answer = json.loads(text) if text else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         if not isinstance(answer, dict):
             return {}
@@ -246,16 +249,19 @@ class SGLangClient:
         return answer
 
 
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """Read an answer as UTF-8, which SGLang writes, whatever a proxy claims to have written."""
+    return (await response.read()).decode(errors="replace")
+
+
 def _words(answer: str | dict[str, Any]) -> str:
     """Extract the sentence from an error answer."""
-    if isinstance(answer, str):
-        try:
-            answer = json.loads(answer)
-        except ValueError:
-            return str(answer)[:500]
-    if isinstance(answer, dict):
-        inner = answer.get("error", answer)
-        if isinstance(inner, dict):
-            return str(inner.get("message", inner.get("detail", inner)))[:500]
-        return str(inner)[:500]
-    return str(answer)[:500]
+    try:
+        found = json.loads(answer) if isinstance(answer, str) else answer
+        if isinstance(found, dict):
+            found = found.get("error", found)
+        if isinstance(found, dict):
+            found = found.get("message", found.get("detail", found))
+        return str(found)[:500]
+    except (ValueError, RecursionError):  # no JSON, or none that can be told
+        return str(answer)[:500] if isinstance(answer, str) else "(its answer is nested too deeply)"

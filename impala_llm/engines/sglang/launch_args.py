@@ -70,7 +70,7 @@ class ServerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, such as CUDA_VISIBLE_DEVICES; they override the owner's and ours."""
     key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """API key, without which the server answers no request."""
+    """API key, without which the server answers only probes; see docs/engines.md."""
     start_timeout_s: float = 300.0
 
 

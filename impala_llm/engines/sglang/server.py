@@ -1,8 +1,9 @@
 """SGLang server as a process: its start, its death, its end.
 
 Invariant: between a `start` that returned and the end of the server, `url` answers. When any part of the server dies,
-`wait_dead` returns at once, and no process and no file in shared memory of it is left. The server never outlives the
-process that owns it, even if that is killed. See guard.py.
+`wait_dead` returns at once, and no process and no folder of it is left; of its files in shared memory only such as
+guard.py names. The same holds when its guard is killed, and when its owner is, but not when both are at once: then
+processes, files and the folder with its key may be left.
 
 Left out on purpose: requests to the server. A restarted server has the weights of its model directory: its owner gives
 it the current ones before it gets requests.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from impala_llm.engines.sglang.guard import FOLDER_VARIABLE, finish, new_folder
 from impala_llm.engines.sglang.launch_args import (
     HOST,
     ServerError,
@@ -32,7 +34,7 @@ from impala_llm.supervised import signal_name
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.1
 CLOSE_S = 8.0
-"""Seconds for the guard to end all processes; then the guard is killed too."""
+"""Seconds for the guard to end all processes; then it is killed, and this process does the rest."""
 PORT_ATTEMPTS = 4
 PORT_TAKEN = "address already in use"
 IDLE_TALK = ("Decode batch", "Prefill batch", "resource_tracker", "server_args=")
@@ -48,6 +50,8 @@ class SGLangServer:
         """Number of times that it has come up."""
         self._url = ""
         self._guard: asyncio.subprocess.Process | None = None
+        self._folder = Path()
+        """The guard's temporary folder."""
         self._log_start = 0
         self._watcher: asyncio.Task[None] | None = None
         self._death: asyncio.Future[str] | None = None
@@ -59,7 +63,7 @@ class SGLangServer:
 
     @property
     def key(self) -> str:
-        """API key, without which it answers no request."""
+        """API key, without which it answers only probes; see docs/engines.md."""
         return self.settings.key
 
     async def start(self) -> None:
@@ -115,12 +119,13 @@ class SGLangServer:
         with open(settings.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             os.fchmod(log.fileno(), 0o600)
             self._log_start = log.tell()
+            self._folder = new_folder()
             guard = self._guard = await asyncio.create_subprocess_exec(
                 *(sys.executable, str(GUARD), str(os.getpid()), *command(settings, port)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=environment(settings, os.environ),
+                env={**environment(settings, os.environ), FOLDER_VARIABLE: str(self._folder)},
                 start_new_session=True,  # Ctrl-C reaches only the owner, which ends this in order
             )
         up = False
@@ -200,6 +205,8 @@ class SGLangServer:
                     process.kill()
             guard.kill()
             await guard.wait()
+        if guard.returncode is not None and guard.returncode < 0:  # it was killed, by us or by others
+            await asyncio.to_thread(finish, guard.pid, self._folder)
         self._guard = None
 
     def _printed(self) -> str:

@@ -49,6 +49,10 @@ def no_json(piece: dict, number: int) -> bytes | None:
     return b"<html>" if number == 1 else None
 
 
+def no_end_of_lists(piece: dict, number: int) -> bytes | None:
+    return b"[" * 100_000 if number == 1 else None
+
+
 def raw_spans(value: object) -> Change:
     def change(piece: dict, number: int) -> None:
         if piece["meta_info"]["finish_reason"] is not None:
@@ -96,6 +100,7 @@ def drop_spans(piece: dict, number: int) -> None:
         (nothing_said, "lacks"),
         (no_facts, "lacks"),
         (no_json, "not JSON"),
+        (no_end_of_lists, "not JSON"),
     ],
 )
 def test_a_broken_answer_is_named_and_the_engine_lives(change, complaint):
