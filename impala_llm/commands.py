@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from impala_llm.config import ConfigError, load
+from impala_llm.config import ConfigError, config_folder, load
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.familiar_names import FAMILIAR_CHOICES
 from impala_llm.gpus import visible_gpus, with_num_actors
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.programs import how_to_evaluate, program
@@ -203,10 +204,10 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
                 raise ConfigError(f"--config {value}: give a file with settings whose name ends in .yaml")
             overrides.append(f"actor.num_actors={value}" if option == "--num-actors" else f"experiment={value}")
         elif word.startswith("-"):
-            key = option.lstrip("-")
-            is_setting = "." in key or key in ("experiment", "algorithm", "env", "model", "engine", "replay")
-            help_ = f"see `impala-llm {command} --help`"
-            hint = f"write {key}={value or next(given, 'VALUE')}" if is_setting else help_
+            following = next(given, "")
+            is_value = following and not following.startswith("-") and "=" not in following
+            setting = setting_for(option.lstrip("-"), value or (following if is_value else "VALUE"))
+            hint = f"write {setting}" if setting else f"see `impala-llm {command} --help`"
             raise ConfigError(f"{word} is no option of this command: {hint}")
         else:
             overrides.append(word)
@@ -218,6 +219,14 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
     if twice := [word for key, word in dict(zip(keys, overrides, strict=True)).items() if keys.count(key) > 1]:
         print(f"impala-llm: given more than once, the last one counts: {' '.join(twice)}", file=sys.stderr)
     return flagged, overrides
+
+
+def setting_for(name: str, value: str) -> str:
+    """The words that mean what an option of this name would; empty where there is no such setting."""
+    if name == "model" and not any(path.stem == value for path in (config_folder() / name).iterdir()):
+        name = "model.path"
+    is_setting = "." in name or name in ("experiment", "algorithm", "env", "model", "engine", "replay")
+    return f"{name}={FAMILIAR_CHOICES.get(f'{name}={value}'.lower(), value)}" if is_setting else ""
 
 
 def train(config: Config, overrides: list[str], is_dry: bool) -> int:

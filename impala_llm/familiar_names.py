@@ -37,18 +37,21 @@ FAMILIAR_NAMES = {
 
 
 FAMILIAR_CHOICES = {
-    "algorithm=grpo": "group_relative_by_std",
-    "algorithm=dr_grpo": "group_relative",
-    "algorithm=rloo": "group_relative with algorithm.credit=rloo",
-    "algorithm=cispo": "group_relative with algorithm.loss=cispo",
-    "algorithm=gspo": "group_relative_by_episode with algorithm.loss=gspo",
+    "algorithm=grpo": "group_relative_by_std algorithm.loss=ppo_clip algorithm.aggregate=sequence_mean_token_mean "
+    "algorithm.kl_coef=0.04",
+    "algorithm=dr_grpo": "group_relative algorithm.loss=ppo_clip algorithm.aggregate=sequence_mean_token_sum",
+    "algorithm=rloo": "group_relative algorithm.credit=rloo algorithm.loss=reinforce "
+    "algorithm.aggregate=sequence_mean_token_sum",
+    "algorithm=cispo": "group_relative_by_std algorithm.loss=cispo",
+    "algorithm=gspo": "group_relative_by_std algorithm.loss=gspo algorithm.aggregate=sequence_mean_token_mean",
     "algorithm=tis": "group_relative",
-    "algorithm=impala": "vtrace",
-    "algorithm=areal": "decoupled_ppo",
+    "algorithm=impala": "vtrace algorithm.loss=truncated_is",
+    "algorithm=areal": "decoupled_ppo algorithm.loss.proximal=recomputed learner.minibatches=4",
     "engine=vllm": "sglang",
     "engine=hf": "torch",
 }
-"""Names that others have for what our presets name: the word, and the choice."""
+"""Names that others have for what our presets name: the word, and the choice, with the further words that make it that
+method, as its paper has it."""
 
 
 def meant_by(key: str, known: Sequence[str]) -> str | None:

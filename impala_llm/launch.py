@@ -26,7 +26,7 @@ from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.kept_settings import keep_settings
+from impala_llm.kept_settings import for_other_runs, keep_settings
 from impala_llm.learning.checkpoint_files import newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.resume import can_go_on, how_to_start
@@ -126,7 +126,8 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
 
 def dry_run(config: Config, overrides: Sequence[str]) -> str:
     """Plan of `train` as text: the settings that have an effect, and the command line of every process."""
-    lines = [to_yaml(config, only_in_force=True), f"# threads a process: {threads_per_process(config)}"]
+    shown = for_other_runs(config)
+    lines = [to_yaml(shown, only_in_force=True), f"# threads a process: {threads_per_process(config)}"]
     for child in plan(config, overrides):
         ranks = f", {child.num_ranks} ranks" if (child.num_ranks or 1) > 1 else ""
         lines.append(f"# {child.name}{ranks}: {shlex.join(child.command)}")

@@ -219,7 +219,8 @@ class WarmStart:
             self.measure()
         minutes, every = self.config.learner.checkpoint_minutes, self.config.learner.checkpoint_every
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        if self.progress < 1.0 and (is_late or (every and self.update % every == 0)):
+        is_due = is_late or (every and self.update % every == 0)
+        if self.config.learner.checkpoints_kept and self.progress < 1.0 and is_due:
             self.checkpoint()
         if time.monotonic() - self.said_at >= _SAY_EVERY_S:
             self.tell()

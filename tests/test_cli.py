@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm import cli, commands, launch
-from impala_llm.config import known_keys
+from impala_llm.config import known_keys, load
 from impala_llm.settings import ASSETS
 from impala_llm.settings_reference import markdown, reference
 
@@ -178,6 +178,17 @@ def test_settings_come_from_a_file(
         assert capsys.readouterr().out.partition("# threads")[0] == first
     assert cli.main(["train", "--config", str(saved), "learner.batch_size=24", "--dry-run"]) == 0
     assert "batch_size: 24" in capsys.readouterr().out
+
+
+def test_a_file_of_a_dry_run_is_for_another_run_by_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = tmp_path / "my.yaml"
+    for own, folder in ([], "outputs/second"), ([f"run.dir={tmp_path}/own"], f"{tmp_path}/own"):
+        assert cli.main(["train", "experiment=toy", "run.name=first", *own, "--dry-run"]) == 0
+        saved.write_text(capsys.readouterr().out)
+        assert load([f"experiment={saved}", "run.name=second"]).run.dir == folder
 
 
 def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -414,6 +425,12 @@ def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys
         (["--learner.batch_size", "32"], "write learner.batch_size=32"),
         (["--experiment=toy"], "write experiment=toy"),
         (["--fast"], "see `impala-llm train --help`"),
+        (["--model=/data/m"], "write model.path=/data/m"),
+        (["--model", "Qwen/Qwen3-0.6B"], "write model.path=Qwen/Qwen3-0.6B"),
+        (["--model", "tiny_shopper"], "write model=tiny_shopper"),
+        (["--engine=vllm"], "write engine=sglang"),
+        (["--run.terminal", "learner.total_updates=3"], "write run.terminal=VALUE"),
+        (["--run.terminal", "--dry-run"], "write run.terminal=VALUE"),
     ):
         assert cli.main(["train", *words]) == 2
-        assert f"{words[0]} is no option of this command: {hint}" in capsys.readouterr().err
+        assert capsys.readouterr().err == f"impala-llm: {words[0]} is no option of this command: {hint}\n"

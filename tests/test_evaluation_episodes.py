@@ -174,7 +174,14 @@ def test_another_evaluation_of_the_same_tasks_plays_them_anew() -> None:
 
 def actor_with(rig: Rig, max_episodes: int, share: float) -> Any:
     actor: Any = Actor.__new__(Actor)
-    actor.config = load(["experiment=toy", f"actor.max_episodes={max_episodes}", f"evaluation.run_share={share}"])
+    actor.config = load(
+        [
+            "experiment=toy",
+            f"actor.max_episodes={max_episodes}",
+            f"evaluation.run_share={share}",
+            "evaluation.every_updates=1",
+        ]
+    )
     actor.engine = SimpleNamespace(version=0)
     actor.is_up, actor.running, actor.waiting = True, {}, rig.waiting  # type: ignore[attr-defined]
     actor.evaluation = rig.episodes

@@ -1,10 +1,16 @@
 """Settings that others keep from having an effect: refused where they are given, and not shown by a dry run."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
+from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.demonstrate import record
 from impala_llm.settings import Config, leaves
+from impala_llm.sft import WarmStart
+from tests.test_sft import signal_handlers_kept, words
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,8 @@ from impala_llm.settings import Config, leaves
         ("algorithm.reject_low=0.9", "with algorithm.reject=none"),
         ("env.webshop.num_products=10", "with env.name=parrot: set env=webshop"),
         ("evaluation.run_tasks=8", "without evaluations inside of the run"),
+        ("evaluation.run_share=0.5", "without evaluations inside of the run"),
+        ("evaluation.unseen_seed=3", "with env.name=parrot: set env=webshop"),
         ("model.scratch.num_layers=3", "with model.path=tiny_shopper"),
     ],
 )
@@ -32,14 +40,63 @@ def test_a_setting_without_effect_is_refused(word: str, reason: str) -> None:
 
 
 def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
-    load(["experiment=toy", "replay.uniform_floor=0.1", "replay.max_replays=2"])
+    load(["experiment=toy", "replay.uniform_floor=0.1", "replay=prioritised"])
     load(["experiment=toy", "algorithm.reject_low=0.9", "algorithm.reject=token"])
-    load(["experiment=toy", "evaluation.run_tasks=8", "evaluation.every_updates=5"])
-    load(["experiment=toy", "env=webshop", "env.webshop.num_products=10"])
+    load(["experiment=toy", "evaluation.run_tasks=8", "evaluation.run_share=0.5", "evaluation.every_updates=5"])
+    load(["experiment=toy", "env=webshop", "env.webshop.num_products=10", "evaluation.unseen_seed=3"])
 
 
 def test_its_default_is_no_mistake() -> None:
     load(["experiment=toy", "agent.processes=2", "engine.request_timeout_s=300", "algorithm.reject_low=0.5"])
+
+
+def test_uniform_draws_have_no_floor_and_nothing_to_correct() -> None:
+    """The words are taken all the same: a comparison of samplers gives them to all of them."""
+    given = ["experiment=toy", "replay.max_replays=2", "replay.uniform_floor=0.3", "replay.correction_exponent=1"]
+    of_draws = {"uniform_floor", "correction_exponent"}
+    assert not of_draws & set(OmegaConf.create(to_yaml(load(given), only_in_force=True)).replay)
+    by_age = load([*given, "replay.recency_tau=8"])
+    assert of_draws <= set(OmegaConf.create(to_yaml(by_age, only_in_force=True)).replay)
+
+
+def test_an_agents_tasks_are_of_no_catalogue() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.unseen_seed=3 has no effect with an agent"):
+        load(["agent.command=echo", "evaluation.unseen_seed=3"])
+
+
+@pytest.mark.parametrize(
+    ("given", "otherwise"),
+    [
+        (["engine=sglang", "engine.memory_fraction=0.5", "engine.urls=['http://a:1']"], ["engine=torch"]),
+        (["agent.command=echo", "agent.num_tasks=50", "agent.processes=4"], ["agent.command=null"]),
+        (["model.lora.rank=8", "model.lora.alpha=64"], ["model.lora.rank=0"]),
+        (["algorithm.kl_coef=0.1", "algorithm.reference=tiny_shopper"], ["algorithm.kl_coef=0"]),
+        (["algorithm.entropy_target=0.5", "algorithm.entropy_rate=0.1"], ["algorithm.entropy_target=null"]),
+        (["learner.checkpoint_every=5"], ["learner.checkpoints_kept=0"]),
+    ],
+)
+def test_what_a_file_has_waits_where_a_word_takes_its_effect(
+    given: list[str], otherwise: list[str], tmp_path: Path
+) -> None:
+    """Evaluating a run of SGLang with the embedded engine takes one word, and what that run keeps loads again."""
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load(given)))
+    config = load([f"experiment={file}", *otherwise])
+    file.write_text(to_yaml(config))
+    assert load([f"experiment={file}"]) == config
+    with pytest.raises(ConfigError, match="has no effect"):
+        load([f"experiment={file}", *given[-1:], *otherwise])
+
+
+def test_an_engine_of_the_users_own_may_read_every_setting_of_engines(user_folder: Path) -> None:
+    (user_folder / "own_servers.py").write_text(
+        "from impala_llm.engines import sglang_engine\n"
+        "def engine(setup):\n"
+        "    return sglang_engine(setup)\n"
+    )  # fmt: skip
+    config = load(["engine=own_servers:engine", "engine.server_args=[--enable-x]", "engine.urls=['http://a:1']"])
+    shown = OmegaConf.create(to_yaml(config, only_in_force=True))
+    assert (list(shown.engine.server_args), list(shown.engine.urls)) == (["--enable-x"], ["http://a:1"])
 
 
 def test_what_a_preset_sets_gives_way_to_the_part_that_is_chosen_beside_it() -> None:
@@ -66,3 +123,25 @@ def test_the_settings_that_a_run_keeps_are_all_of_them() -> None:
     kept = OmegaConf.create(to_yaml(load(["experiment=toy"])))
     for key, _ in leaves(Config()):
         assert OmegaConf.select(kept, key, default="missing") != "missing", key
+
+
+def test_a_warm_start_without_checkpoints_writes_its_last_one_alone(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`learner.checkpoint_every` has no effect in it either."""
+    written_at = list[int]()
+    write = WarmStart.checkpoint
+
+    def noted(warm: WarmStart) -> None:
+        written_at.append(warm.update)
+        write(warm)
+
+    monkeypatch.setattr(WarmStart, "checkpoint", noted)
+    few = ("demonstrations.num_episodes=12", "sft.max_updates=3", "sft.epochs=4", "learner.checkpoint_every=1")
+    config = load(words(tmp_path, tiny_model, *few))
+    record(config)
+    file = tmp_path / "settings.yaml"
+    file.write_text(to_yaml(config))
+    with signal_handlers_kept():
+        assert main(["sft", "--config", str(file), "learner.checkpoints_kept=0"]) == 0
+    assert written_at == [3]

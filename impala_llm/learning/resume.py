@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.config import ConfigError, plain
+from impala_llm.idle_settings import in_force
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, shared_memory
@@ -163,7 +164,7 @@ def _nothing_left(config: Config) -> str:
 
 
 def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
-    """Settings that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
+    """Settings in force that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
     try:
         text = (folder / "config.yaml").read_text()
         before: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True) if yaml.safe_load(text) else None
@@ -172,8 +173,9 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
     if not isinstance(before, dict):
         return None
     found: list[tuple[str, object, object]] = []
+    compared = in_force(before, config)
     for key, now in leaves(config):
-        value, is_there = before, True
+        value, is_there = compared, True
         for part in key.split("."):
             is_there = isinstance(value, dict) and part in value
             if not is_there:

@@ -1,0 +1,47 @@
+"""What others call otherwise: the words that are named in its place make that method."""
+
+import pytest
+
+from impala_llm.config import ConfigError, load
+from impala_llm.settings import AlgorithmConfig
+
+
+def named_for(word: str) -> AlgorithmConfig:
+    """The algorithm of the words that the refusal of a word names."""
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", word])
+    _, _, words = str(caught.value).partition("here it is ")
+    return load(["model=scratch", *words.split()]).algorithm
+
+
+@pytest.mark.parametrize(
+    ("method", "divides", "loss", "aggregate"),
+    [
+        ("grpo", True, "ppo_clip", "sequence_mean_token_mean"),
+        ("dr_grpo", False, "ppo_clip", "sequence_mean_token_sum"),
+        ("gspo", True, "gspo", "sequence_mean_token_mean"),
+        ("cispo", True, "cispo", "token_mean"),
+        ("tis", False, "truncated_is", "token_mean"),
+    ],
+)
+def test_a_method_on_groups_is_that_of_its_paper(method: str, divides: bool, loss: str, aggregate: str) -> None:
+    named = named_for(f"algorithm={method}")
+    assert (named.credit.name, named.credit.normalize_std) == ("group_relative", divides)  # type: ignore[attr-defined]
+    assert (named.loss.name, named.aggregate) == (loss, aggregate)
+    assert named.uses_reference == (method == "grpo"), "the KL term of its objective"
+
+
+def test_rloo_is_reinforce_on_whole_episodes() -> None:
+    named = named_for("algorithm=rloo")
+    assert (named.credit.name, named.loss.name) == ("rloo", "reinforce")
+    assert named.aggregate == "sequence_mean_token_sum"
+
+
+def test_impala_truncates_where_the_preset_clips() -> None:
+    named = named_for("algorithm=impala")
+    assert (named.credit.name, named.loss.name) == ("vtrace", "truncated_is")
+
+
+def test_areal_recomputes_its_proximal_policy() -> None:
+    named = named_for("algorithm=areal")
+    assert (named.loss.name, named.loss.proximal) == ("decoupled_ppo", "recomputed")  # type: ignore[attr-defined]
