@@ -118,7 +118,7 @@ def test_a_model_without_tokenizer_is_refused(refused: Callable[..., str], model
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ('{"policy": "mine"}', "metric 'loss/policy' means 'policy-gradient part of"),
+        ('{"policy": "mine"}', "metric 'loss/policy' means 'policy part of the loss"),
         ('["steep_share"]', "write a dict of names and their meanings"),
     ],
 )
