@@ -289,7 +289,8 @@ def _settings_file(path: Path) -> DictConfig:
     return settings
 
 
-def known_keys() -> dict[str, object]:
+@cache
+def known_keys() -> Mapping[str, object]:
     """All settings with their defaults, those of every built-in credit and loss included."""
     keys = {key: default for key, default in leaves(Config()) if _kind_of(key) not in algorithm_parts().values()}
     for kind in algorithm_parts().values():

@@ -499,4 +499,4 @@ def test_what_others_call_otherwise_is_answered_with_settings_that_load(word: st
     choice = f"{word.partition('=')[0]}={FAMILIAR_CHOICES[word]}"
     with pytest.raises(ConfigError, match=f"^{word} is not known: here it is {choice}$"):
         load(["model=scratch", word])
-    load(["model=scratch", *choice.split(" with ")])
+    load(["model=scratch", *choice.split()])

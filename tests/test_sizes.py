@@ -33,8 +33,9 @@ def num_parameters(function: Function) -> int:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_short_or_says_why_not(name: str) -> None:
     num_lines = FILES[name].count("\n")
-    reason = ast.get_docstring(ast.parse(FILES[name])) or ""
-    assert num_lines <= MOST_LINES or SAYS_WHY in reason, f"{num_lines} lines: divide it, or say why it is so long"
+    if num_lines > MOST_LINES:  # those few alone are parsed
+        reason = ast.get_docstring(ast.parse(FILES[name])) or ""
+        assert SAYS_WHY in reason, f"{num_lines} lines: divide it, or say why it is so long"
 
 
 def test_functions_are_short_and_have_few_parameters() -> None:

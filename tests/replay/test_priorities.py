@@ -14,7 +14,9 @@ from tests.replay.builders import make_trajectory
 VERSIONS = [3, 0, 7, 7, 5, 1]
 ADVANTAGES = [0.0, 0.3, 0.05, 1.2, 0.7, 0.3]
 SIGNATURES = [0, 1, 1, 2, 1, 2]
-NUM_DRAWS = 10_000
+NUM_DRAWS = 5000
+"""At 4.5 standard errors they find 3 percentage points. They show that items are drawn by the P of their weights, which
+are compared with the definition to nine digits."""
 BIG = 1 << 60
 
 
