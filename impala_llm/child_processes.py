@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Protocol
 import psutil
 
 from impala_llm.fork_server import ForkServer
+from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.log_lines import STAMP
 from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, signal_name
 
@@ -104,6 +105,7 @@ class Child:
     """Size of the log at this start."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic time in seconds."""
+    warnings: RateLimitedWarnings = field(default_factory=lambda: RateLimitedWarnings(60.0))
 
     def start(self) -> None:
         if self.pipe is not None:
@@ -182,10 +184,25 @@ class Child:
             while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
                 *lines, self.unread = (self.unread + data).split(b"\n")
                 self.worked = self.worked or WORKED in lines
-                messages = [json.loads(line) for line in lines if line != WORKED]
-                self.messages += messages
-                for message in messages:
-                    self.saving = message.get("saving", self.saving)
+                for line in lines:
+                    if line != WORKED:
+                        self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        """Keep a message. A line that is none is passed over: what runs in the process has the descriptor too."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if isinstance(message, dict):
+            self.messages.append(message)
+            self.saving = message.get("saving", self.saving)
+        else:
+            self.warnings.log(
+                f"{self.name}, its pipe to the supervisor",
+                f"{line[:80]!r} is no message and is passed over: an environment or an agent writes to a descriptor "
+                "that it has not opened",
+            )
 
     def last_log_line(self) -> str:
         """Last line of its log since its start, without progress bars, and the path of the log; empty without one.

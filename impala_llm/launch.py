@@ -281,13 +281,15 @@ def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> 
     """
     for actor in actors:
         for message in actor.receive():
-            at_play[actor.name] = message["at_play"]
+            match message:
+                case {"at_play": [int() | float() as episodes, int() | float() as tokens_per_s]}:
+                    at_play[actor.name] = [episodes, tokens_per_s]
         if actor.poll() is not None:
             at_play.pop(actor.name, None)
     if not at_play:
         return ""
-    episodes, tokens_per_s = map(sum, zip(*at_play.values(), strict=True))
-    return f"{len(at_play)} of {len(actors)} actors play: {episodes:.0f} episodes under way, {tokens_per_s:,.0f} tok/s"
+    num_episodes, rate = map(sum, zip(*at_play.values(), strict=True))
+    return f"{len(at_play)} of {len(actors)} actors play: {num_episodes:.0f} episodes under way, {rate:,.0f} tok/s"
 
 
 @contextlib.contextmanager

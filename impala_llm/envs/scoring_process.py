@@ -3,10 +3,12 @@ nobody else.
 
     python -m impala_llm.envs.scoring_process VERIFIER SECONDS [GIB]
 
-reads a line of JSON, [answer, task, arguments], and writes one, [score, null] or [null, error]. Its first line says
-that the verifier is there, or why not. It ends with its input.
+reads a line, NAME [answer, task, arguments], with JSON after the request's name, and writes one of JSON, [NAME, score,
+null] or [NAME, null, error]. Its first line, without a name, says that the verifier is there, or why not. It ends with
+its input.
 
-Invariant: a request has one reply, or the process is ended and a new one takes the next request.
+Invariant: a request has one reply, or the process is ended and a new one takes the next request. No answer gets the
+score of another one.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import subprocess
@@ -31,6 +34,10 @@ _START_TIMEOUT_S = 120.0
 
 class ScoringError(RuntimeError):
     """An answer could not be scored."""
+
+
+class _StrayReply(ScoringError):
+    """What stood in the place of the reply was none to this request, and the process is ended."""
 
 
 class ScoringProcess:
@@ -85,15 +92,21 @@ class ScoringProcess:
         with self._lock:
             if given_up.is_set():
                 raise ScoringError("nobody waits for the score any more")
-            if self._process is None:
-                self._start()
-                if self._example is not None:
-                    with contextlib.suppress(ScoringError):
-                        self._exchange(self._example, _START_TIMEOUT_S)
-                    if self._process is None:  # the verifier does not bear an empty answer
-                        self._example = None
-                        self._start()
-            return self._exchange(request, self._timeout_s)
+            try:
+                return self._score(request)
+            except _StrayReply:  # which an answer before this one may have left: a new process has none of it
+                return self._score(request)
+
+    def _score(self, request: bytes) -> float:
+        if self._process is None:
+            self._start()
+            if self._example is not None:
+                with contextlib.suppress(ScoringError):
+                    self._exchange(self._example, _START_TIMEOUT_S)
+                if self._process is None:  # the verifier does not bear an empty answer
+                    self._example = None
+                    self._start()
+        return self._exchange(request, self._timeout_s)
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -102,17 +115,30 @@ class ScoringProcess:
         self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
+        # A name that nobody guesses: an answer that the verifier executes may write to the pipe of the replies.
+        name = secrets.token_hex(8) if request else ""
         try:
-            score, error = json.loads(self._line(request, time.monotonic() + timeout_s))
-        except (OSError, ValueError) as problem:
+            line = self._line(request and f"{name} ".encode() + request, time.monotonic() + timeout_s)
+            replied, score, error = json.loads(line)
+            if replied != name:
+                raise ValueError("it is to another request")
+            score = None if score is None else float(score)
+        except OSError as problem:
             self._end()
             raise ScoringError(str(problem)) from None
+        except Exception as problem:  # whatever the line holds
+            self._end()
+            raise _StrayReply(
+                f"what stands in the place of the reply is none ({problem!r:.200}), and so the answer has no score: if "
+                "the verifier executes what the policy wrote, let it do so in a sandboxed process of its own"
+            ) from None
         if score is None:
             raise ScoringError(error)
         return float(score)
 
     def _line(self, request: bytes, deadline: float) -> bytes:
-        """Send a request and return the line of its reply. OSError where none comes.
+        """Send a request and return the line of its reply. OSError where none comes; ValueError, and nothing is sent,
+        where there is something to read before.
 
         Nothing waits for the end of a pipe: a process that the verifier has started may hold it open for ever.
         """
@@ -124,6 +150,8 @@ class ScoringProcess:
         poll, reply = select.poll(), b""
         poll.register(source, select.POLLIN)
         if request:
+            if poll.poll(0):
+                raise ValueError("it came before the request, or the process had ended by then")
             poll.register(sink, select.POLLOUT)
         while not reply.endswith(b"\n"):
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
@@ -169,9 +197,9 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
     try:
         verify = load(VERIFIERS, verifier)
     except Exception as error:
-        _reply(replies, None, str(error))
+        _reply(replies, "", None, str(error))
         return
-    _reply(replies, 0.0, None)
+    _reply(replies, "", 0.0, None)
     for number, line in enumerate(requests):
         # The parent kills what takes too long; where it has died, this does, in compiled code too. A verifier may use
         # all cores, and the first answer may be the example, in whose time libraries and models are loaded.
@@ -179,14 +207,15 @@ def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = int(used.ru_utime + used.ru_stime + longest_s * len(os.sched_getaffinity(0))) + 2
         resource.setrlimit(resource.RLIMIT_CPU, _within_hard_limit(resource.RLIMIT_CPU, limit))
+        name, _, request = line.partition(b" ")
         try:
-            answer, task, arguments = json.loads(line)
+            answer, task, arguments = json.loads(request)
             score, reason = float(verify(answer, task, **arguments)), None
         except BaseException as error:  # SystemExit too, which an answer may spell
             score, reason = None, f"{type(error).__name__}: {error}"
         if os.getpid() != process_id:  # a fork of the verifier's: a request has one reply
             os._exit(0)
-        _reply(replies, score, reason)
+        _reply(replies, name.decode(), score, reason)
 
 
 def _within_hard_limit(kind: int, wanted: int) -> tuple[int, int]:
@@ -204,8 +233,8 @@ def _end_with(parent: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _reply(replies: IO[str], score: float | None, error: str | None) -> None:
-    replies.write(json.dumps([score, error]) + "\n")
+def _reply(replies: IO[str], name: str, score: float | None, error: str | None) -> None:
+    replies.write(json.dumps([name, score, error]) + "\n")
 
 
 if __name__ == "__main__":

@@ -292,11 +292,17 @@ class _Process:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        reason = "blocked it"
-        with contextlib.suppress(TimeoutError, ValueError):
+        try:
             while line := await self._next_line(self._process.stdout):
                 self._handle(json.loads(line))
             reason = f"ended it with status {await self._process.wait()}"
+        except TimeoutError:
+            reason = "blocked it"
+        except Exception as error:  # whatever the line holds
+            reason = (
+                "wrote to a descriptor that is the pool's, so that no result can be told from its text: let it write "
+                f"to its own alone ({error!r:.200})"
+            )
         self.end(f"an agent of the process {reason}")
 
     async def _next_line(self, stream: asyncio.StreamReader) -> bytes:

@@ -41,7 +41,8 @@ class Connections:
     """Accepts connections at a free port of loopback, and hands them to a server. Call from its event loop.
 
     Args:
-        most: connections at once; others wait to be accepted.
+        most: connections at once. Beyond it the oldest that has brought no valid request is closed; where all have,
+            others wait to be accepted.
     """
 
     def __init__(self, server: web.Server, most: int, warnings: RateLimitedWarnings) -> None:
@@ -69,8 +70,15 @@ class Connections:
         loop = asyncio.get_running_loop()
         while True:
             if len(self._server.connections) + len(self._opening) >= self._most:
-                self._warnings.log("gateway, connections", f"{self._most} are open: the next ones wait")
-                await asyncio.sleep(_RETRY_S)
+                self._warnings.log(
+                    "gateway, connections",
+                    f"{self._most} are open: the oldest that has brought no valid request is closed; without one the "
+                    "next ones wait",
+                )
+                there = (each for each in self._server.connections if each not in self._trusted and each.transport)
+                if (oldest := next(there, None)) is not None:
+                    oldest.force_close()
+                await asyncio.sleep(_RETRY_S if oldest is None and not self._opening else 0)
                 continue
             try:
                 accepted, _ = await loop.sock_accept(self._socket)

@@ -79,9 +79,15 @@ class Gateway:
         app.router.add_get("/v1/models", self._checked(self._models))
         app.router.add_get("/v1/models/{model}", self._checked(self._models))
         app.router.add_route("*", "/{path:.*}", self._checked(self._nothing))
-        # A handler whose client has gone away is cancelled, and aborts its answer.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=ServerLog(self._warnings)
+            app,
+            handler_cancellation=True,  # of one whose client has gone away: it aborts its answer
+            access_log=None,
+            shutdown_timeout=1.0,
+            logger=ServerLog(self._warnings),
+            # A body costs the engine's loop no time that its sender chooses: it is not unpacked, nor read once refused.
+            auto_decompress=False,
+            lingering_time=0.0,
         )
         await self._runner.setup()
         assert self._runner.server is not None
@@ -245,6 +251,11 @@ class Gateway:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
+    if (packing := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise BadRequest(
+            f"the body is compressed (Content-Encoding: {packing[:80]}), and unpacking it would hold up the engine: "
+            "send it as it is"
+        )
     try:
         body = await request.json()
     except (ValueError, UnicodeDecodeError) as error:

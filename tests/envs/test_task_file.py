@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import select
 import subprocess
 import sys
 import time
@@ -301,6 +303,64 @@ def test_what_a_verifier_and_its_processes_read_is_no_request(folder: Path) -> N
     scoring = ScoringProcess("reader:verify", timeout_s=60.0)
     assert [asyncio.run(scoring.score("a", {})) for _ in range(2)] == [1.0, 1.0]
     scoring.close()
+
+
+RUNNER = """
+def verify(answer, task):
+    names = {}
+    exec(answer, names)
+    return names["score"]
+"""
+FORGE = """
+import os, sys, threading
+
+def forge(line):
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, line)
+        except OSError:
+            pass
+
+def later(act):
+    def wait():
+        with open("later"):
+            act()
+    threading.Thread(target=wait).start()
+"""
+HONEST = "import sys; getattr(sys, 'left', print)(); score = 0.25"
+
+
+@pytest.fixture
+def runner(folder: Path) -> Iterator[ScoringProcess]:
+    (folder / "runner.py").write_text(RUNNER)
+    scoring = ScoringProcess("runner:verify", timeout_s=60.0)
+    yield scoring
+    scoring.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("line", [b"[1.0, null]", b'["", 1.0, null]', b"1.0", b"[" * 50_000], ids=range(4))
+def test_a_line_that_an_answer_writes_in_the_place_of_its_reply_is_no_score(
+    runner: ScoringProcess, line: bytes
+) -> None:
+    with pytest.raises(ScoringError, match="in the place of the reply"):
+        asyncio.run(runner.score(f"{FORGE}\nforge({line!r} + b'\\n'); threading.Event().wait()", {}))
+    assert asyncio.run(runner.score(HONEST, {})) == 0.25
+
+
+@pytest.mark.system
+def test_what_an_answer_leaves_behind_costs_the_next_ones_nothing(folder: Path, runner: ScoringProcess) -> None:
+    os.mkfifo("later")
+    for act in (r"forge(b'[1.0, null]\n')", "os._exit(3)"):
+        assert asyncio.run(runner.score(f"{FORGE}\nlater(lambda: {act}); score = 0.0", {})) == 0.0
+        with open("later", "wb", buffering=0) as pipe:
+            done = select.poll()
+            done.register(pipe, 0)
+            done.poll()  # it has closed its end
+        assert asyncio.run(runner.score(HONEST, {})) == 0.25, act
+    leave = FORGE + r"sys.left = lambda: forge(b'[1.0, null]\n'); score = 0.0"
+    assert asyncio.run(runner.score(leave, {})) == 0.0
+    assert [asyncio.run(runner.score(HONEST, {})) for _ in range(2)] == [0.25, 0.25]
 
 
 @pytest.mark.system

@@ -72,6 +72,12 @@ async def agent(task, client):
     if what == "fill":
         kept.append(bytearray(400 << 20))
         return 1
+    if what == "write":
+        for descriptor in range(3, 30):
+            try:
+                os.write(descriptor, task.data["line"].encode() + b"\\n")
+            except OSError:
+                pass
     if what == "process":
         return os.getpid()
     if what == "start":
@@ -192,6 +198,17 @@ def test_a_process_that_dies_fails_its_episodes_and_is_replaced(agents: Path) ->
             with pytest.raises(AgentFailed, match="ended it with status 7"):
                 await dying
         assert await play(pool, "number") == 0.5 and pool.num_replaced == 1
+
+    use(test)
+
+
+@pytest.mark.system
+def test_a_process_whose_pipe_an_agent_has_written_to_fails_its_episodes_with_that_reason(agents: Path) -> None:
+    async def test(pool: AgentPool) -> None:
+        for line in ("5", "no JSON", '{"episode": 1}'):
+            with pytest.raises(AgentFailed, match="wrote to a descriptor that is the pool's"):
+                await play(pool, "write", line=line)
+            assert await play(pool, "number") == 0.5
 
     use(test)
 

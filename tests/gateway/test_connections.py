@@ -7,9 +7,13 @@ import logging
 import socket
 import subprocess
 import sys
+import zlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from impala_llm.gateway import server
 from impala_llm.gateway.server import Gateway
 
 SERVE = """
@@ -88,3 +92,57 @@ def test_a_wrong_key_ends_its_connection() -> None:
         await gateway.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no time pass for the loop: nothing ends for its age."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+
+def test_the_body_of_a_request_that_is_refused_is_neither_unpacked_nor_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: here\r\nContent-Encoding: gzip\r\nContent-Length: 1000\r\n\r\n"
+
+    async def main() -> None:
+        gateway = Gateway(100)
+        await gateway.start()
+
+        def ask() -> bytes:
+            with socket.create_connection(("127.0.0.1", gateway.port), 20) as stranger:
+                stranger.sendall(head + b"its beginning")
+                return b"".join(iter(lambda: stranger.recv(4096), b""))  # up to the end of the connection
+
+        stop_clock(monkeypatch)
+        monkeypatch.delattr(zlib, "decompressobj")
+        assert (await asyncio.to_thread(ask)).startswith(b"HTTP/1.1 401 ")
+        monkeypatch.undo()
+        await gateway.close()
+
+    asyncio.run(main())
+    assert caplog.records == []
+
+
+def test_where_all_connections_are_taken_the_oldest_that_is_silent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(server, "raise_limit", lambda: 8)  # and so it takes four
+        gateway = Gateway(100)
+        await gateway.start()
+        episode: Any = SimpleNamespace(key="sk-own")
+        gateway.add(episode, 1.0)
+        stop_clock(monkeypatch)
+        client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                silent = [
+                    stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), 20)) for _ in range(16)
+                ]
+                assert await asyncio.to_thread(answer, client) == 200, "a client that has sent its key goes on"
+            assert await asyncio.to_thread(silent[0].recv, 1) == b"", "closed"
+        client.close()
+        monkeypatch.undo()
+        await gateway.close()
+
+    asyncio.run(main())

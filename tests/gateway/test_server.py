@@ -1,6 +1,7 @@
 """The gateway as clients see it: unmodified clients of OpenAI's protocol, over HTTP."""
 
 import asyncio
+import gzip
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -442,9 +443,31 @@ def test_a_request_whose_body_comes_after_the_end_of_its_episode_is_refused_as_t
     run(chat, use)
 
 
+def test_a_body_that_is_compressed_is_refused_with_the_reason(
+    chat: ChatTokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"messages": ASK}).encode()
+
+    async def use(served: Served) -> None:
+        async def post(data: bytes, encoding: str) -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {served.episode.key}", "Content-Encoding": encoding}
+            url = served.gateway.url + "/chat/completions"
+            async with aiohttp.ClientSession() as session, session.post(url, data=data, headers=headers) as response:
+                return response.status, await response.json()
+
+        for data in (gzip.compress(body), b"this is not packed"):
+            status, answer = await post(data, "gzip")
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert "the body is compressed (Content-Encoding: gzip)" in answer["error"]["message"]
+        assert (await post(body, "identity"))[0] == 200
+
+    run(chat, use)
+    assert caplog.records == []
+
+
 def test_what_is_dropped_is_logged_once_for_all_episodes(chat: ChatTokens, caplog: pytest.LogCaptureFixture) -> None:
     async def use(served: Served) -> None:
-        for _ in range(20):
+        for _ in range(5):
             episode = GatewayEpisode(SPEC, served.engine, Conversation(chat), LIMITS, 10_000)
             served.gateway.add(episode, LIMITS.temperature)
             client = openai.AsyncOpenAI(base_url=served.gateway.url, api_key=episode.key)

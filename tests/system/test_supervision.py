@@ -248,3 +248,24 @@ while tell(wait="actors" * 100):
     assert len(messages) > 3 and all(message == {"wait": "actors" * 100} for message in messages[2:])
     assert child.receive() == []
     assert child.has_worked() and not child.has_worked()
+
+
+@pytest.mark.system
+def test_lines_on_the_pipe_of_a_child_that_are_no_messages_are_passed_over_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An environment has the descriptor too."""
+    code = """
+import os
+from impala_llm.supervised import PROGRESS, report_progress, tell
+for line in (b"hello", b"5", b"[]", b"\\xff", b"", b"[" * 50_000):
+    os.write(int(os.environ[PROGRESS]), line + b"\\n")
+report_progress()
+tell(say="one")
+"""
+    child = make_child("actor 0", code)
+    child.start()
+    assert child.processes[0].wait() == 0
+    assert child.receive() == [{"say": "one"}] and child.has_worked()
+    [warning] = caplog.messages
+    assert "actor 0" in warning and "hello" in warning
