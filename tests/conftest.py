@@ -40,6 +40,20 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put an item's `xdist_group` behind an `@` at the end of its id, where the scheduler of pytest-xdist looks.
+
+    Since pytest 9.2 an id is of a type of its own, in another attribute: pytest-xdist 3.8 writes to the one before, the
+    groups have no effect, and each worker starts the servers that the tests of a group share (its issue 1386).
+    """
+    if not getattr(config.option, "loadgroup", False):
+        return  # no worker, or one that takes tests in another way
+    for item in items:
+        group = "_".join(sorted({mark.args[0] for mark in item.iter_markers("xdist_group")}))
+        if group and not item.nodeid.endswith(f"@{group}") and hasattr(item, "_id"):
+            item._id = type(item._id).parse(f"{item.nodeid}@{group}")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: random Qwen3 (hidden 64, 2 layers), tokenizer of 100 characters. Read only."""

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,7 @@ def compare_learners(
     return off < SAME, f"updates differ by {off:.1e} of their size, parameters by {most:.1e} at most"
 
 
+@cache  # `fsdp2` compares two with the same one
 def train_ranks(device: str, folder: Path, number: int, sharding: str) -> dict[str, Tensor]:
     """The parameters, whole, after some updates."""
     output = folder / f"{number}-{sharding.replace(' ', '-')}"

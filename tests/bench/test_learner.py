@@ -31,7 +31,7 @@ def test_figures_are_of_the_rounds_that_both_took_part_in() -> None:
 @pytest.mark.system
 def test_all_contenders_find_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     # Several micro-batches, and all in one.
-    monkeypatch.setattr(learner, "NUM_ROWS", {"5m": 8})
+    monkeypatch.setattr(learner, "NUM_ROWS", {"5m": 4})
     monkeypatch.setattr(learner, "SIZES", {"5m": (1024, 1 << 20)})
     figures, rows = learner.run({"rounds": "1", "padded_rounds": "0"})
     assert set(figures) == {"bound_fraction", "ratio_hf_packed", "ratio_hf_packed_2048"}

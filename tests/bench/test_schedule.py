@@ -4,6 +4,9 @@ import asyncio
 import math
 import random
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from impala_llm.bench import schedule
 from impala_llm.bench._schedule_environment import SlowSuite
 from impala_llm.bench.frame import BenchError, run_bench
 from impala_llm.envs import contract
+from tests.system.forked_command import forked_command
 
 
 def test_latencies_are_log_normal_with_the_given_median_and_deviation() -> None:
@@ -83,8 +87,15 @@ def test_the_figures_are_of_the_pairs_of_each_round() -> None:
     }
 
 
+def by_forks(command: list[str], cwd: Path, **_: bool) -> "subprocess.CompletedProcess[str]":
+    """In place of `subprocess.run`: the same command, which begins with its modules imported."""
+    assert command[:3] == [sys.executable, "-m", "impala_llm.cli"]
+    return forked_command(command[3:], cwd)
+
+
 @pytest.mark.system
-def test_both_schedules_train_and_are_evaluated() -> None:
+def test_both_schedules_train_and_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.subprocess, "run", by_forks)
     result = run_bench("schedule", {"updates": "8", "rounds": "1", "median_s": "0.01", "width": "32"})
     assert [row["schedule"] for row in result["rows"]] == ["synchronous", "asynchronous"]  # type: ignore[attr-defined]
     synchronous, asynchronous = result["rows"]  # type: ignore[misc]

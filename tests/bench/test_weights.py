@@ -6,6 +6,7 @@ from impala_llm.bench import weights
 from impala_llm.bench._weight_export import measure_export
 from impala_llm.bench._weight_peers import tensor_shapes
 from impala_llm.bench.frame import BenchError
+from tests.bench.preloading import preloaded
 
 
 @pytest.mark.parametrize("megabytes", [1, 25, 500, 2048])
@@ -90,7 +91,8 @@ def test_a_small_run_leaves_nothing_behind() -> None:
 @pytest.mark.xdist_group("bench_weights")
 def test_publishing_in_bfloat16_is_measured_by_one_rank_and_by_two() -> None:
     before = set(Path("/dev/shm").iterdir())
-    figures, rows = measure_export(2, "5m")
+    with preloaded(["impala_llm.bench._weight_export"]):
+        figures, rows = measure_export(2, "5m")
     names = ("bound_fraction_bfloat16", "publish_ms_bfloat16", "held_ms_bfloat16")
     assert set(figures) == {f"{name}{suffix}" for name in names for suffix in ("", "_threads", "_fsdp2")}
     assert all(value > 0 for value in figures.values())

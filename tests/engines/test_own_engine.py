@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from impala_llm.config import ConfigError, load, to_yaml
+from tests.system.forked_command import forked_command
 
 RECIPE = Path(__file__).parents[2] / "docs" / "engines.md"
 OWN = ["experiment=toy", "engine.name=my_engine:Echo"]
@@ -41,7 +40,6 @@ def test_its_options_are_settings(own: Path) -> None:
         ([*OWN, "engine.options.wrong=1"], ["engine.options.wrong=1", "engine.options.wrong_share?"]),
         ([*OWN, "engine.options.wrong_share=2"], ["engine.options.wrong_share=2", "between 0 and 1"]),
         (["engine.options.dtype=float32"], ["engine.options.dtype=float32", "engine.name=torch", "engine.*"]),
-        ([*OWN, "engine.tensor_parallel=2"], ["engine.tensor_parallel=2", "no effect with engine.name=my_engine:Echo"]),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[str], said: list[str]) -> None:
@@ -57,11 +55,10 @@ def test_it_plays_without_a_line_of_ours(own: Path) -> None:
     """The actor's engine is the one that was named: it answers rightly from the start, as no new model does."""
     words = [*OWN, "engine.options.wrong_share=0.5", f"run.name=own-{own.name}", f"run.dir={own}/run"]
     few = ["run.terminal=false", "learner.total_updates=3", "learner.batch_size=16"]
-    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
-    done = subprocess.run([*impala_llm, "train", *words, *few], cwd=own, capture_output=True, text=True, timeout=200)
+    done = forked_command(["train", *words, *few], own)
     assert done.returncode == 0, done.stderr
     assert len((own / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 3
     again = ["evaluate", "--json", "--config", "run/config.yaml", "evaluation.num_tasks=8"]
-    played = subprocess.run([*impala_llm, *again], cwd=own, capture_output=True, text=True, timeout=200)
+    played = forked_command(again, own)
     assert played.returncode == 0, played.stderr
     assert json.loads(played.stdout)[0]["score"] == 1.0

@@ -11,6 +11,7 @@ import pytest
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.envs import make_suite
+from tests.system.forked_command import forked_command
 
 RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
 OWN = ["model=scratch", "env=my_env:NextLetter"]
@@ -215,21 +216,17 @@ def test_an_installed_package_gives_it_a_short_name(own: Path, monkeypatch: pyte
 
 @pytest.mark.system
 def test_what_new_env_writes_passes_its_test_and_trains(user_folder: Path) -> None:
-    impala_llm = [sys.executable, "-m", "impala_llm.cli"]
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, cwd=user_folder, capture_output=True, text=True, timeout=200)
-
-    assert run(*impala_llm, "new-env", "guess").returncode == 0
+    assert forked_command(["new-env", "guess"], user_folder).returncode == 0
     assert len([line for line in (user_folder / "guess.py").read_text().splitlines() if line]) <= 25
-    tested = run(sys.executable, "-m", "pytest", "-q", "test_guess.py")
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "test_guess.py"]
+    tested = subprocess.run(pytest_command, cwd=user_folder, capture_output=True, text=True, timeout=200)
     assert tested.returncode == 0 and "2 passed" in tested.stdout, tested.stdout
     words = [
         *("model=scratch", "env=guess:Suite", "env.args.num_letters=2", f"run.name=new-{user_folder.name}"),
         *("run.terminal=false", "learner.total_updates=2", "learner.batch_size=16", "engine.max_new_tokens=2"),
         *("engine.max_length=64", "run.dir=run"),
     ]
-    done = run(*impala_llm, "train", *words)
+    done = forked_command(["train", *words], user_folder)
     assert done.returncode == 0, done.stderr
     assert len((user_folder / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 2
 

@@ -4,6 +4,10 @@ Such a process is the fork of a server, which has imported them and done nothing
 work and no start. It has the words, the directory, the environment and the files for its output that it is given, and
 the process group and session of who has begun the server. /proc shows the server's command line and environment as its
 own; what it starts itself shows its own. Run as a program, this is the server: it answers each line of JSON with one.
+
+The fork server of a run (impala_llm/fork_server.py), which would import as much once more, is such a fork too, of the
+command, and does what the program does: see `Standby`. One that dies is followed by the program, which also comes where
+a sitecustomize.py is to act. As users have it, test_fork_server.py shows it, and each run that is started as a program.
 """
 
 import atexit
@@ -22,7 +26,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from impala_llm.child_processes import FAMILY
+from impala_llm.supervised import ALLOCATOR, SUPERVISOR, die_with_parent
+
 ROOT = Path(__file__).parents[2]
+MARK = "IMPALA_LLM_TEST_RUN"
+"""Environment variable that every descendant of a run's processes inherits."""
+NO_RUN, NO_FAMILY = f"test-{'0' * 12}", "0" * 32
+"""Values of `MARK` and `FAMILY` that no run has, as long as all others: forks show theirs in the same place."""
+COMMAND_LINE_ROOM = 8192
+"""Bytes for the command lines that its forks will show."""
 
 
 class ForkedProcess:
@@ -71,13 +84,15 @@ class CommandServer:
     """The server, as its client sees it. It ends with this process."""
 
     def __init__(self) -> None:
-        of_imports = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        # As in processes of a run: what libraries read when they are loaded, and the C library and Python themselves.
+        of_imports = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONHASHSEED": "0"}
+        of_names = {MARK: NO_RUN, FAMILY: NO_FAMILY}
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, " " * COMMAND_LINE_ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **of_imports},
+            env={**os.environ, **of_imports, **ALLOCATOR, **of_names},
         )
         atexit.register(self._end)
 
@@ -107,9 +122,10 @@ def command_server() -> CommandServer:
 
 
 def forked_command(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str]
+    words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """The command with these words, called in a folder, once it has ended."""
+    """The command with these words, called in a folder, once it has ended. environment: None: that of this process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} if environment is None else environment
     with tempfile.NamedTemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w+") as errors:
         process = command_server().start(words, folder, environment, Path(out.name), Path(errors.name))
         return subprocess.CompletedProcess(words, process.wait(), out.read(), errors.read())
@@ -122,10 +138,12 @@ def serve() -> None:
     """Do what each line of stdin asks for, and print the answer. In a forked process it does not return."""
     del sys.path[0]  # this folder, in which a module has the name of SGLang's package
     gc.disable()  # there is no garbage among what is imported
+    import impala_llm.actor
     import impala_llm.algorithms.registry
     import impala_llm.commands
     import impala_llm.evaluate
     import impala_llm.launch
+    import impala_llm.learner
     import impala_llm.preflight  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no thread but the one that forks"
@@ -156,12 +174,100 @@ def become(words: list[str], folder: str, environment: dict[str, str]) -> NoRetu
     from impala_llm import cli
 
     os.chdir(folder)
+    path = environment["PYTHONPATH"].split(os.pathsep)
+    if words[0] == "train" and not any((Path(each) / "sitecustomize.py").exists() for each in path):
+        stand_by()
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:1] = [folder, *environment["PYTHONPATH"].split(os.pathsep)]  # as `python -m` has it
+    sys.path[:1] = [folder, *path]  # as `python -m` has it
     sys.argv[1:] = words
     np.random.seed()  # the generator of `random` does so by itself
     sys.exit(cli.main())
+
+
+class Standby:
+    """A run's fork server, from before it is asked for: the part of `subprocess.Popen` that the run's supervisor uses.
+
+    It is forked while the command has done nothing yet, waits for its environment, and is then what the program would
+    be. It ends with the command.
+    """
+
+    def __init__(self) -> None:
+        requests, self._requests = os.pipe()
+        self._events, events = os.pipe()
+        command = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            die_with_parent(command)
+            os.setsid()
+            os.dup2(requests, 0)
+            os.dup2(events, 1)
+            for descriptor in (requests, self._requests, self._events, events):
+                os.close(descriptor)
+            serve_forks()
+        os.close(requests)
+        os.close(events)
+        self.stdin = os.fdopen(self._requests, "wb")
+        self.stdout = os.fdopen(self._events, "rb", buffering=0)
+        self.returncode: int | None = None
+        self.is_new = True
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        self.is_new = False
+        self.stdin.write(json.dumps({**environment, SUPERVISOR: str(os.getpid())}).encode() + b"\n")
+        self.stdin.flush()
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = poll(self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = wait(self.pid)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def stand_by() -> None:
+    """Fork the fork server that this process, a command that trains, will ask for."""
+    from impala_llm import launch
+    from impala_llm.fork_server import ForkServer
+
+    standby = Standby()
+
+    class StandbyServer(ForkServer):
+        def _begin(self) -> None:
+            if not standby.is_new:
+                super()._begin()
+                return
+            standby.begin(self.environment)
+            self._process = standby  # type: ignore[assignment]
+            os.set_blocking(standby.stdout.fileno(), False)
+
+    launch.ForkServer = StandbyServer  # type: ignore[misc]
+
+
+def serve_forks() -> NoReturn:
+    """The life of a run's fork server, from when it is told its environment, on standard input."""
+    from impala_llm import fork_server
+
+    line = b""
+    while not line.endswith(b"\n"):  # and no byte more: what follows is for the fork server
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(0)
+        line += byte
+    environment = json.loads(line)
+    fork_server._show_environment(environment)
+    fork_server._show_command_line([sys.executable, fork_server.__file__])
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:1] = [str(Path(fork_server.__file__).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    fork_server.main()
 
 
 def poll(pid: int) -> int | None:

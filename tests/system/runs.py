@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,11 +16,9 @@ from typing import Any
 import psutil
 
 from impala_llm.fork_server import can_fork
-from tests.system.forked_command import ForkedProcess, command_server
+from tests.system.forked_command import MARK, ForkedProcess, command_server
 
 ROOT = Path(__file__).parents[2]
-MARK = "IMPALA_LLM_TEST_RUN"
-"""Environment variable that every descendant of a run's processes inherits."""
 START_S = 120.0
 """Deadline for whatever includes the start of processes, which import PyTorch on a busy machine."""
 IMPATIENT = "actor.fault_patience_s=1"
@@ -77,6 +76,17 @@ class Run:
     def train(self, as_users_do: bool = False) -> Process:
         """Start `impala-llm train`. as_users_do: as a program, which takes seconds longer."""
         return self.start(sys.executable, "-m", "impala_llm.cli", "train") if as_users_do else self.call("train")
+
+    def train_until(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        """Train, and end the run as Ctrl-C does once a level is reached; one that never does trains to its end."""
+        training = self.train()
+        deadline = time.monotonic() + timeout_s
+        while training.poll() is None and not reached():
+            assert time.monotonic() < deadline, self.printed()
+            time.sleep(0.2)
+        training.send_signal(signal.SIGINT)
+        assert training.wait(timeout_s) in (0, 128 + signal.SIGINT), self.printed()
+        self.assert_gone()
 
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""

@@ -79,8 +79,12 @@ def test_the_agents_sdk_trains_a_policy_to_call_its_tool(tmp_path: Path) -> None
     )
     with Run(tmp_path / "run", *settings) as run:
         run.python_path.insert(0, str(tmp_path))
-        assert run.train().wait(280) == 0, run.printed()
-        run.assert_gone()
+
+        def has_learned() -> bool:
+            means, scores = column(run.rows(), "rollout/window_score"), column(run.rows(), "rollout/score")
+            return bool(scores) and means[-1] > 0.16 and max(scores) > 0.3
+
+        run.train_until(has_learned, 280)
         scores = column(run.rows(), "rollout/score")
         assert column(run.rows(), "rollout/window_score")[-1] > 0.15 > 0.1 > scores[0], scores
         assert max(scores) > 0.3, scores  # some batches, of episodes with two turns, are of right calls mostly

@@ -13,12 +13,13 @@ from types import ModuleType
 
 import pytest
 
+from tests.examples import examples
 from tests.system.fuzz.decoders import DECODERS
 from tests.system.fuzz.inputs import Decoder
 from tests.system.fuzz.sequences import Refusal, World
 
 ROOT = Path(__file__).parents[2]
-NUM_INPUTS = 20_000
+NUM_INPUTS = examples(10_000)
 pytestmark = pytest.mark.system
 
 

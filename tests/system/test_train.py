@@ -21,6 +21,7 @@ from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.messages import Grant, Refused
 from tests.pipeline.support import make_trajectory, turns_until
+from tests.system.forked_command import forked_command
 from tests.system.runs import ROOT, Run, column
 
 ENDLESS = "learner.total_updates=100000"
@@ -53,8 +54,13 @@ def test_it_learns_from_unrolls_of_episodes_that_go_on(tmp_path: Path) -> None:
     settings = ("experiment=corridor", "actor.unroll_turns=1", "learner.batch_size=192", "run.seed=1")
     pace = ("learner.total_updates=160", "learner.decay=constant", "learner.learning_rate=1e-3")
     with Run(tmp_path, *settings, *pace, "model.value_trunk_gradient=true") as run:
-        assert run.train().wait(280) == 0, run.printed()
-        run.assert_gone()
+
+        def has_clearly_begun() -> bool:
+            """Beyond what chance brings to one of many looks: a score of 0.015 is twenty episodes of 20 updates."""
+            scores = column(run.rows(), "rollout/score")
+            return len(scores) >= 60 and bool(np.mean(scores[-20:]) > 2.5 * np.mean(scores[:20]))
+
+        run.train_until(has_clearly_begun, 280)
         rows = run.rows()
         scores = column(rows, "rollout/score")
         assert np.mean(scores[-20:]) > 1.5 * np.mean(scores[:20])
@@ -98,14 +104,7 @@ def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: i
         if number == signal.SIGTERM:
             return
         evaluation = ("--config", str(tmp_path / "run" / "config.yaml"), "evaluation.num_tasks=8")
-        played = subprocess.run(
-            [sys.executable, "-m", "impala_llm.cli", "evaluate", *evaluation],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=120,
-            check=False,
-        )
+        played = forked_command(["evaluate", *evaluation], ROOT)
         assert played.returncode == 0, played.stderr
         assert f"playing what the run has learned, {tmp_path}/run/policy" in played.stderr
         assert "8 of 200 tasks are played (evaluation.num_tasks=8)" in played.stderr

@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.algorithms import test_registry as registry
 from tests.observability import test_writers as writers
+from tests.system.forked_command import forked_command
 from tests.system.runs import ROOT, SMALL
 
 
@@ -36,8 +35,7 @@ def test_parts_of_the_users_own_train_write_metrics_and_are_evaluated(user_folde
     ]
 
     def impala_llm(*words: str) -> str:
-        command = [sys.executable, "-m", "impala_llm.cli", *words]
-        done = subprocess.run(command, cwd=user_folder, capture_output=True, text=True, timeout=200)
+        done = forked_command(words, user_folder)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

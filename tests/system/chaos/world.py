@@ -9,8 +9,6 @@ import errno
 import heapq
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,11 +17,11 @@ from pathlib import Path
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.board import WeightReader
 from tests.system.chaos.events import EventLog
+from tests.system.chaos.forked import Forked, prepare
 from tests.system.chaos.meeting import Meeting
 from tests.system.chaos.monkey import Action, Monkey
 from tests.system.chaos.settings import NUM_ACTORS, NUM_ENGINES, NUM_RANKS, Settings
 
-ROOT = Path(__file__).parents[3]
 TURN_S = 0.02
 BACKOFF_S = (0.2, 2.0)
 GOOD_LIFE_S = 5.0
@@ -43,7 +41,7 @@ class Child:
     name: str
     module: str
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
+    process: Forked | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
     failures: int = 0
@@ -82,6 +80,7 @@ class World:
 
     def run(self, seconds: float) -> int:
         """Mischief for so long, then rest. Returns the version on the board in the end. Raises Unrest."""
+        prepare(sorted({child.module for child in self.children.values()}))
         self.settings.save()
         Meeting.prepare(self.settings.directory / "meeting")
         with RunDirectory.create(self.settings.run_name) as run_dir:
@@ -181,14 +180,7 @@ class World:
 
     def _start(self, child: Child) -> None:
         arguments = [*child.arguments, *([str(self.generation)] if child in self.ranks else [])]
-        with self.settings.output_path(child.name).open("ab") as output:
-            child.process = subprocess.Popen(
-                [sys.executable, "-m", child.module, *arguments],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        child.process = Forked(child.module, arguments, self.settings.output_path(child.name))
         child.started_at = time.monotonic()
         child.restart_at = child.stopped_until = 0.0
         child.starts += 1
