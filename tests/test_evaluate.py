@@ -188,9 +188,11 @@ def test_an_agent_plays_its_own_tasks_alone_and_its_turns_can_be_read(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     engine = ScriptedEngine(letter_id(config, "a"))
     monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: engine)
-    settings = ["env=webshop", "evaluation.unseen_seed=7", "evaluation.num_tasks=2", "evaluation.num_examples=1"]
+    settings = ["env=webshop", "evaluation.num_tasks=2", "evaluation.num_examples=1"]
     own = ["agent.name=evaluated_agent:agent", "agent.processes=1", "model=scratch", f"run.dir={tmp_path}"]
-    results, [example] = evaluation.evaluate_policies(load([*settings, *own]), {"policy": resolve_policy(config)})
+    loaded = load([*settings, *own])
+    loaded.evaluation.unseen_seed = 7  # as in the file of a run without an agent
+    results, [example] = evaluation.evaluate_policies(loaded, {"policy": resolve_policy(config)})
     assert [(result.num_tasks, result.score) for result in results] == [(2, 0.5)]
     assert [turn.action for turn in example.turns] == ["a", "a"]
     assert [turn.observation.strip() for turn in example.turns] == ["say b", "again"]
