@@ -37,9 +37,9 @@ from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, Tra
 FORMAT = 2
 HEADER = "demonstrations.json"
 CHECKSUM = "lines_sha256"
-"""Key of the lines' checksum in the metadata of the arrays. Parts of older versions have none."""
+"""Key of the lines' checksum in the metadata of the arrays. Parts that another program has written may have none."""
 ARRAYS_CHECKSUM = "arrays_sha256"
-"""Key of the arrays' own checksum there. Parts of older versions have none."""
+"""Key of the arrays' own checksum there. Parts that another program has written may have none."""
 _PART = re.compile(r"part-([0-9]+)\.jsonl")
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that damaged JSON leads to, a TrajectoryError among them."""

@@ -37,7 +37,7 @@ class ScoringError(RuntimeError):
 
 
 class _StrayReply(ScoringError):
-    """What stood in the place of the reply was none to this request, and the process is ended."""
+    """The line in the place of the reply was none to this request, and the process is ended."""
 
 
 class ScoringProcess:
@@ -134,7 +134,7 @@ class ScoringProcess:
             ) from None
         if score is None:
             raise ScoringError(error)
-        return float(score)
+        return score
 
     def _line(self, request: bytes, deadline: float) -> bytes:
         """Send a request and return the line of its reply. OSError where none comes; ValueError, and nothing is sent,

@@ -45,7 +45,7 @@ class Survey:
 
     def look(self, update: Update, num_steps: int) -> None:
         """Set `Update.at_start` and `Update.whitening` where the update's steps need them. All ranks call it."""
-        moments = self._prepared_moments(update)
+        moments = self._prepared_moments(update) if self._whitens else None
         if num_steps > 1 or (self._whitens and moments is None):
             found = self._score(update, keeps_log_probs=num_steps > 1)
             moments = moments or found

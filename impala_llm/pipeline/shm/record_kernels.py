@@ -64,7 +64,7 @@ fixed cost."""
 _BAD, _LARGEST_TOKEN, _OLDEST, _NEWEST, _FINDINGS = range(5)
 _CHECKED_FIELDS = ("tokens", "behaviour_log_probs", "versions", "rewards")
 """Fields that `_check_span` checks: the first arrays of a block, with an item of 4 bytes for each token."""
-_TOKENS, _LOGPROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
+_TOKENS, _LOG_PROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
 _NUM_CHECKED = len(_CHECKED_FIELDS)
 _CHECKED_WORDS = _NUM_CHECKED // 2
 """Words of all of them for each token, two items in a word."""
@@ -101,7 +101,7 @@ def _check_span(
     code.
 
     Args:
-        field: _TOKENS, _LOGPROBS, _VERSIONS or _REWARDS.
+        field: _TOKENS, _LOG_PROBS, _VERSIONS or _REWARDS.
         ids, versions, numbers: the same memory as uint32, int32 and float32; the items are [begin, begin + count).
         mask: uint8[T], of which mask[first] belongs to the first item.
         findings: int64[_FINDINGS], updated.
@@ -112,7 +112,7 @@ def _check_span(
         for i in range(_NOTHING, count):
             largest = max(largest, ids[begin + i])
         findings[_LARGEST_TOKEN] = max(findings[_LARGEST_TOKEN], np.int64(largest))
-    elif field == _LOGPROBS:
+    elif field == _LOG_PROBS:
         for i in range(_NOTHING, count):
             number = numbers[begin + i]
             finite = (number <= _MAX_LOGPROB) & (number >= -_LARGEST)

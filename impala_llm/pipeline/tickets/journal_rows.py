@@ -21,6 +21,7 @@ _LOSSES_AT = 32
 _KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
 NO_FORECAST = (0, 0)
+"""`Admission.forecast` where no episode had several unrolls."""
 
 
 def note(entry: Entry) -> Row:
@@ -167,7 +168,6 @@ class Past:
     """By unroll that a step which counts has settled: that step's version; 0: it was evicted."""
     crashes: dict[int, dict[int, int]] = field(default_factory=dict)
     """By unroll: number of steps that trained on it in which the learner died."""
-
     forecast: tuple[int, int] = NO_FORECAST
     """`Admission.forecast` of the newest row."""
 

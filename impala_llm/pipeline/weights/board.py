@@ -42,17 +42,13 @@ from impala_llm.pipeline.weights.slots import (
 from impala_llm.pipeline.weights.tensor_writing import (
     SharedWriting,
     TensorBytes,
-    TensorPart,
     TensorSource,
     write_tensors,
 )
 
 __all__ = [
     "WEIGHTS_FILE",
-    "SharedWriting",
     "SlotsInUse",
-    "TensorBytes",
-    "TensorPart",
     "WeightLease",
     "WeightPublisher",
     "WeightReader",

@@ -15,7 +15,7 @@ from impala_llm.pipeline.weights.safetensors_layout import Layout
 
 UINT64 = 2**64
 NO_SUM = -1
-"""Of a part whose checksum has to be computed with the others'."""
+"""Sum that stands for a part whose checksum has to be computed with the others'."""
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
