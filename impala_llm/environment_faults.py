@@ -12,7 +12,8 @@ from impala_llm.rollout import ENGINE_AWAITED, EpisodeAborted
 def is_fault(error: Exception) -> bool:
     """Return whether the environment, or the agent, is why an episode failed: not where the engine was awaited."""
     if isinstance(error, TimeoutError):
-        return error.__cause__ is None or ENGINE_AWAITED not in error.__cause__.args
+        cancelled = error.__cause__ or error.__context__  # asyncio.timeout names no cause before Python 3.11.4
+        return cancelled is None or ENGINE_AWAITED not in cancelled.args
     return not isinstance(error, EngineError | EpisodeAborted)
 
 

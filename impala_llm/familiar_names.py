@@ -51,7 +51,8 @@ FAMILIAR_CHOICES = {
     "engine=hf": "torch",
 }
 """Names that others have for what our presets name: the word, and the choice, with the further words that make it that
-method, as its paper has it."""
+method, as its paper has it. Coefficients are those of their authors' runs: kl_coef of GRPO from DeepSeekMath (Shao et
+al., 2024, section 4.2), minibatches from the published settings of AReaL (ppo_n_minibatches)."""
 
 
 def meant_by(key: str, known: Sequence[str]) -> str | None:

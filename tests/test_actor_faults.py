@@ -17,7 +17,7 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
+from impala_llm.rollout import ENGINE_AWAITED, ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 
 class Clock:
@@ -248,28 +248,51 @@ def test_the_turns_so_far_are_sent_where_the_time_of_an_episode_ends_during_a_st
     assert episode.bootstrap and not episode.continues
 
 
+def test_the_time_out_of_a_python_that_names_no_cause_is_told_apart_too() -> None:
+    """Before 3.11.4 the error of `asyncio.timeout` has the cancellation as its context, and not as its cause."""
+
+    def raised_in(cancelled: BaseException) -> TimeoutError:
+        try:
+            try:
+                raise cancelled
+            except asyncio.CancelledError:
+                raise TimeoutError  # noqa: B904
+        except TimeoutError as error:
+            return error
+
+    assert is_fault(raised_in(asyncio.CancelledError()))
+    assert not is_fault(raised_in(asyncio.CancelledError(ENGINE_AWAITED)))
+
+
 def test_a_time_out_is_a_fault_unless_the_engine_was_awaited(tmp_path: Path) -> None:
     policy = make_scratch_policy(tmp_path / "policy")
     suite = make_suite(load(["experiment=toy"]).env)
     spec = EpisodeSpec("e", task_id=1, group_id=1, ticket_id=1, seed=1, env=suite.name, actor_id="a", signature="s")
     chat = ChatFormat.of(policy, suite.system_prompt)
+    limit: asyncio.Timeout
+
+    async def the_time_ends() -> None:
+        limit.reschedule(asyncio.get_running_loop().time())
+        await asyncio.Event().wait()
 
     class SlowEngine:
         async def generate(self, *_: object) -> None:
-            await asyncio.Event().wait()
+            await the_time_ends()
 
         def release(self, session: str) -> None: ...
 
     class Hangs:
         async def reset(self, task_id: int) -> None:
-            await asyncio.Event().wait()
+            await the_time_ends()
 
         async def close(self) -> None: ...
 
     async def play(session: Any) -> TimeoutError:
+        nonlocal limit
+        limit = asyncio.timeout(None)
         engine: Any = SlowEngine()
         with pytest.raises(TimeoutError) as caught:
-            async with asyncio.timeout(0.1):
+            async with limit:
                 await play_episode(spec, session, engine, chat, EpisodeLimits(1.0, 8, 400))
         return caught.value
 
