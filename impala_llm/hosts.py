@@ -1,4 +1,4 @@
-"""Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. No sockets.
+"""Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. Opens no socket.
 
 Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ AUTHORISED = "authorised"
 """Folder, beside the learner's keys, of the public keys that the learner lets in."""
 
 _MAX_PORT = 65535
+_MAX_LABEL = 63  # RFC 1035: no resolver takes longer ones
 _TCP = re.compile(r"tcp://(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\*|[A-Za-z0-9][A-Za-z0-9._-]*)):(?P<port>[0-9]{1,5}|\*)")
 _WILDCARDS = ("*", "0.0.0.0", "::")
 
@@ -48,6 +50,8 @@ class TcpEndpoint:
                 ipaddress.IPv6Address(host)
             elif re.fullmatch(r"[0-9.]+", host):
                 ipaddress.IPv4Address(host)
+            elif not all(0 < len(label) <= _MAX_LABEL for label in host.removesuffix(".").split(".")):
+                raise ValueError(f"between the dots of a host's name stand 1 to {_MAX_LABEL} characters")
         except ValueError as error:
             raise ValueError(f"{endpoint!r} has a malformed address: {error}") from None
         if match["port"] == "*":
@@ -119,17 +123,30 @@ def resolve(endpoint: str) -> str:
 def is_loopback_url(url: str) -> bool:
     """Whether an http URL means this host alone."""
     try:
-        return TcpEndpoint(urlsplit(url).hostname or "", None).is_loopback
+        return TcpEndpoint(_url_host(url), None).is_loopback
     except ValueError:
         return False
 
 
 def server_identity(url: str) -> tuple[str, int]:
-    """Host and port of an http URL, the same for all spellings of one server. Looks up no name."""
+    """Host and port of an http URL, the same for all spellings of an address. Looks up no name: a name and its address
+    are two."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
+    host = _url_host(url)
     host = "localhost" if is_loopback_url(url) or host in _WILDCARDS else host
     return host, parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _url_host(url: str) -> str:
+    """The host of a URL, each address in one spelling: 127.1 and ::ffff:127.0.0.1 are 127.0.0.1."""
+    host = (urlsplit(url).hostname or "").removesuffix(".")
+    try:
+        if ":" in host:
+            address = ipaddress.IPv6Address(host)
+            return str(address.ipv4_mapped or address)
+        return str(ipaddress.IPv4Address(socket.inet_aton(host)))
+    except (ValueError, OSError):  # a name
+        return host
 
 
 def check_bind(endpoint: str, has_keys: bool) -> None:

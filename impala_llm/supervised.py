@@ -38,13 +38,21 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_supervisor() -> None:
     """Have the kernel kill this process when its supervisor is gone, and time the lines of its log.
 
-    Does nothing without a supervisor.
+    Without a supervisor it only hears of its own children again.
     """
+    hear_of_children()
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for what this process starts itself
     if supervisor is None:
         return
     log_standard_streams()
     die_with_parent(int(supervisor))
+
+
+def hear_of_children() -> None:
+    """Undo that SIGCHLD is ignored, as some launchers hand it on: each child that died would count as one that ended
+    well."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def die_with_parent(parent: int) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, rank_endpoint, resolve
+from impala_llm.hosts import (
+    TcpEndpoint,
+    check_bind,
+    check_connect,
+    is_loopback_url,
+    rank_endpoint,
+    resolve,
+    server_identity,
+)
 
 HERE = ["tcp://127.0.0.1:7400", "tcp://127.9.8.7:1", "tcp://[::1]:7400", "tcp://localhost:7400", "tcp://LOCALHOST:1"]
 WILDCARDS = ["tcp://*:7400", "tcp://0.0.0.0:7400", "tcp://[::]:7400"]
@@ -14,7 +22,8 @@ MALFORMED = [
     "127.0.0.1:7400", "tcp://127.0.0.1", "tcp://:7400", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.1:7400",
     "tcp://256.0.0.1:7400", "tcp://::1:7400", "tcp://[127.0.0.1]:7400", "tcp://127.0.0.1:7400 ", "tcp://127.0.0.1:٧",
     "tcp://127.0.0.1:0;10.0.0.1:7400", "tcp://user@127.0.0.1:7400", "udp://127.0.0.1:7400", "inproc://x", "ipc://@x",
-    "ipc://*", "ipc://relative", "ws://127.0.0.1:7400", "",
+    "ipc://*", "ipc://relative", "ws://127.0.0.1:7400", "", "tcp://a..b:7400", "tcp://a..:7400",
+    f"tcp://{'x' * 64}.example:7400",
 ]  # fmt: skip
 
 
@@ -81,3 +90,21 @@ def test_ranks_of_an_endpoint_in_a_file_are_those_of_what_it_holds_now(tmp_path:
         file.write_text(wrong)
         with pytest.raises(ValueError):
             resolve(endpoint)
+
+
+@pytest.mark.parametrize("host", ["127.1", "[::ffff:127.0.0.1]", "localhost.", "LOCALHOST", "[::1]", "0x7f000001"])
+def test_a_server_of_this_host_is_the_same_in_each_spelling(host: str) -> None:
+    assert server_identity(f"http://{host}:30000") == server_identity("http://127.0.0.1:30000/")
+    assert is_loopback_url(f"http://{host}:30000")
+
+
+@pytest.mark.parametrize(
+    ("host", "same"), [("[::ffff:10.0.0.1]", "10.0.0.1"), ("[fd00:0::2]", "[fd00::2]"), ("a.", "a")]
+)
+def test_a_server_of_another_host_is_the_same_in_each_spelling(host: str, same: str) -> None:
+    assert server_identity(f"http://{host}:30000") == server_identity(f"http://{same}:30000")
+    assert not is_loopback_url(f"http://{host}:30000")
+
+
+def test_the_longest_name_of_a_host_is_taken() -> None:
+    assert TcpEndpoint.parse(f"tcp://{'x' * 63}.example.:7400").host == f"{'x' * 63}.example."

@@ -8,7 +8,7 @@ null] or [NAME, null, error]. Its first line, without a name, says that the veri
 its input.
 
 Invariant: a request has one reply, or the process is ended and a new one takes the next request. No answer gets the
-score of another one.
+score of another one, unless the verifier executes what the policy writes, which may change the verifier itself.
 """
 
 import asyncio
@@ -24,12 +24,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import IO, Any
 
 from impala_llm.plugs import VERIFIERS, load
 
 _START_TIMEOUT_S = 120.0
+_MOST_REPLY_BYTES = 1 << 20
 
 
 class ScoringError(RuntimeError):
@@ -64,7 +66,8 @@ class ScoringProcess:
         self._command = [sys.executable, "-m", "impala_llm.envs.scoring_process", verifier, str(timeout_s), *limit]
         self._timeout_s = timeout_s
         self._example = None if example is None else _request("", *example)
-        self._lock = threading.Lock()
+        # Its one thread scores; answers that wait for their turn hold none of the event loop's own.
+        self._thread = ThreadPoolExecutor(1, "scoring")
         self._process: subprocess.Popen[bytes] | None = None
 
     async def score(self, answer: str, task: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> float:
@@ -76,26 +79,18 @@ class ScoringProcess:
         Raises:
             ScoringError: the verifier raised, took too long, or its process has died.
         """
-        given_up = threading.Event()
-        try:
-            return await asyncio.to_thread(self._ask, _request(answer, task, arguments), given_up)
-        except asyncio.CancelledError:
-            given_up.set()  # a thread that waits for its turn would take it, and the event loop for the thread
-            raise
+        request = _request(answer, task, arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
 
     def close(self) -> None:
         """End the process."""
-        with self._lock:
-            self._end()
+        self._thread.submit(self._end).result()
 
-    def _ask(self, request: bytes, given_up: threading.Event) -> float:
-        with self._lock:
-            if given_up.is_set():
-                raise ScoringError("nobody waits for the score any more")
-            try:
-                return self._score(request)
-            except _StrayReply:  # which an answer before this one may have left: a new process has none of it
-                return self._score(request)
+    def _ask(self, request: bytes) -> float:
+        try:
+            return self._score(request)
+        except _StrayReply:  # which an answer before this one may have left: a new process has none of it
+            return self._score(request)
 
     def _score(self, request: bytes) -> float:
         if self._process is None:
@@ -155,8 +150,10 @@ class ScoringProcess:
             poll.register(sink, select.POLLOUT)
         while not reply.endswith(b"\n"):
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ready:
+            if not ready or time.monotonic() > deadline:  # a pipe that is filled without end is always ready
                 raise OSError("the answer took too long")
+            if len(reply) > _MOST_REPLY_BYTES:
+                raise ValueError("it has no end")
             for descriptor, _ in ready:
                 if descriptor == source:
                     if not (part := os.read(source, 1 << 16)):

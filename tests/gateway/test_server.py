@@ -443,6 +443,20 @@ def test_a_request_whose_body_comes_after_the_end_of_its_episode_is_refused_as_t
     run(chat, use)
 
 
+def test_a_body_is_read_as_utf_8_whatever_charset_its_sender_names(chat: ChatTokens) -> None:
+    """Some, such as punycode, take quadratic time, in which the engine would stand still."""
+
+    async def use(served: Served) -> None:
+        body = json.dumps({"messages": ASK}).encode()
+        url, key = served.gateway.url + "/chat/completions", served.episode.key
+        for charset in ("punycode", "utf-16", "none-such"):
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": f"application/json; charset={charset}"}
+            async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+
+    run(chat, use)
+
+
 def test_a_body_that_is_compressed_is_refused_with_the_reason(
     chat: ChatTokens, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -142,6 +142,22 @@ def test_a_file_of_the_server_that_another_process_maps_is_left(stand_in: Callab
 
 
 @pytest.mark.system
+def test_a_name_of_a_strangers_file_keeps_no_guard_from_its_work(
+    stand_in: Callable[[str], StandIn], tmp_path: Path
+) -> None:
+    """Names in the kernel's list of maps may hold what ends a line elsewhere, such as a vertical tab."""
+    strange = tmp_path / "x\v" / "dev" / "shm" / "file"
+    strange.parent.mkdir(parents=True)
+    strange.write_bytes(bytes(4096))
+    server = stand_in(NEVER_COME_UP)
+    guard = start_guard(server)
+    with strange.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        guard.terminate()
+        guard.wait(DEADLINE_S)
+    assert server.files() == [] and not server.folder.exists()
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_the_owner_of_a_guard_that_is_killed_removes_what_is_left(
     comes_up: bool, stand_in: Callable[[str], StandIn], tiny_model: Path, tmp_path: Path
