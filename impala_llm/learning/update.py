@@ -115,6 +115,7 @@ class Update:
             found += [("loss/policy", 0.0, tokens), ("loss/total", 0.0, tokens)]
             found += [("advantage/mean", advantage, tokens), ("advantage/std", (advantage, advantage**2), tokens)]
             found.append(("ratio/rejected_share", float(too_old.mean()), tokens))
+            found.append(("staleness/span", float(t.newest_version - t.oldest_version), 1.0))
             num_weightless += tokens * (advantage != 0.0)
         count, total, squares = self.weight_sums
         self.weight_sums = count + num_weightless, total, squares

@@ -154,6 +154,7 @@ def test_groups_of_equals_are_as_old_as_they_are(tmp_path: Path, entropy_coef: f
     assert found["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
     assert found["advantage/std"] == pytest.approx(math.sqrt(2 * 5**2 / 6))
     assert found["buffer/ess"] == pytest.approx(size)
+    assert found["staleness/span"] == pytest.approx(5 / 6), "of one episode of six"
 
 
 # --- what a credit and a loss measure
