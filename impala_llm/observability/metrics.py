@@ -158,7 +158,7 @@ _DECLARED = (
     (
         "reward/shaping",
         _MEAN,
-        "what overlong_penalty and reward_kl_coef add to the return of an episode, per trajectory",
+        "sum of what overlong_penalty and reward_kl_coef add to an episode's rewards, undiscounted, per trajectory",
     ),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group has the same return"),

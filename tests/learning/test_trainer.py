@@ -255,6 +255,8 @@ def test_returns_of_a_group_are_shaped_alike(tmp_path: Path) -> None:
         rewards[-1] -= {1: 0.3, 3: 1.0}.get(number, 0.0)
         returns.append(sum(0.5**k * reward for k, reward in enumerate(rewards)))
     assert [turns[0] for turns in found] == pytest.approx((np.array(returns) - np.mean(returns)).tolist(), abs=1e-5)
+    assert trainer.log.flush()["reward/shaping"] == pytest.approx(-1.3 / 6)
+    assert "undiscounted" in METRICS["reward/shaping"].meaning
 
 
 def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None:
