@@ -147,12 +147,20 @@ _DECLARED = (
     ("optimizer/learning_rate", _LAST, "learning rate of the step just made"),
     ("optimizer/entropy_coef", _LAST, "coefficient of the entropy bonus in the step just made"),
     ("optimizer/reward_divisor", _LAST, "what rewards and scores were divided by in the step just made"),
-    ("alarm/entropy_collapse", _MAX, "1 where the entropy is below algorithm.entropy_alarm of its first value"),
-    ("alarm/length_collapse", _MAX, "1 where answers are below algorithm.length_alarm of their first length, else 0"),
+    (
+        "alarm/entropy_collapse",
+        _MAX,
+        "1 where the entropy is below algorithm.entropy_alarm of its first value and the score below 0.9, else 0",
+    ),
+    (
+        "alarm/length_collapse",
+        _MAX,
+        "1 where answers are below algorithm.length_alarm of their first length and the score is below 0.9, else 0",
+    ),
     (
         "alarm/noise_collapse",
         _MAX,
-        "1 where scores have halved since their best while the entropy rose by half, else 0",
+        "1 where scores have halved since a best above 0.1 while the entropy rose by half, else 0",
     ),
     ("loss/reference_kl", _MEAN, "k3 estimate of KL(pi || reference), ratio-weighted, per action token"),
     (
