@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from impala_llm.algorithms.advantages import episode_return, equal_share
+from impala_llm.algorithms.advantages import episode_return, equal_share, levelled_returns
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.learning.batch_source import Batch
@@ -173,7 +173,7 @@ class Trainer:
         discount = algorithm.credit.discount
         returns = [episode_return(t, discount, extra) for t, extra in zip(trajectories, shaping, strict=True)]
         counts = self.count(trajectories, returns)
-        episodes = self.episodes(trajectories, returns)
+        episodes = self.episodes(trajectories, returns, shaping)
         prepared = call_prepare(self.credit, episodes)
         finite = torch.tensor(returns).isfinite().tolist()
         endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
@@ -330,9 +330,11 @@ class Trainer:
         self.log.add("optimizer/reward_divisor", self.rewards.divisor)
         return Denominators(tokens, turns, sequences)
 
-    def episodes(self, trajectories: Sequence[Trajectory], returns: Sequence[float]) -> Episodes:
-        """The batch as a credit prepares it."""
-        scaled = torch.tensor(returns) / self.rewards.divisor
+    def episodes(
+        self, trajectories: Sequence[Trajectory], returns: Sequence[float], shaping: Sequence[np.ndarray] | None = None
+    ) -> Episodes:
+        """The batch as a credit prepares it. shaping: as of `Update`; None: there is none."""
+        scaled = levelled_returns(returns, trajectories, shaping) / self.rewards.divisor
         group_ids = torch.tensor([t.group_id for t in trajectories])
         return Episodes(trajectories, scaled, group_ids, partial(self.log_probs, trajectories), self.ranks.sum)
 

@@ -4,10 +4,12 @@ Below each function stands the part of an algorithm that `algorithm.credit` name
 
 A group is the episodes of one task from one start; there everything is per episode: `scores` float[M], `group_ids`
 int64[M] in any order and with any numbers. Invariant: a group in which there is nothing to compare (one member, or all
-scores equal) gets exactly 0, and within a group advantages sum to 0 up to rounding. Nothing carries a gradient.
+scores equal, as `levelled` says) gets exactly 0, and within a group advantages sum to 0 up to rounding. Nothing carries
+a gradient.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -20,6 +22,9 @@ from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepa
 from impala_llm.algorithms.vtrace import vtrace
 from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
+
+ROUNDING = 1e-6
+"""Share of their size by which equal sums of float32 rewards differ at most, by some margin."""
 
 
 class GAEOutput(NamedTuple):
@@ -81,6 +86,56 @@ def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | Non
     if extra is not None:
         of_turns = [reward + more for reward, more in zip(of_turns, extra.tolist(), strict=True)]
     return sum(discount**k * reward for k, reward in enumerate(of_turns))
+
+
+@torch.no_grad()
+def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """The scores, all the same in a group where they are equal but for the rounding of float32 rewards.
+
+    What is equal is defined here alone: 0.3 + 0.4 is not 0.7 to the last digit, and a division by the deviation would
+    blow that digit up to an advantage of full size.
+
+    Args:
+        scores: float[M].
+        group_ids: int64[M].
+        sizes: float[M], sum of the absolute rewards behind each score; None: the score's own absolute value.
+
+    Returns:
+        float[M].
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape.
+    """
+    require_float("scores", scores, ndim=1)
+    if group_ids.dtype != torch.int64:
+        raise TypeError(f"group_ids has dtype {group_ids.dtype}: int64 expected")
+    if group_ids.shape != scores.shape:
+        raise ValueError(f"group_ids has shape {list(group_ids.shape)}, scores has {list(scores.shape)}: one each")
+    numbers, index = group_ids.unique(return_inverse=True)
+
+    def of_group(values: Tensor, reduction: str) -> Tensor:
+        return values.new_zeros(len(numbers)).scatter_reduce(0, index, values, reduction, include_self=False)[index]
+
+    largest = of_group(scores, "amax")
+    apart = largest - of_group(scores, "amin")
+    limit = ROUNDING * of_group(scores.abs() if sizes is None else sizes, "amax")
+    # Where a score is infinite so are both, and nothing is equal.
+    return torch.where(apart.isfinite() & (apart <= limit), largest, scores)
+
+
+def levelled_returns(
+    returns: Sequence[float], trajectories: Sequence[Trajectory], extras: Sequence[np.ndarray] | None = None
+) -> Tensor:
+    """float32[M]: the returns of these episodes, `levelled` in each group by the size of the rewards, which may cancel.
+
+    Args:
+        extras: float[turns] of each, rewards beside the environment's; None: there are none.
+    """
+    sizes = [float(np.abs(t.rewards).sum(dtype=np.float64)) for t in trajectories]
+    if extras is not None:
+        sizes = [size + float(np.abs(extra).sum()) for size, extra in zip(sizes, extras, strict=True)]
+    group_ids = torch.tensor([t.group_id for t in trajectories], dtype=torch.int64)
+    return levelled(torch.tensor(returns), group_ids, torch.tensor(sizes))
 
 
 @dataclass
@@ -168,11 +223,7 @@ def equal_share(episodes: Episodes) -> float:
 
 
 def _group_statistics(scores: Tensor, group_ids: Tensor) -> _Groups:
-    require_float("scores", scores, ndim=1)
-    if group_ids.dtype != torch.int64:
-        raise TypeError(f"group_ids has dtype {group_ids.dtype}: int64 expected")
-    if group_ids.shape != scores.shape:
-        raise ValueError(f"group_ids has shape {list(group_ids.shape)}, scores has {list(scores.shape)}: one each")
+    scores = levelled(scores, group_ids)
     numbers, index = group_ids.unique(return_inverse=True)
     zeros = scores.new_zeros(numbers.shape[0])
 

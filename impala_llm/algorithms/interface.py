@@ -199,7 +199,8 @@ class Episodes:
 
     trajectories: Sequence[Trajectory]
     returns: Tensor
-    """float32: sum of an episode's rewards, discounted by turns, divided by the scale of rewards."""
+    """float32: sum of an episode's rewards, discounted by turns, divided by the scale of rewards. In a group where
+    they are equal but for rounding they are all the same, see advantages.py."""
     group_ids: Tensor
     """int64."""
     log_probs: Callable[[], tuple[Tensor, Tensor]]

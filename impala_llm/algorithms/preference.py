@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from impala_llm.algorithms.advantages import EpisodeCredit
-from impala_llm.algorithms.checks import require_float, require_positive, require_same_floats
+from impala_llm.algorithms.advantages import EpisodeCredit, levelled
+from impala_llm.algorithms.checks import require_positive, require_same_floats
 from impala_llm.algorithms.interface import Episodes, Prepared, credit
 from impala_llm.settings import AlgorithmConfig, bounded
 
@@ -79,17 +79,13 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Pairs:
         group_ids: int64[M], in any order and with any numbers.
 
     Returns:
-        Pairs in the order of the groups' numbers. A group whose scores are all equal, such as one of a single member,
-        gives none.
+        Pairs in the order of the groups' numbers. A group whose scores are all equal, as `levelled` says, such as one
+        of a single member, gives none.
 
     Raises:
         TypeError, ValueError: wrong dtype or shape.
     """
-    require_float("scores", scores, ndim=1)
-    if group_ids.dtype != torch.int64:
-        raise TypeError(f"group_ids has dtype {group_ids.dtype}: int64 expected")
-    if group_ids.shape != scores.shape:
-        raise ValueError(f"group_ids has shape {list(group_ids.shape)}, scores has {list(scores.shape)}: one each")
+    scores = levelled(scores, group_ids)
     num_scores = scores.shape[0]
     numbers, index = group_ids.unique(return_inverse=True)
     places = torch.arange(num_scores, device=scores.device)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from impala_llm.algorithms.advantages import episode_return
+from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.config import ConfigError
 from impala_llm.learning.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
@@ -214,7 +214,10 @@ class BatchSource:
 
     def _refill(self, group: tuple[Trajectory, ...]) -> bool:
         """Drop a group whose returns are all equal, so that another is played in its place, if the update may yet."""
-        if not self._refills_left or len({episode_return(t, self._discount) for t in group}) > 1:
+        if not self._refills_left:
+            return False
+        returns = [episode_return(t, self._discount) for t in group]
+        if len(levelled_returns(returns, group).unique()) > 1:
             return False
         self._refills_left -= 1
         self.num_refilled += 1

@@ -141,6 +141,8 @@ class MismatchMonitor:
         self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S, on_terminal=True)
         self.alarm = False
         """Whether the latest comparison of enough tokens had a mean |l| above the threshold."""
+        self.recomputes = self._mode == "always"
+        """Whether the engine's log-probabilities are being replaced: decided as an update begins, for all its steps."""
         self._is_first = True
         # Not yet compared with the threshold.
         self._total = 0.0
@@ -150,11 +152,6 @@ class MismatchMonitor:
         self._num_compared = 0
         # By the identity of the memory that makes up a trajectory, so that an entry goes when its trajectory goes.
         self._kept: dict[int, Tensor] = {}
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the engine's log-probabilities are being replaced."""
-        return self._mode == "always" or (self._mode == "on_mismatch" and self.alarm)
 
     @property
     def wants_arrivals(self) -> bool:
@@ -168,6 +165,7 @@ class MismatchMonitor:
             self._is_first = False
             self._probe(trajectories, version)
             self._update_alarm()
+        self.recomputes = self._mode == "always" or (self._mode == "on_mismatch" and self.alarm)
 
     def replaces(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether any of these has, or gets in this update, other log-probabilities than the engine's."""
@@ -281,7 +279,7 @@ class MismatchMonitor:
         fixes = ["check the engine's weights and temperature"]
         if self._dtype != "float32":
             fixes.append(f"set engine.dtype=float32 in place of {self._dtype}")
-        if self.recomputes:
+        if self._mode != "never":
             fixes.append(f"algorithm.recompute_behaviour={self._mode} uses the learner's own until then")
         else:
             fixes.append("set algorithm.recompute_behaviour=on_mismatch to use the learner's own")

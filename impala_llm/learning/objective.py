@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from impala_llm.algorithms import importance, losses
+from impala_llm.algorithms.advantages import ROUNDING
 from impala_llm.algorithms.interface import (
     BatchLoss,
     LossOutput,
@@ -213,11 +214,12 @@ def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows
 
 
 def whitened(worth: Worth, whitening: tuple[float, float] | None) -> Worth:
-    """The advantages with mean 0 and deviation 1 over the update; deviations below 1e-8 count as 1."""
+    """The advantages with mean 0 and deviation 1 over the update; a deviation that is rounding counts as 1."""
     if whitening is None:
         return worth
     mean, deviation = whitening
-    return replace(worth, advantages=(worth.advantages - mean) / (deviation if deviation > 1e-8 else 1.0))
+    is_spread = deviation > max(1e-8, ROUNDING * abs(mean))
+    return replace(worth, advantages=(worth.advantages - mean) / (deviation if is_spread else 1.0))
 
 
 def teaches(algorithm: AlgorithmConfig, scored: Scored, advantages: Tensor, oldest_version: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from impala_llm.algorithms.advantages import episode_return
+from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import Denominators, Outcome
@@ -37,11 +37,12 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
         oldest_version: of the tokens that teach.
         discount: of returns; None: groups of equal returns are not looked for.
     """
-    returns: dict[int, set[float]] = {}
+    of_groups: dict[int, set[float]] = {}
     if discount is not None:
-        for t in trajectories:
-            returns.setdefault(t.group_id, set()).add(episode_return(t, discount))
-    of_equals = {group_id for group_id, found in returns.items() if len(found) == 1}
+        returns = levelled_returns([episode_return(t, discount) for t in trajectories], trajectories)
+        for t, value in zip(trajectories, returns.tolist(), strict=True):
+            of_groups.setdefault(t.group_id, set()).add(value)
+    of_equals = {group_id for group_id, found in of_groups.items() if len(found) == 1}
     return [t.newest_version >= oldest_version and t.group_id not in of_equals for t in trajectories]
 
 
@@ -114,6 +115,7 @@ class Update:
             found += [("loss/policy", 0.0, tokens), ("loss/total", 0.0, tokens)]
             found += [("advantage/mean", advantage, tokens), ("advantage/std", (advantage, advantage**2), tokens)]
             found.append(("ratio/rejected_share", float(too_old.mean()), tokens))
+            found.append(("staleness/span", float(t.newest_version - t.oldest_version), 1.0))
             num_weightless += tokens * (advantage != 0.0)
         count, total, squares = self.weight_sums
         self.weight_sums = count + num_weightless, total, squares

@@ -54,6 +54,30 @@ def test_nothing_to_compare_is_exactly_zero(dtype: torch.dtype) -> None:
         assert function(scores, groups).dtype == dtype
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_equal_sums_of_float32_rewards_are_exactly_zero(scale: float) -> None:
+    """The difference that rounding leaves of 0.7, 0.3 + 0.4 and seven times 0.1 is not one of the episodes."""
+    rewards = [[0.7], [0.3, 0.4], [0.1] * 7, [0.01] * 70]
+    sums = [float(np.asarray(each, np.float32).astype(np.float64).sum()) for each in rewards]
+    scores, groups = scale * torch.tensor(sums), torch.zeros(4, dtype=torch.int64)
+    assert len(scores.unique()) > 1
+    for function in (rloo, lambda s, g: group_relative(s, g, True), lambda s, g: group_relative(s, g, False)):
+        assert function(scores, groups).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_small_differences_are_compared(scale: float) -> None:
+    scores = scale * torch.tensor([0.7, 0.7001, 0.7])
+    advantages = group_relative(scores, torch.zeros(3, dtype=torch.int64), True)
+    expected = [-1 / math.sqrt(3), 2 / math.sqrt(3), -1 / math.sqrt(3)]
+    np.testing.assert_allclose(advantages, expected, atol=2e-3)
+
+
+def test_infinite_scores_are_equal_to_no_other() -> None:
+    scores, groups = torch.tensor([-math.inf, 1.0]), torch.zeros(2, dtype=torch.int64)
+    assert not group_relative(scores, groups).isfinite().all()
+
+
 def test_no_episodes() -> None:
     none = torch.zeros(0)
     assert group_relative(none, torch.zeros(0, dtype=torch.int64), True).shape == (0,)

@@ -74,6 +74,8 @@ def test_best_and_worst() -> None:
     pairs = best_and_worst(torch.tensor(scores), torch.tensor(groups))
     assert list(zip(pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)) == list(expected.values())
     assert pairs.chosen.dtype == torch.int64
+    none = best_and_worst(torch.tensor([0.7, 0.7 + 6e-8, 0.7]), torch.zeros(3, dtype=torch.int64))
+    assert none.chosen.shape == (0,), "equal but for the rounding of a sum"
     none = best_and_worst(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     assert none.chosen.shape == none.rejected.shape == (0,)
 

@@ -352,6 +352,14 @@ def test_groups_without_variance_make_room_for_others_and_are_counted() -> None:
     assert source.evicted == [], "what is dropped on purpose is not lost for age or space"
 
 
+def test_returns_that_differ_by_rounding_are_no_variance() -> None:
+    source, receiver = make_source("algorithm.refill=2")
+    equal = float(np.float32(0.3)) + float(np.float32(0.4))
+    receiver.arriving = scored(0, 0.7, 0.7, equal, 0.7) + scored(1, 0, 1, 0, 0) + scored(2, 0.7, 0.7001, 0.7, 0.7)
+    assert tickets(source.next_batch(version=0)) == list(range(4, 12))
+    assert source.num_refilled == 1
+
+
 def test_no_more_are_replaced_in_an_update_than_the_setting_says() -> None:
     """A policy that has solved its tasks must not wait for ever."""
     source, receiver = make_source("algorithm.refill=0.5")

@@ -1,12 +1,14 @@
 """Controllers that follow the training: the entropy bonus, the scale of rewards, the alarm of a collapse."""
 
 import logging
+import re
 
 import msgpack
 import numpy as np
 import pytest
 
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+from impala_llm.observability.metrics import METRICS
 from impala_llm.settings import AlgorithmConfig
 
 
@@ -129,6 +131,17 @@ def test_a_collapse_is_said_and_a_solved_task_is_not_one(caplog: pytest.LogCaptu
         assert word in caplog.text
     alarm.observe(1.0, 60.0, 0.3)
     assert not any(alarm.collapsed.values())
+
+
+@pytest.mark.parametrize("name", ["entropy", "length"])
+def test_a_collapse_has_a_score_below_the_one_that_the_meaning_of_its_metric_names(name: str) -> None:
+    [limit] = re.findall(r"score (?:is )?below (0\.\d+)", METRICS[f"alarm/{name}_collapse"].meaning)
+    for score, is_collapse in ((float(limit), False), (float(limit) - 0.001, True)):
+        alarm = CollapseAlarm(AlgorithmConfig())
+        for _ in range(5):
+            alarm.observe(2.0, 100.0, 0.1)
+        alarm.observe(0.01, 1.0, score)
+        assert alarm.collapsed[name] is is_collapse
 
 
 def test_scores_that_fall_while_the_entropy_rises_are_a_collapse_to_noise(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_l
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.objective import whitened
 from impala_llm.learning.packing import OutOfMemory, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
@@ -153,6 +154,7 @@ def test_groups_of_equals_are_as_old_as_they_are(tmp_path: Path, entropy_coef: f
     assert found["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
     assert found["advantage/std"] == pytest.approx(math.sqrt(2 * 5**2 / 6))
     assert found["buffer/ess"] == pytest.approx(size)
+    assert found["staleness/span"] == pytest.approx(5 / 6), "of one episode of six"
 
 
 # --- what a credit and a loss measure
@@ -253,6 +255,8 @@ def test_returns_of_a_group_are_shaped_alike(tmp_path: Path) -> None:
         rewards[-1] -= {1: 0.3, 3: 1.0}.get(number, 0.0)
         returns.append(sum(0.5**k * reward for k, reward in enumerate(rewards)))
     assert [turns[0] for turns in found] == pytest.approx((np.array(returns) - np.mean(returns)).tolist(), abs=1e-5)
+    assert trainer.log.flush()["reward/shaping"] == pytest.approx(-1.3 / 6)
+    assert "undiscounted" in METRICS["reward/shaping"].meaning
 
 
 def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None:
@@ -294,6 +298,13 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_however_the_batch_is_cu
     advantages = torch.cat(loss.seen).double()
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(advantages.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_whitening_does_not_scale_up_the_rounding_of_advantages_that_are_equal() -> None:
+    advantages = torch.tensor([0.7, 0.7, 0.7 + 6e-8, 0.7])
+    of_rounding = float(advantages.double().mean()), float(advantages.double().std(unbiased=False))
+    assert whitened(Worth(advantages), of_rounding).advantages.abs().max() < 1e-6
+    assert whitened(Worth(advantages), (0.7, 1e-3)).advantages.max() > 5e-5, "a real deviation is divided by"
 
 
 def test_a_metric_of_a_credit_is_logged_under_credit(tmp_path: Path) -> None:

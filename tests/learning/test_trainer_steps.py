@@ -31,6 +31,7 @@ from tests.learning.builders import (
     save_lm,
     varied,
 )
+from tests.learning.test_mismatch import sampled_by
 
 
 @dataclass
@@ -45,9 +46,9 @@ class Recording(PPOClip):
         return super().__call__(scored, advantages)
 
 
-def recording_trainer(directory: Path, **learner: object) -> tuple[Trainer, Recording]:
+def recording_trainer(directory: Path, recompute: str = "never", **learner: object) -> tuple[Trainer, Recording]:
     loss = Recording()
-    config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None)
+    config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None, recompute_behaviour=recompute)
     config.learner = LearnerConfig(warmup_updates=0, decay="constant", learning_rate=1e-2, **learner)  # type: ignore[arg-type]
     model = PolicyModel.from_pretrained(save_lm(directory))
     return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
@@ -115,6 +116,18 @@ def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> 
         summary = trainer.log.flush()
         seen.append((summary["mismatch/logprob_mean"], summary["mismatch/tokens"]))
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("alarm_first", [False, True], ids=["alarm rises", "alarm ends"])
+def test_the_behaviour_policy_is_the_same_in_all_steps_of_an_update(tmp_path: Path, alarm_first: bool) -> None:
+    """The alarm of `on_mismatch` changes after the first step, and counts from the next update on."""
+    trainer, loss = recording_trainer(tmp_path, "on_mismatch", epochs=2)
+    trainer.monitor.load_state_dict({"alarm": alarm_first, "total": 0.0, "num_tokens": 0})
+    rows = sampled_by(trainer.model, noise=0.0 if alarm_first else 0.7)
+    trainer.update(Batch(tuple(rows), (1.0,) * 12, (0,) * 12, 1.0), version=3, progress=0.0)
+    assert trainer.monitor.alarm is not alarm_first
+    first, second = loss.seen
+    assert torch.equal(first.behaviour_log_probs, second.behaviour_log_probs)
 
 
 def test_several_steps_on_a_batch_of_many_micro_batches_begin_with_its_log_probabilities(tmp_path: Path) -> None:
