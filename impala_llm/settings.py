@@ -656,9 +656,10 @@ def longest_record(config: Config) -> int:
 
 def other_models(config: Config) -> dict[str, str]:
     """Models that the learner loads beside the policy: setting -> path."""
+    algorithm = config.algorithm
     paths = {
-        "algorithm.reference": config.algorithm.reference,
-        "algorithm.credit.teacher": getattr(config.algorithm.credit, "teacher", None),
+        "algorithm.reference": algorithm.reference if algorithm.uses_reference else None,
+        "algorithm.credit.teacher": getattr(algorithm.credit, "teacher", None),
     }
     return {key: path for key, path in paths.items() if path is not None}
 

@@ -88,6 +88,14 @@ def test_what_a_file_has_waits_where_a_word_takes_its_effect(
         load([f"experiment={file}", *given[-1:], *otherwise])
 
 
+def test_a_reference_of_a_file_that_nothing_asks_is_not_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"algorithm: {{kl_coef: 0.1, reference: {tmp_path}/gone}}\n")
+    load([f"experiment={file}", "algorithm.kl_coef=0"])
+    with pytest.raises(ConfigError, match="gone does not exist"):
+        load([f"experiment={file}"])
+
+
 def test_an_engine_of_the_users_own_may_read_every_setting_of_engines(user_folder: Path) -> None:
     (user_folder / "own_servers.py").write_text(
         "from impala_llm.engines import sglang_engine\n"
