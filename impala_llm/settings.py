@@ -266,6 +266,8 @@ class CreditSettings:
     """Whether it compares an episode with the others of its group."""
     needs_reference: ClassVar[bool] = False
     """Whether it calls `Episodes.log_probs`."""
+    learns_from_rewards: ClassVar[bool] = True
+    """Whether its advantages follow from rewards, and with them from what shapes these."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name -> meaning of each metric; a name without `/` is logged under `credit/`."""
     teaches_at_any_age: ClassVar[bool] = False
@@ -369,7 +371,8 @@ class AlgorithmConfig:
     @property
     def uses_reference(self) -> bool:
         """Whether log-probabilities under the reference policy are needed."""
-        return self.kl_coef > 0 or self.reward_kl_coef > 0 or self.credit.needs_reference
+        is_in_rewards = self.reward_kl_coef > 0 and self.credit.learns_from_rewards
+        return self.kl_coef > 0 or is_in_rewards or self.credit.needs_reference
 
 
 @dataclass

@@ -440,12 +440,13 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
                 f"hold only for the weights that an update begins with: set learner.{key}=1"
             )
-    if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
+    is_shaped = algorithm.credit.learns_from_rewards
+    if is_shaped and algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
         found.append(
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
-    if algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
+    if is_shaped and algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
         found.append(
             f"algorithm.reward_kl_coef={algorithm.reward_kl_coef:g} takes the engine's log-probabilities, which "
             f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "

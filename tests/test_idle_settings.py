@@ -88,6 +88,26 @@ def test_what_a_file_has_waits_where_a_word_takes_its_effect(
         load([f"experiment={file}", *given[-1:], *otherwise])
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("algorithm.normalize_reward=true", "algorithm.overlong_tokens=20", "algorithm.overlong_penalty=2"),
+        *("algorithm.reward_kl_coef=0.5", "algorithm.credit.discount=0.9"),
+    ],
+)
+def test_a_teacher_sees_no_reward_that_could_be_shaped(word: str, tmp_path: Path) -> None:
+    teaching = ["experiment=toy", "algorithm.group_size=1"]
+    teaching += ["algorithm.credit=distillation", "algorithm.credit.teacher_context=hint"]
+    with pytest.raises(ConfigError, match="has no effect with algorithm.credit=distillation, .* no reward: set alg"):
+        load([*teaching, word])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load(["experiment=toy", "algorithm.credit=rloo", "algorithm.overlong_tokens=20", word])))
+    config = load([f"experiment={file}", *teaching[1:]])
+    assert not config.algorithm.uses_reference
+    key = word.partition("=")[0]
+    assert OmegaConf.select(OmegaConf.create(to_yaml(config, only_in_force=True)), key) is None
+
+
 def test_a_reference_of_a_file_that_nothing_asks_is_not_looked_for(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"algorithm: {{kl_coef: 0.1, reference: {tmp_path}/gone}}\n")
