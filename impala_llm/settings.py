@@ -640,6 +640,11 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
 
     @property
+    def plays_shop(self) -> bool:
+        """Whether the episodes are of WebShop. An agent has its own tasks."""
+        return self.env.name == "webshop" and not self.agent.is_set
+
+    @property
     def num_actors(self) -> int:
         """Actor processes on this host; where none are set and no GPUs were counted (`gpus.with_num_actors`): 1."""
         return 1 if self.actor.num_actors is None else self.actor.num_actors

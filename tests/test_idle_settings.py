@@ -133,6 +133,25 @@ def test_what_a_preset_sets_gives_way_to_the_part_that_is_chosen_beside_it() -> 
     assert "webshop" not in OmegaConf.create(to_yaml(config, only_in_force=True)).env
 
 
+@pytest.mark.parametrize("other", ["env=parrot", "agent.command=echo"])
+def test_files_of_a_shop_that_nobody_plays_are_not_looked_for(other: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"env: {{webshop: {{items: {tmp_path}/gone, human: {tmp_path}/gone}}}}\n")
+    load([f"experiment={file}", other])
+    with pytest.raises(ConfigError, match="human=.*gone is not a file"):
+        load([f"experiment={file}", "env=webshop"])
+
+
+def test_catalogues_of_a_presets_demonstrations_wait_for_whoever_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=smollm2", "model=scratch", "env=corridor"]
+    assert load(words).demonstrations.num_catalogues == 40
+    assert main(["demonstrate", *words, f"demonstrations.dir={tmp_path}/new"]) == 2
+    said = capsys.readouterr().err
+    assert "demonstrations.num_catalogues=40: only WebShop" in said and "set demonstrations.num_catalogues=1" in said
+
+
 def test_a_dry_run_shows_the_settings_that_have_an_effect() -> None:
     shown = OmegaConf.create(to_yaml(load(["experiment=toy"]), only_in_force=True))
     assert dict(shown.agent) == {"name": None, "command": None}
