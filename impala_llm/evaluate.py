@@ -281,11 +281,10 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     set_verbosity_error()  # problems of a model are raised
     with working("making the tasks"):
         suite = suite_of(config) if config.agent.is_set else make_suite(config.env)
-        is_shop = config.env.name == "webshop" and not config.agent.is_set  # whose tasks are its own
         shop, seed = config.env.webshop, config.evaluation.unseen_seed
-        suites = [(suite, f", {tasks_name(shop)}" if is_shop else "")]
+        suites = [(suite, f", {tasks_name(shop)}" if config.plays_shop else "")]
         is_another = seed != shop.catalogue_seed or shop.items is not None
-        if seed is not None and is_shop and is_another:
+        if seed is not None and config.plays_shop and is_another:
             shop = dataclasses.replace(
                 shop, catalogue_seed=seed, goals="synthetic", items=None, attributes=None, human=None, nouns=None
             )

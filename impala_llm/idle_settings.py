@@ -12,8 +12,8 @@ class Idle(NamedTuple):
 
     reason: str
     """To be read after "has no effect", such as "with engine.name=torch"."""
-    fix: str
-    """Setting with which it has one."""
+    fix: str = ""
+    """Setting with which it has one; empty where none is better than leaving it out."""
     is_refused: bool = True
     """Whether it is refused as a word of the command line. Not where a comparison gives the same words to all of its
     arms, such as samplers, of which one has no use for them."""
@@ -29,7 +29,10 @@ def idle_settings(config: Config) -> dict[str, Idle]:
                   "server_args", "start_timeout_s", "request_timeout_s")  # fmt: skip
     of_evaluations = [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")]
     of_the_shop = ["env.webshop", "evaluation.unseen_seed"]
-    no_reference = f"with algorithm.kl_coef=0, reward_kl_coef=0 and algorithm.credit={algorithm.credit.name}"
+    of_rewards = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
+                                                 "reward_kl_coef", "credit.discount")]  # fmt: skip
+    no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
+    no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
     rules: list[tuple[bool, Sequence[str], Idle]] = [
         (engine.name == "torch", [f"engine.{key}" for key in of_servers],
          Idle("with engine.name=torch", "engine=sglang")),
@@ -43,6 +46,8 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
          Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={max(1, engine.max_length // 4)}")),
+        (not algorithm.credit.learns_from_rewards, of_rewards,
+         Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),
         (algorithm.reject == "none", ["algorithm.reject_low", "algorithm.reject_high"],
@@ -77,10 +82,8 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     for key, value in leaves(config):
         why = idle.get(key) or idle.get(key.rpartition(".")[0])
         if key in given and why and why.is_refused and value != defaults[key]:
-            found.append(
-                f"{key}={written(value)} has no effect {why.reason}: set {why.fix}, for instance, or "
-                f"{key}={written(defaults[key])}"
-            )
+            fix = f"{why.fix}, for instance, or " if why.fix else ""
+            found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{key}={written(defaults[key])}")
     return found
 
 

@@ -68,7 +68,7 @@ def check_evaluation(config: Config) -> None:
 def check_recording(config: Config) -> None:
     """Before `impala-llm demonstrate`. Raises ConfigError with all that was found."""
     by_policy = config.demonstrations.player == "policy"
-    first = {"player": (_no_agent,), "catalogues": (_unseen_catalogue,), "model": (_model,)}
+    first = {"player": (_no_agent,), "catalogues": (_catalogues, _unseen_catalogue), "model": (_model,)}
     _raise_for(config, {**first, **(_engine_checks() if by_policy else {})})
 
 
@@ -157,10 +157,20 @@ def _no_agent(config: Config) -> list[str]:
     ]
 
 
+def _catalogues(config: Config) -> list[str]:
+    number = config.demonstrations.num_catalogues
+    if number == 1 or (config.plays_shop and config.env.webshop.items is None):
+        return []
+    return [
+        f"demonstrations.num_catalogues={number}: only WebShop without data files makes catalogues: set "
+        "demonstrations.num_catalogues=1"
+    ]
+
+
 def _unseen_catalogue(config: Config) -> list[str]:
     shop, number = config.env.webshop, config.demonstrations.num_catalogues
     seen, seed = range(shop.catalogue_seed, shop.catalogue_seed + number), config.evaluation.unseen_seed
-    if config.env.name != "webshop" or config.agent.is_set or shop.items is not None or seed not in seen:
+    if not config.plays_shop or shop.items is not None or seed not in seen:
         return []
     of_demonstrations = f" and demonstrations.num_catalogues={number}" if number > 1 else ""
     return [
@@ -181,7 +191,7 @@ def _task_file(config: Config) -> list[str]:
 
 def _catalogue(config: Config) -> list[str]:
     shop = config.env.webshop
-    if config.env.name != "webshop" or shop.items is not None or shop.catalogue != "hard":
+    if not config.plays_shop or shop.items is not None or shop.catalogue != "hard":
         return []
     try:
         check_limits(shop.num_products, shop.catalogue_seed)

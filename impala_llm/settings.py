@@ -266,6 +266,8 @@ class CreditSettings:
     """Whether it compares an episode with the others of its group."""
     needs_reference: ClassVar[bool] = False
     """Whether it calls `Episodes.log_probs`."""
+    learns_from_rewards: ClassVar[bool] = True
+    """Whether its advantages follow from rewards, and with them from what shapes these."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name -> meaning of each metric; a name without `/` is logged under `credit/`."""
     teaches_at_any_age: ClassVar[bool] = False
@@ -369,7 +371,8 @@ class AlgorithmConfig:
     @property
     def uses_reference(self) -> bool:
         """Whether log-probabilities under the reference policy are needed."""
-        return self.kl_coef > 0 or self.reward_kl_coef > 0 or self.credit.needs_reference
+        is_in_rewards = self.reward_kl_coef > 0 and self.credit.learns_from_rewards
+        return self.kl_coef > 0 or is_in_rewards or self.credit.needs_reference
 
 
 @dataclass
@@ -637,6 +640,11 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
 
     @property
+    def plays_shop(self) -> bool:
+        """Whether the episodes are of WebShop. An agent has its own tasks."""
+        return self.env.name == "webshop" and not self.agent.is_set
+
+    @property
     def num_actors(self) -> int:
         """Actor processes on this host; where none are set and no GPUs were counted (`gpus.with_num_actors`): 1."""
         return 1 if self.actor.num_actors is None else self.actor.num_actors
@@ -656,9 +664,10 @@ def longest_record(config: Config) -> int:
 
 def other_models(config: Config) -> dict[str, str]:
     """Models that the learner loads beside the policy: setting -> path."""
+    algorithm = config.algorithm
     paths = {
-        "algorithm.reference": config.algorithm.reference,
-        "algorithm.credit.teacher": getattr(config.algorithm.credit, "teacher", None),
+        "algorithm.reference": algorithm.reference if algorithm.uses_reference else None,
+        "algorithm.credit.teacher": getattr(algorithm.credit, "teacher", None),
     }
     return {key: path for key, path in paths.items() if path is not None}
 

@@ -75,7 +75,6 @@ def problems(config: Config, words: Sequence[str] = ()) -> list[str]:
         *_sharding_problems(config),
         *_run_problems(config),
         *_evaluation_problems(config),
-        *_demonstration_problems(config),
         *_agent_problems(config),
     ]
 
@@ -311,8 +310,10 @@ def _pipeline_problems(config: Config) -> list[str]:
 
 def _webshop_problems(config: Config) -> list[str]:
     """Data files that are missing."""
-    found = []
+    found = list[str]()
     shop = config.env.webshop
+    if not config.plays_shop:
+        return found
     if (shop.items is None) != (shop.attributes is None):
         found.append(
             f"env.webshop.items={shop.items} and env.webshop.attributes={shop.attributes} come together: "
@@ -354,13 +355,6 @@ def _evaluation_problems(config: Config) -> list[str]:
             f"first weights, and each evaluation would be of those; set evaluation.{key}=null, or sync_interval to 1"
         )
     return found
-
-
-def _demonstration_problems(config: Config) -> list[str]:
-    env, number = config.env, config.demonstrations.num_catalogues
-    if number == 1 or (env.name == "webshop" and env.webshop.items is None):
-        return []
-    return [f"demonstrations.num_catalogues={number}: only WebShop without data files makes catalogues: leave it out"]
 
 
 def _model_problems(config: Config) -> list[str]:
@@ -440,12 +434,13 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
                 f"hold only for the weights that an update begins with: set learner.{key}=1"
             )
-    if algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
+    is_shaped = algorithm.credit.learns_from_rewards
+    if is_shaped and algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
         found.append(
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
-    if algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
+    if is_shaped and algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
         found.append(
             f"algorithm.reward_kl_coef={algorithm.reward_kl_coef:g} takes the engine's log-probabilities, which "
             f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "

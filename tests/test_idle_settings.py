@@ -88,6 +88,34 @@ def test_what_a_file_has_waits_where_a_word_takes_its_effect(
         load([f"experiment={file}", *given[-1:], *otherwise])
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("algorithm.normalize_reward=true", "algorithm.overlong_tokens=20", "algorithm.overlong_penalty=2"),
+        *("algorithm.reward_kl_coef=0.5", "algorithm.credit.discount=0.9"),
+    ],
+)
+def test_a_teacher_sees_no_reward_that_could_be_shaped(word: str, tmp_path: Path) -> None:
+    teaching = ["experiment=toy", "algorithm.group_size=1"]
+    teaching += ["algorithm.credit=distillation", "algorithm.credit.teacher_context=hint"]
+    with pytest.raises(ConfigError, match="has no effect with algorithm.credit=distillation, .* no reward: set alg"):
+        load([*teaching, word])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load(["experiment=toy", "algorithm.credit=rloo", "algorithm.overlong_tokens=20", word])))
+    config = load([f"experiment={file}", *teaching[1:]])
+    assert not config.algorithm.uses_reference
+    key = word.partition("=")[0]
+    assert OmegaConf.select(OmegaConf.create(to_yaml(config, only_in_force=True)), key) is None
+
+
+def test_a_reference_of_a_file_that_nothing_asks_is_not_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"algorithm: {{kl_coef: 0.1, reference: {tmp_path}/gone}}\n")
+    load([f"experiment={file}", "algorithm.kl_coef=0"])
+    with pytest.raises(ConfigError, match="gone does not exist"):
+        load([f"experiment={file}"])
+
+
 def test_an_engine_of_the_users_own_may_read_every_setting_of_engines(user_folder: Path) -> None:
     (user_folder / "own_servers.py").write_text(
         "from impala_llm.engines import sglang_engine\n"
@@ -103,6 +131,25 @@ def test_what_a_preset_sets_gives_way_to_the_part_that_is_chosen_beside_it() -> 
     config = load(["experiment=quickstart", "env=corridor", "model=scratch", "evaluation.unseen_seed=null"])
     assert config.env.webshop.success_bonus == 1.0
     assert "webshop" not in OmegaConf.create(to_yaml(config, only_in_force=True)).env
+
+
+@pytest.mark.parametrize("other", ["env=parrot", "agent.command=echo"])
+def test_files_of_a_shop_that_nobody_plays_are_not_looked_for(other: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"env: {{webshop: {{items: {tmp_path}/gone, human: {tmp_path}/gone}}}}\n")
+    load([f"experiment={file}", other])
+    with pytest.raises(ConfigError, match="human=.*gone is not a file"):
+        load([f"experiment={file}", "env=webshop"])
+
+
+def test_catalogues_of_a_presets_demonstrations_wait_for_whoever_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=smollm2", "model=scratch", "env=corridor"]
+    assert load(words).demonstrations.num_catalogues == 40
+    assert main(["demonstrate", *words, f"demonstrations.dir={tmp_path}/new"]) == 2
+    said = capsys.readouterr().err
+    assert "demonstrations.num_catalogues=40: only WebShop" in said and "set demonstrations.num_catalogues=1" in said
 
 
 def test_a_dry_run_shows_the_settings_that_have_an_effect() -> None:

@@ -279,6 +279,15 @@ def test_a_hard_catalogue_that_cannot_be_is_refused(refused: Callable[..., str],
     assert f"env.webshop.{setting}: " in said and limit in said
 
 
+def test_a_hard_catalogue_that_cannot_be_waits_beside_an_agent(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("env: {webshop: {catalogue: hard, num_products: 2000}}\n")
+    words = [f"experiment={file}", f"run.dir={tmp_path / 'out'}"]
+    with pytest.raises(ConfigError, match="num_products=2000"):
+        preflight.check_training(load(words))
+    preflight.check_training(load([*words, "agent.command=echo"]))
+
+
 @pytest.mark.parametrize("command", ["demonstrate", "sft"])
 def test_a_catalogue_that_is_learned_from_is_refused_as_the_unseen_one(
     refused: Callable[..., str], tmp_path: Path, command: str

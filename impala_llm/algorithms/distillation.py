@@ -53,6 +53,7 @@ class Distillation(Credit):
     """Log-ratio of teacher to student for each sampled token; see `reverse_kl_signal`."""
 
     needs_teacher: ClassVar[bool] = True
+    learns_from_rewards: ClassVar[bool] = False
     teacher: str | None = None
     """The teacher, as model.path; None: the policy itself, which reads `teacher_context` as well."""
     teacher_context: str = ""

@@ -218,6 +218,16 @@ def test_a_run_does_not_go_on_beside_other_weights_than_it_was_trained_with(
         make_model(config, origin, Ranks("cpu"))
 
 
+def test_a_run_goes_on_beside_other_weights_of_a_reference_that_it_no_longer_asks(tmp_path: Path) -> None:
+    words = [f"model.path={save_lm(tmp_path / 'model')}", "engine.max_length=64"]
+    reference = save_lm(tmp_path / "reference")
+    config = load([*words, "algorithm.kl_coef=0.1", f"algorithm.reference={reference}"])
+    checkpoint = make_checkpoint(tmp_path, config)
+    train_further(reference)
+    config.algorithm.kl_coef = 0.0
+    make_model(config, Origin(5, 5, None, checkpoint, is_lost=True), Ranks("cpu"))
+
+
 def test_weights_under_adapters_are_compared_with_those_that_an_earlier_release_noted(tmp_path: Path) -> None:
     start = save_lm(tmp_path / "model")
     config = load([f"model.path={start}", "model.lora.rank=2", "algorithm.kl_coef=0.1", "engine.max_length=64"])

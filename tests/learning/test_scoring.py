@@ -19,7 +19,15 @@ from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_config, make_trajectory, save_lm, trainer_with
+from tests.learning.builders import (
+    NoPriorities,
+    make_batch,
+    make_config,
+    make_trajectory,
+    save_lm,
+    trainer_with,
+    varied,
+)
 
 CPU = torch.device("cpu")
 
@@ -79,6 +87,21 @@ def test_a_context_that_leaves_the_longest_episode_no_positions_is_refused(tmp_p
     with pytest.raises(ConfigError, match=said):
         Scorers(load([*words, "engine.max_length=251"]), model, CPU)
     Scorers(load([*words, "engine.max_length=250"]), model, CPU)
+
+
+def test_a_teacher_is_asked_alone_whatever_would_shape_rewards(tmp_path: Path) -> None:
+    """Settings of a file wait: no reference is loaded, and no reward is changed."""
+    words = ["algorithm.credit=distillation", f"algorithm.credit.teacher={save_lm(tmp_path / 'teacher', seed=1)}"]
+    trainer = trainer_with(tmp_path / "lm", *words, "engine.max_length=256")
+    config = dataclasses.replace(trainer.config, algorithm=dataclasses.replace(trainer.config.algorithm))
+    config.algorithm.overlong_tokens, config.algorithm.overlong_penalty = 250, 9.0
+    config.algorithm.reward_kl_coef, config.algorithm.normalize_reward = 0.7, True
+    shaped = Trainer(config, Ranks("cpu"), trainer.model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    (batch,) = pack(make_batch(), 1000)
+    assert shaped.scorers.reference(batch) is None
+    shaped.update(varied(), version=3, progress=0.0)
+    metrics = shaped.log.flush()
+    assert "reward/shaping" not in metrics and metrics["optimizer/reward_divisor"] == 1.0
 
 
 @pytest.mark.parametrize("old", [0, 1])
