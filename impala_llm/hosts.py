@@ -1,4 +1,4 @@
-"""Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. Opens no socket.
+"""Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. No sockets.
 
 Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -138,15 +137,13 @@ def server_identity(url: str) -> tuple[str, int]:
 
 
 def _url_host(url: str) -> str:
-    """The host of a URL, each address in one spelling: 127.1 and ::ffff:127.0.0.1 are 127.0.0.1."""
+    """The host of a URL, each address in one spelling: ::ffff:127.0.0.1 is 127.0.0.1."""
     host = (urlsplit(url).hostname or "").removesuffix(".")
     try:
-        if ":" in host:
-            address = ipaddress.IPv6Address(host)
-            return str(address.ipv4_mapped or address)
-        return str(ipaddress.IPv4Address(socket.inet_aton(host)))
-    except (ValueError, OSError):  # a name
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
         return host
+    return str((isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address)
 
 
 def check_bind(endpoint: str, has_keys: bool) -> None:

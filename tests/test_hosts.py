@@ -92,7 +92,7 @@ def test_ranks_of_an_endpoint_in_a_file_are_those_of_what_it_holds_now(tmp_path:
             resolve(endpoint)
 
 
-@pytest.mark.parametrize("host", ["127.1", "[::ffff:127.0.0.1]", "localhost.", "LOCALHOST", "[::1]", "0x7f000001"])
+@pytest.mark.parametrize("host", ["[::ffff:127.0.0.1]", "localhost.", "LOCALHOST", "[::1]"])
 def test_a_server_of_this_host_is_the_same_in_each_spelling(host: str) -> None:
     assert server_identity(f"http://{host}:30000") == server_identity("http://127.0.0.1:30000/")
     assert is_loopback_url(f"http://{host}:30000")
