@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from impala_llm.plugs import read_word
 from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves, written
 
 
@@ -76,14 +77,22 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     Args:
         words: `key=value` of the command line.
     """
-    idle, defaults = idle_settings(config), dict(leaves(Config()))
-    given = {word.lstrip("+").partition("=")[0] for word in words}
+    idle, defaults, given = idle_settings(config), dict(leaves(Config())), _given(words)
     found = []
     for key, value in leaves(config):
         why = idle.get(key) or idle.get(key.rpartition(".")[0])
         if key in given and why and why.is_refused and value != defaults[key]:
             fix = f"{why.fix}, for instance, or " if why.fix else ""
             found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{key}={written(defaults[key])}")
+    return found
+
+
+def _given(words: Sequence[str]) -> set[str]:
+    """Keys of the settings that words of the command line set, those of a section one by one."""
+    found = set()
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        found |= {f"{key}.{name}" for name in read_word(word)[1]} if value.startswith("{") else {key}
     return found
 
 

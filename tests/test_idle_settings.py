@@ -39,6 +39,20 @@ def test_a_setting_without_effect_is_refused(word: str, reason: str) -> None:
     assert word.partition("=")[0] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("env.webshop={num_products:10}", "env.webshop.num_products=10 has no effect with env.name=parrot"),
+        ("model.lora={alpha: 64}", "model.lora.alpha=64 has no effect with model.lora.rank=0"),
+        ("agent={num_tasks:50}", "agent.num_tasks=50 has no effect without an agent"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_in_a_section_that_is_given_as_a_whole(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(["experiment=toy", word])
+    load(["experiment=toy", "env.webshop={num_products:1000}", "agent={name: null, num_tasks: 1000}"])
+
+
 def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
     load(["experiment=toy", "replay.uniform_floor=0.1", "replay=prioritised"])
     load(["experiment=toy", "algorithm.reject_low=0.9", "algorithm.reject=token"])
