@@ -60,6 +60,25 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
     load(["experiment=toy", "env=webshop", "env.webshop.num_products=10", "evaluation.unseen_seed=3"])
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["algorithm=ppo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
+        (["algorithm=dpo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
+        (["learner.cpu_offload=true"], "learner.cpu_offload"),
+        (["learner.cpu_offload=true", "learner.token_budget=auto"], "learner.cpu_offload"),
+        (["learner.cpu_offload=true", "learner.tensor_parallel=2"], "learner.cpu_offload"),
+    ],
+)
+def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", *words])
+    _, _, ways = str(caught.value).partition(": set ")
+    for way in ways.split(", for instance, or "):
+        given = dict(word.split("=", 1) for word in [*words, *way.split(" and ")])
+        load(["model=scratch", *("=".join(word) for word in given.items())])
+
+
 def test_its_default_is_no_mistake() -> None:
     load(["experiment=toy", "agent.processes=2", "engine.request_timeout_s=300", "algorithm.reject_low=0.5"])
 
