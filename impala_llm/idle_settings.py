@@ -2,8 +2,10 @@
 `--dry-run` hides them, and a run that goes on may have others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from impala_llm.plugs import read_word
 from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves, written
 
 
@@ -22,7 +24,7 @@ class Idle(NamedTuple):
 def idle_settings(config: Config) -> dict[str, Idle]:
     """Return those of a configuration for `train`, by key; the key of a section stands for all that is in it."""
     algorithm, engine, learner, replay = config.algorithm, config.engine, config.learner, config.replay
-    kept = LearnerConfig().checkpoints_kept
+    usual = LearnerConfig()
     of_agents = [f"agent.{key}" for key, _ in leaves(AgentConfig()) if key not in ("name", "command")]
     # Not those of an engine of the user's own, which may read every setting, or wrap SGLang's.
     of_servers = ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache", "memory_fraction",
@@ -33,6 +35,13 @@ def idle_settings(config: Config) -> dict[str, Idle]:
                                                  "reward_kl_coef", "credit.discount")]  # fmt: skip
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
+    # What a fix would be refused with stands in it as well.
+    may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
+    shares = ["learner.sharding=fsdp2"]
+    if learner.token_budget == "auto":
+        shares.append(f"learner.token_budget={usual.token_budget}")
+    if learner.tensor_parallel > 1:
+        shares.append("learner.tensor_parallel=1")
     rules: list[tuple[bool, Sequence[str], Idle]] = [
         (engine.name == "torch", [f"engine.{key}" for key in of_servers],
          Idle("with engine.name=torch", "engine=sglang")),
@@ -51,13 +60,13 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),
         (algorithm.reject == "none", ["algorithm.reject_low", "algorithm.reject_high"],
-         Idle("with algorithm.reject=none", "algorithm.reject=token")),
+         Idle("with algorithm.reject=none", "algorithm.reject=token" if may_reject else "")),
         (learner.sharding != "fsdp2", ["learner.cpu_offload"],
-         Idle(f"with learner.sharding={learner.sharding}", "learner.sharding=fsdp2")),
+         Idle(f"with learner.sharding={learner.sharding}", " and ".join(shares))),
         (learner.decay == "constant", ["learner.final_learning_rate_fraction"],
          Idle("with learner.decay=constant", "learner.decay=linear")),
         (learner.checkpoints_kept == 0, ["learner.checkpoint_every", "learner.checkpoint_minutes"],
-         Idle("with learner.checkpoints_kept=0", f"learner.checkpoints_kept={kept}")),
+         Idle("with learner.checkpoints_kept=0", f"learner.checkpoints_kept={usual.checkpoints_kept}")),
         (not replay.prioritised, ["replay.uniform_floor", "replay.correction_exponent"],
          Idle("with replay.max_replays=1 and no priorities, where the oldest is drawn first", "replay=prioritised",
               is_refused=replay.max_replays == 1)),
@@ -76,14 +85,22 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     Args:
         words: `key=value` of the command line.
     """
-    idle, defaults = idle_settings(config), dict(leaves(Config()))
-    given = {word.lstrip("+").partition("=")[0] for word in words}
+    idle, defaults, given = idle_settings(config), dict(leaves(Config())), _given(words)
     found = []
     for key, value in leaves(config):
         why = idle.get(key) or idle.get(key.rpartition(".")[0])
         if key in given and why and why.is_refused and value != defaults[key]:
             fix = f"{why.fix}, for instance, or " if why.fix else ""
             found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{key}={written(defaults[key])}")
+    return found
+
+
+def _given(words: Sequence[str]) -> set[str]:
+    """Keys of the settings that words of the command line set, those of a section one by one."""
+    found = set()
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        found |= {f"{key}.{name}" for name in read_word(word)[1]} if value.startswith("{") else {key}
     return found
 
 

@@ -39,11 +39,44 @@ def test_a_setting_without_effect_is_refused(word: str, reason: str) -> None:
     assert word.partition("=")[0] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("env.webshop={num_products:10}", "env.webshop.num_products=10 has no effect with env.name=parrot"),
+        ("model.lora={alpha: 64}", "model.lora.alpha=64 has no effect with model.lora.rank=0"),
+        ("agent={num_tasks:50}", "agent.num_tasks=50 has no effect without an agent"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_in_a_section_that_is_given_as_a_whole(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(["experiment=toy", word])
+    load(["experiment=toy", "env.webshop={num_products:1000}", "agent={name: null, num_tasks: 1000}"])
+
+
 def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
     load(["experiment=toy", "replay.uniform_floor=0.1", "replay=prioritised"])
     load(["experiment=toy", "algorithm.reject_low=0.9", "algorithm.reject=token"])
     load(["experiment=toy", "evaluation.run_tasks=8", "evaluation.run_share=0.5", "evaluation.every_updates=5"])
     load(["experiment=toy", "env=webshop", "env.webshop.num_products=10", "evaluation.unseen_seed=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["algorithm=ppo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
+        (["algorithm=dpo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
+        (["learner.cpu_offload=true"], "learner.cpu_offload"),
+        (["learner.cpu_offload=true", "learner.token_budget=auto"], "learner.cpu_offload"),
+        (["learner.cpu_offload=true", "learner.tensor_parallel=2"], "learner.cpu_offload"),
+    ],
+)
+def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", *words])
+    _, _, ways = str(caught.value).partition(": set ")
+    for way in ways.split(", for instance, or "):
+        given = dict(word.split("=", 1) for word in [*words, *way.split(" and ")])
+        load(["model=scratch", *("=".join(word) for word in given.items())])
 
 
 def test_its_default_is_no_mistake() -> None:
