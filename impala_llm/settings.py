@@ -310,7 +310,7 @@ class AlgorithmConfig:
     refill: float = bounded(0.0, least=0, most=1000)
     """Groups whose episodes all have the same return (by the environment's rewards) have nothing to compare: they are
     dropped as they arrive, and others are played in their place, in an update at most this many times the groups of a
-    batch. 0: none."""
+    batch; a fraction of a group is carried to the next. 0: none."""
     curriculum: float | None = bounded(None, least=0.001, most=1)
     """Pass over tasks whose kind, the environment's signature, mostly succeeds or mostly fails: with success rate p a
     task is played with probability 4p(1 - p), and at least this. None: every task, once an epoch."""

@@ -128,8 +128,9 @@ class BatchSource:
         self.num_refilled = 0
         """Groups without variance that were dropped for others, since the start."""
         self._discount = config.algorithm.credit.discount
-        self._most_refills = math.floor(config.algorithm.refill * self._num_items)
-        self._refills_left = self._most_refills
+        self._refills = config.algorithm.refill * self._num_items
+        self._refills_owed = 0.0
+        self._grant_refills()
         self.num_yielded = 0
         """Groups that had to go on without members that were still to come, since the start."""
         self._before_draw: SourceMoment | None = None
@@ -212,6 +213,12 @@ class BatchSource:
             self._evict(self.buffer.insert_all(complete, version))
         self._drop(late)
 
+    def _grant_refills(self) -> None:
+        """Set how many groups may be dropped before the next draw; a fraction of one goes on to the draw after."""
+        wanted = self._refills + self._refills_owed
+        self._refills_left = math.floor(wanted + 1e-9)
+        self._refills_owed = wanted - self._refills_left
+
     def _refill(self, group: tuple[Trajectory, ...]) -> bool:
         """Drop a group whose returns are all equal, so that another is played in its place, if the update may yet."""
         if not self._refills_left:
@@ -270,6 +277,7 @@ class BatchSource:
                 "replay_fraction": None if fraction is None else fraction.state_dict(),
                 "max_replayed": self._max_replayed,
                 "refills_left": self._refills_left,
+                "refills_owed": self._refills_owed,
                 # Restored where it is made: the first tickets are drawn before there is a source.
                 "curriculum": None if self._curriculum is None else self._curriculum.state_dict(),
             },
@@ -310,7 +318,8 @@ class BatchSource:
             self.replay_fraction.load_state_dict(state["replay_fraction"])
         chosen = None if self.replay_fraction is None else state["max_replayed"]
         self._max_replayed = None if chosen is None else min(chosen, self._num_items)
-        self._refills_left = min(state["refills_left"], self._most_refills)
+        self._refills_left = min(state["refills_left"], math.ceil(self._refills))
+        self._refills_owed = state.get("refills_owed", 0.0)
         held = {t.unroll_id for t in self.buffer.moment().trajectories}
         # Members of open groups were counted when they came. Earlier releases did not note which these are.
         counted = set(state["groups"].get("open", ()))
@@ -334,7 +343,7 @@ class BatchSource:
             self._before_draw = None
             return None
         self._max_replayed = None
-        self._refills_left = self._most_refills
+        self._grant_refills()
         members = [(t, item.weight, item.item_id) for item in sample.items for t in item.trajectories]
         members.sort(key=lambda member: (member[0].ticket_id, member[0].unroll_index))
         self._rate.record_samples(self._num_items * self._group_size)

@@ -1,6 +1,7 @@
 """Batch source between a receiver that is played here and the buffer: groups, order, evictions, tickets."""
 
 import dataclasses
+import math
 import random
 import tempfile
 import time
@@ -367,6 +368,24 @@ def test_no_more_are_replaced_in_an_update_than_the_setting_says() -> None:
         receiver.arriving = [t for group in range(first, first + 3) for t in scored(group, 1, 1, 1, 1)]
         assert tickets(source.next_batch(version)) == list(range(GROUP * (first + 1), GROUP * (first + 3)))
         assert source.num_refilled == version + 1
+
+
+@pytest.mark.parametrize("refill", [0.05, 0.15, 0.75], ids=str)
+def test_fractions_of_a_group_to_replace_add_up_over_the_updates(refill: float) -> None:
+    """Also over restarts: as many in all as the setting says, to within one."""
+    source, receiver = make_source(f"algorithm.refill={refill}", stall_timeout_s=5.0)
+    num_refilled = 0
+    for update in range(24):
+        before = source.num_refilled
+        receiver.arriving = [t for group in range(4 * update, 4 * update + 4) for t in scored(group, 1, 1, 1, 1)]
+        source.next_batch(version=0)
+        source.end_step()
+        num_refilled += source.num_refilled - before
+        assert num_refilled == math.floor(refill * 2 * (update + 1) + 1e-6)
+        if update % 7 == 0:
+            state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.moment().trajectories}
+            source, receiver = make_source(f"algorithm.refill={refill}", stall_timeout_s=5.0)
+            source.load_state_dict(state, held, version=0)
 
 
 def test_by_default_all_groups_are_trained_on() -> None:
