@@ -72,8 +72,8 @@ class Trajectory:
     action_mask: np.ndarray
     """bool[T]: True where the behaviour policy sampled the token."""
     behaviour_log_probs: np.ndarray
-    """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere. Whoever
-    makes a trajectory names it so; that of the action tokens alone is `behaviour_log_probs`."""
+    """float32[T]: log μ(token) in nats at the sampling temperature, as the engine reported it; 0 elsewhere. In a
+    `PackedBatch` those of the action tokens alone have this name."""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; elsewhere -1, or -2 where a further context begins. May change
     inside one answer."""
