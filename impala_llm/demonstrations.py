@@ -104,8 +104,8 @@ def read_header(folder: Path) -> Header:
         values = json.loads(path.read_bytes())
         if values.pop("format") != FORMAT:
             raise DemonstrationError(
-                f"{path} has another format than {FORMAT}: remove {folder}, or set another demonstrations.dir, and "
-                "record the demonstrations again"
+                f"{path} has another format than {FORMAT}: record the demonstrations again with `impala-llm "
+                f"demonstrate demonstrations.dir=NEW`, and name NEW in place of {folder}"
             )
         for key, kind in (("model", str), ("tokenizer", str), ("vocab_size", int), ("settings", dict)):
             _require(isinstance(values[key], kind), f"{key} is {values[key]!r}: {kind.__name__} is expected")

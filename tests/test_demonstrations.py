@@ -26,6 +26,7 @@ from impala_llm.demonstrations import Demonstration, DemonstrationError, add_par
 from impala_llm.envs.toy import CorridorSuite, ToyScript
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.rollout import Turn
+from impala_llm.sft import load_data
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 
 SHOP = (
@@ -450,5 +451,13 @@ def test_demonstrations_of_another_format_are_refused_with_what_to_do(tmp_path: 
     folder = record(load(words(tmp_path, tiny_model)))
     header = json.loads((folder / "demonstrations.json").read_text())
     (folder / "demonstrations.json").write_text(json.dumps({**header, "format": 1}))
-    with pytest.raises(DemonstrationError, match=f"another format than 2: remove {folder}, or set another"):
+    said = f"another format than 2: record .* demonstrations.dir=NEW`, and name NEW in place of {folder}$"
+    with pytest.raises(DemonstrationError, match=said):
         list(read(folder))
+    config = load(words(tmp_path, tiny_model))
+    with pytest.raises(DemonstrationError, match=said):
+        record(config)
+    with pytest.raises(DemonstrationError, match=said):
+        load_data(config, tiny_model, [folder])
+    new = record(load(words(tmp_path, tiny_model, f"demonstrations.dir={tmp_path / 'NEW'}")))
+    assert load_data(config, tiny_model, [new]).learned
