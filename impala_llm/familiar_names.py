@@ -36,23 +36,29 @@ FAMILIAR_NAMES = {
 """Names that other trainers have for some of our settings, by the last part of the key."""
 
 
+_SYMMETRIC = "algorithm.loss.clip_high=0.2 algorithm.loss.dual_clip=null"
+"""Clip at 1 ± 0.2 alone: by default it is DAPO's, 0.8 and 1.28, and dual."""
+
 FAMILIAR_CHOICES = {
-    "algorithm=grpo": "group_relative_by_std algorithm.loss=ppo_clip algorithm.aggregate=sequence_mean_token_mean "
-    "algorithm.kl_coef=0.04",
-    "algorithm=dr_grpo": "group_relative algorithm.loss=ppo_clip algorithm.aggregate=sequence_mean_token_sum",
+    "algorithm=grpo": f"group_relative_by_std algorithm.loss=ppo_clip {_SYMMETRIC} "
+    "algorithm.aggregate=sequence_mean_token_mean algorithm.kl_coef=0.04",
+    "algorithm=dr_grpo": f"group_relative algorithm.loss=ppo_clip {_SYMMETRIC} "
+    "algorithm.aggregate=sequence_mean_token_sum",
     "algorithm=rloo": "group_relative algorithm.credit=rloo algorithm.loss=reinforce "
     "algorithm.aggregate=sequence_mean_token_sum",
     "algorithm=cispo": "group_relative_by_std algorithm.loss=cispo",
-    "algorithm=gspo": "group_relative_by_std algorithm.loss=gspo algorithm.aggregate=sequence_mean_token_mean",
+    "algorithm=gspo": "group_relative_by_std algorithm.loss=gspo algorithm.loss.dual_clip=null "
+    "algorithm.aggregate=sequence_mean_token_mean",
     "algorithm=tis": "group_relative",
     "algorithm=impala": "vtrace algorithm.loss=truncated_is",
-    "algorithm=areal": "decoupled_ppo algorithm.loss.proximal=recomputed learner.minibatches=4",
+    "algorithm=areal": f"decoupled_ppo algorithm.loss.proximal=recomputed {_SYMMETRIC} learner.minibatches=4",
     "engine=vllm": "sglang",
     "engine=hf": "torch",
 }
 """Names that others have for what our presets name: the word, and the choice, with the further words that make it that
 method, as its paper has it. Coefficients are those of their authors' runs: kl_coef of GRPO from DeepSeekMath (Shao et
-al., 2024, section 4.2), minibatches from the published settings of AReaL (ppo_n_minibatches)."""
+al., 2024, section 4.2), minibatches from the published settings of AReaL (ppo_n_minibatches), and the clip's 0.2, which
+GRPO's papers leave open, from PPO (Schulman et al., 2017)."""
 
 
 def meant_by(key: str, known: Sequence[str]) -> str | None:

@@ -15,19 +15,28 @@ def named_for(word: str) -> AlgorithmConfig:
 
 
 @pytest.mark.parametrize(
-    ("method", "divides", "loss", "aggregate"),
+    ("method", "divides", "loss", "aggregate", "bounds"),
     [
-        ("grpo", True, "ppo_clip", "sequence_mean_token_mean"),
-        ("dr_grpo", False, "ppo_clip", "sequence_mean_token_sum"),
-        ("gspo", True, "gspo", "sequence_mean_token_mean"),
-        ("cispo", True, "cispo", "token_mean"),
-        ("tis", False, "truncated_is", "token_mean"),
+        ("grpo", True, "ppo_clip", "sequence_mean_token_mean", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
+        (
+            "dr_grpo",
+            False,
+            "ppo_clip",
+            "sequence_mean_token_sum",
+            {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+        ),
+        ("gspo", True, "gspo", "sequence_mean_token_mean", {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
+        ("cispo", True, "cispo", "token_mean", {}),
+        ("tis", False, "truncated_is", "token_mean", {"cap": 1.0}),
     ],
 )
-def test_a_method_on_groups_is_that_of_its_paper(method: str, divides: bool, loss: str, aggregate: str) -> None:
+def test_a_method_on_groups_is_that_of_its_paper(
+    method: str, divides: bool, loss: str, aggregate: str, bounds: dict[str, float | None]
+) -> None:
     named = named_for(f"algorithm={method}")
     assert (named.credit.name, named.credit.normalize_std) == ("group_relative", divides)  # type: ignore[attr-defined]
     assert (named.loss.name, named.aggregate) == (loss, aggregate)
+    assert {key: getattr(named.loss, key) for key in bounds} == bounds
     assert named.uses_reference == (method == "grpo"), "the KL term of its objective"
 
 
@@ -45,3 +54,4 @@ def test_impala_truncates_where_the_preset_clips() -> None:
 def test_areal_recomputes_its_proximal_policy() -> None:
     named = named_for("algorithm=areal")
     assert (named.loss.name, named.loss.proximal) == ("decoupled_ppo", "recomputed")  # type: ignore[attr-defined]
+    assert (named.loss.clip_low, named.loss.clip_high, named.loss.dual_clip) == (0.2, 0.2, None)  # type: ignore[attr-defined]

@@ -95,8 +95,8 @@ class PPOClip(Loss):
     """Ratios are clipped at 1 - clip_low."""
     clip_high: float = bounded(0.28, 0)
     """Ratios are clipped at 1 + clip_high."""
-    dual_clip: float = bounded(3.0, 1)
-    """Largest ratio that counts for a negative advantage."""
+    dual_clip: float | None = bounded(3.0, 1)
+    """Largest ratio that counts for a negative advantage; None: any."""
 
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
         return ppo_clip(
@@ -162,8 +162,8 @@ class DecoupledPPO(Loss):
     """π/π_prox is clipped at 1 - clip_low."""
     clip_high: float = bounded(0.28, 0)
     """π/π_prox is clipped at 1 + clip_high."""
-    dual_clip: float = bounded(3.0, 1)
-    """Largest π/π_prox that counts for a negative advantage."""
+    dual_clip: float | None = bounded(3.0, 1)
+    """Largest π/π_prox that counts for a negative advantage; None: any."""
     proximal: str = one_of("log_linear", "recomputed")
     """π_prox lies between μ and π by the tokens' versions (log_linear) | is π when the update begins (recomputed). With
     one step an update the ratio π/π_prox of the latter is 1 and the weight acts alone: see learner.minibatches."""
@@ -229,8 +229,8 @@ class GSPO(Loss):
     """The ratio of an episode is clipped at 1 - clip_low; it stays much nearer to 1 than that of a token."""
     clip_high: float = bounded(4e-4, 0)
     """The ratio of an episode is clipped at 1 + clip_high."""
-    dual_clip: float = bounded(3.0, 1)
-    """Largest ratio that counts for a negative advantage."""
+    dual_clip: float | None = bounded(3.0, 1)
+    """Largest ratio that counts for a negative advantage; None: any."""
 
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
         return gspo(
