@@ -200,7 +200,7 @@ def _mapped(pid: int, permissions: Set[str] = frozenset()) -> set[int]:
     """Inodes of files without a folder in shared memory that a process maps so; none if it has ended or is not ours."""
     inodes = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").split("\n"):
+        for line in Path(f"/proc/{pid}/maps").read_bytes().decode(errors="replace").split("\n"):
             if f"{SHARED_MEMORY}/" in line:
                 _, given, _, _, inode, path = line.split(maxsplit=5)
                 if permissions <= {*given} and Path(path).parent == SHARED_MEMORY:

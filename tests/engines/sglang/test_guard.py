@@ -145,8 +145,8 @@ def test_a_file_of_the_server_that_another_process_maps_is_left(stand_in: Callab
 def test_a_name_of_a_strangers_file_keeps_no_guard_from_its_work(
     stand_in: Callable[[str], StandIn], tmp_path: Path
 ) -> None:
-    """Names in the kernel's list of maps may hold what ends a line elsewhere, such as a vertical tab."""
-    strange = tmp_path / "x\v" / "dev" / "shm" / "file"
+    """Names in the kernel's list of maps may hold what ends a line elsewhere, such as \\v or \\r."""
+    strange = tmp_path / "x\v\r" / "dev" / "shm" / "file"
     strange.parent.mkdir(parents=True)
     strange.write_bytes(bytes(4096))
     server = stand_in(NEVER_COME_UP)
