@@ -61,7 +61,7 @@ from impala_llm.pipeline.transport.messages import (
 )
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
-from impala_llm.supervised import end_with_supervisor, report_progress, tell
+from impala_llm.supervised import end_with_supervisor, keep_exit_codes, report_progress, tell
 from impala_llm.trajectory import Trajectory
 
 RELAY_POLL_S = 0.05
@@ -405,6 +405,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0 when the learner said stop, 2 for an error that will come again, 3 when it is gone or refuses this
     actor, 130 after Ctrl-C."""
     end_with_supervisor()
+    keep_exit_codes()
     words = list(argv)
     index = 0
     if "--index" in words:

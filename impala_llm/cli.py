@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers has a bar for every file that it reads or writes
     try:
         from impala_llm.commands import run_command
-        from impala_llm.supervised import hear_of_children
+        from impala_llm.supervised import keep_exit_codes
 
-        hear_of_children()
+        keep_exit_codes()
         code = run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent
+from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent, keep_exit_codes
 
 _COMMAND_LINE_ROOM = 8192
 """Bytes of a forked process's command line that `ps` shows."""
@@ -306,7 +306,7 @@ def main() -> NoReturn:
     """Serve, on standard input and output; in a forked process, run the script that it was asked for."""
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
     die_with_parent(int(os.environ.pop(SUPERVISOR)))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some launchers hand it on, it would lose exit codes
+    keep_exit_codes()
     events = os.dup(1)
     os.dup2(2, 1)  # nothing but events may go there
     request = _serve(0, events)

@@ -143,7 +143,7 @@ def _url_host(url: str) -> str:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name
         return host
-    return str((isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def check_bind(endpoint: str, has_keys: bool) -> None:

@@ -67,7 +67,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, tell
+from impala_llm.supervised import SUPERVISED, end_with_supervisor, keep_exit_codes, tell
 from impala_llm.trainer import Trainer
 
 NOT_SAVED = 4
@@ -404,6 +404,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
     too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
     end_with_supervisor()
+    keep_exit_codes()
     try:
         config = load(argv)
         check_ranks(config)

@@ -38,9 +38,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_supervisor() -> None:
     """Have the kernel kill this process when its supervisor is gone, and time the lines of its log.
 
-    Without a supervisor it only hears of its own children again.
+    Does nothing without a supervisor.
     """
-    hear_of_children()
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for what this process starts itself
     if supervisor is None:
         return
@@ -48,9 +47,9 @@ def end_with_supervisor() -> None:
     die_with_parent(int(supervisor))
 
 
-def hear_of_children() -> None:
-    """Undo that SIGCHLD is ignored, as some launchers hand it on: each child that died would count as one that ended
-    well."""
+def keep_exit_codes() -> None:
+    """Give SIGCHLD its default back where it is ignored, as some launchers hand it on: the exit codes of children would
+    be lost, and one that was killed would count as one that ended well."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -216,7 +216,7 @@ class BatchSource:
     def _grant_refills(self) -> None:
         """Set how many groups may be dropped before the next draw; a fraction of one goes on to the draw after."""
         wanted = self._refills + self._refills_owed
-        self._refills_left = math.floor(wanted + 1e-9)
+        self._refills_left = math.floor(wanted + 1e-9)  # ten times 0.1 is a little less than 1
         self._refills_owed = wanted - self._refills_left
 
     def _refill(self, group: tuple[Trajectory, ...]) -> bool:
