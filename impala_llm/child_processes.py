@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ POLL_S = 0.02
 """Time between two looks at processes that are ending."""
 LOG_END = 4096
 """Bytes at the end of a log in which the last line is looked for."""
+MOST_READS = 16
+"""Reads of a pipe at one look: the supervisor has other children, and whoever floods a pipe gives it always more."""
 PROGRESS_BAR = re.compile(r"\d%\|")
 FAMILY = "IMPALA_LLM_FAMILY"
 """Environment variable by which a supervisor recognises the descendants of a child: a server has a session of its own,
@@ -181,8 +184,12 @@ class Child:
 
     def _read_pipe(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self.pipe is not None and (data := os.read(self.pipe, 1 << 16)):
+            for _ in range(MOST_READS):
+                if self.pipe is None or not (data := os.read(self.pipe, 1 << 16)):
+                    break
                 *lines, self.unread = (self.unread + data).split(b"\n")
+                if len(self.unread) > select.PIPE_BUF:  # no message is as long
+                    self.unread = b""
                 self.worked = self.worked or WORKED in lines
                 for line in lines:
                     if line != WORKED:
@@ -191,8 +198,8 @@ class Child:
     def _take(self, line: bytes) -> None:
         """Keep a message. A line that is none is passed over: what runs in the process has the descriptor too."""
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
+            message = json.loads(line, parse_int=_parse_number)
+        except (ValueError, RecursionError, OverflowError):
             message = None
         if isinstance(message, dict):
             self.messages.append(message)
@@ -217,6 +224,13 @@ class Child:
         said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
         begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
         return f"{begin}: {STAMP.sub('', said[-1], count=1)} (more in {self.log})" if said else ""
+
+
+def _parse_number(text: str) -> int:
+    """Raises OverflowError where no sum or text can be made of it with numbers that are not whole."""
+    number = int(text)
+    float(number)
+    return number
 
 
 def exit_reason(code: int) -> str:

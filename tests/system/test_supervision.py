@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -258,7 +259,7 @@ def test_lines_on_the_pipe_of_a_child_that_are_no_messages_are_passed_over_with_
     code = """
 import os
 from impala_llm.supervised import PROGRESS, report_progress, tell
-for line in (b"hello", b"5", b"[]", b"\\xff", b"", b"[" * 50_000):
+for line in (b"hello", b"5", b"[]", b"\\xff", b"", b"[" * 50_000, b'{"at_play": [' + b"9" * 400 + b", 1.5]}"):
     os.write(int(os.environ[PROGRESS]), line + b"\\n")
 report_progress()
 tell(say="one")
@@ -269,3 +270,25 @@ tell(say="one")
     assert child.receive() == [{"say": "one"}] and child.has_worked()
     [warning] = caplog.messages
     assert "actor 0" in warning and "hello" in warning
+
+
+@pytest.mark.system
+def test_a_look_at_the_pipe_of_a_child_ends_while_the_child_floods_it() -> None:
+    """With lines and without any; SIGALRM ends the flood."""
+    for line in (b".\n", b"."):
+        code = f"""
+import os, signal
+from impala_llm.supervised import PROGRESS
+pipe = int(os.environ[PROGRESS])
+os.set_blocking(pipe, True)
+signal.alarm(20)
+while True:
+    os.write(pipe, {line!r} * 50_000)
+"""
+        child = make_child("actor 0", code)
+        child.start()
+        assert child.pipe is not None and select.select([child.pipe], [], [], 60)[0]
+        for _ in range(10):
+            child.receive()
+        assert child.poll() is None and len(child.unread) <= select.PIPE_BUF
+        child_processes.end([child], polite=False)
