@@ -283,8 +283,7 @@ def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> 
         for message in actor.receive():
             match message:
                 case {"at_play": [int() | float() as episodes, int() | float() as tokens_per_s]}:
-                    with contextlib.suppress(OverflowError):  # a number that no actor of ours has sent
-                        at_play[actor.name] = [float(episodes), float(tokens_per_s)]
+                    at_play[actor.name] = [episodes, tokens_per_s]
         if actor.poll() is not None:
             at_play.pop(actor.name, None)
     if not at_play:
