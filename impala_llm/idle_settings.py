@@ -17,8 +17,8 @@ class Idle(NamedTuple):
     fix: str = ""
     """Setting with which it has one; empty where none is better than leaving it out."""
     is_refused: bool = True
-    """Whether it is refused as a word of the command line. Not where a comparison gives the same words to all of its
-    arms, such as samplers, of which one has no use for them."""
+    """Whether it is refused as a word of the command line. Not where another command reads it, and not where a
+    comparison gives the same words to all of its arms, such as samplers, of which one has no use for them."""
 
 
 def idle_settings(config: Config) -> dict[str, Idle]:
@@ -30,6 +30,8 @@ def idle_settings(config: Config) -> dict[str, Idle]:
     of_servers = ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache", "memory_fraction",
                   "server_args", "start_timeout_s", "request_timeout_s")  # fmt: skip
     of_evaluations = [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")]
+    agent = "agent.command" if config.agent.name is None else "agent.name"
+    of_a_table = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples")]
     of_the_shop = ["env.webshop", "evaluation.unseen_seed"]
     of_rewards = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
                                                  "reward_kl_coef", "credit.discount")]  # fmt: skip
@@ -46,12 +48,17 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (engine.name == "torch", [f"engine.{key}" for key in of_servers],
          Idle("with engine.name=torch", "engine=sglang")),
         (not config.agent.is_set, of_agents, Idle("without an agent", "agent.name or agent.command")),
-        (config.agent.is_set, of_the_shop, Idle("with an agent, which has its own tasks", "agent.name=null")),
+        (config.agent.is_set, ["env.name", "env.args", *of_the_shop],
+         Idle("with an agent, which has its own tasks", f"{agent}=null")),
         (config.env.name != "webshop", of_the_shop, Idle(f"with env.name={config.env.name}", "env=webshop")),
         (config.model.path != "scratch", ["model.scratch"],
          Idle(f"with model.path={config.model.path}", "model=scratch")),
         (config.model.lora.rank == 0, ["model.lora.alpha", "model.lora.targets"],
          Idle("with model.lora.rank=0, which trains all weights", "model.lora.rank=16")),
+        (not algorithm.credit.uses_values, ["learner.value_learning_rate"],
+         Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae")),
+        (not algorithm.credit.uses_values, ["model.value_trunk_gradient"],
+         Idle(f"with algorithm.credit={algorithm.credit.name}", "algorithm.credit=gae", is_refused=False)),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
          Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={max(1, engine.max_length // 4)}")),
@@ -72,6 +79,8 @@ def idle_settings(config: Config) -> dict[str, Idle]:
               is_refused=replay.max_replays == 1)),
         (not config.evaluation.inside_run, of_evaluations,
          Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
+        (not config.evaluation.before_and_after, of_a_table,
+         Idle("without evaluation.before_and_after", "evaluation.before_and_after=true", is_refused=False)),
     ]  # fmt: skip
     return {key: why for is_idle, keys, why in rules if is_idle for key in keys}
 
@@ -89,9 +98,12 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     found = []
     for key, value in leaves(config):
         why = idle.get(key) or idle.get(key.rpartition(".")[0])
-        if key in given and why and why.is_refused and value != defaults[key]:
+        is_given = any(f"{word}.".startswith(f"{key}.") for word in given)
+        if is_given and why and why.is_refused and value != defaults.get(key):
             fix = f"{why.fix}, for instance, or " if why.fix else ""
-            found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{key}={written(defaults[key])}")
+            # Of an environment's own arguments some have no default.
+            default = f"{key}={written(defaults[key])}" if key in defaults else "no env"
+            found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{default}")
     return found
 
 
@@ -106,7 +118,7 @@ def _given(words: Sequence[str]) -> set[str]:
 
 def in_force(settings: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return settings, as nested dicts, without those that have no effect in `train`."""
-    left_out = {*idle_settings(config), "demonstrations", "sft"}
+    left_out = {*idle_settings(config), "demonstrations", "sft", "evaluation.start"}
 
     def kept(section: dict[str, Any], prefix: str) -> dict[str, Any]:
         return {

@@ -91,7 +91,7 @@ def _own_metrics(config: Config) -> list[str]:
 def unfit_policy(config: Config) -> str | None:
     """A sentence where the policy to be evaluated is known to have been made for other tasks; None otherwise."""
     env, path = config.env.name, config.model.path
-    if path == "scratch" or config.agent.is_set:  # whose tasks no policy names
+    if path == "scratch" or config.agent.is_set:
         return None
     if found := _starting_policy(config):
         return found[0]
@@ -244,6 +244,8 @@ def _earlier_run(config: Config) -> list[str]:
 def _starting_policy(config: Config) -> list[str]:
     """Starting policies that never score in an environment: nothing would be learned from."""
     env, path = config.env.name, config.model.path
+    if config.agent.is_set:  # whose tasks no policy names
+        return []
     if path == "tiny_shopper" and env != "webshop":
         return [f"model.path=tiny_shopper has learned to shop and nothing else: with env={env} set model=scratch"]
     if path == "tiny_shopper" and config.env.webshop.observation_mode != "compact":

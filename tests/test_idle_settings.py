@@ -79,6 +79,41 @@ def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str],
         load(["model=scratch", *("=".join(word) for word in given.items())])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["env=tasks", "env.args.file=a.jsonl"],
+            r"env\.args\.file=a\.jsonl has no effect with an agent, .*=null, .*no env",
+        ),
+        (["env.name=corridor"], r"env\.name=corridor has no effect with an agent.*env\.name=webshop"),
+        (["env=corridor", "env.args.num_tasks=9"], r"env\.args=.* has no effect with an agent"),
+    ],
+)
+def test_an_agent_plays_no_environment(words: list[str], said: str) -> None:
+    agent = ["agent.command=echo", "model=scratch"]
+    with pytest.raises(ConfigError, match=said):
+        load([*agent, *words])
+    assert not OmegaConf.create(to_yaml(load([*agent, "env=parrot"]), only_in_force=True)).env
+
+
+def test_a_value_head_that_nothing_trains_has_no_rate() -> None:
+    with pytest.raises(ConfigError, match=r"value_learning_rate=0\.5 has no effect with algorithm.credit=rloo"):
+        load(["experiment=toy", "algorithm.credit=rloo", "learner.value_learning_rate=0.5"])
+    load(["model=scratch", "algorithm=ppo", "learner.value_learning_rate=0.5"])
+
+
+def test_what_evaluate_reads_alone_is_taken_and_not_shown() -> None:
+    """The table at a run's end has all of it but the policy that the run began as."""
+    of_a_table = {"split": "train", "num_tasks": 9, "baselines": False, "num_examples": 1}
+    given = ["experiment=toy", *(f"evaluation.{key}={value}" for key, value in of_a_table.items())]
+    config = load([*given, "evaluation.start=tiny_shopper", "evaluation.before_and_after=false"])
+    assert not {"start", *of_a_table} & set(OmegaConf.create(to_yaml(config, only_in_force=True)).evaluation)
+    config = load([*given, "evaluation.start=tiny_shopper", "evaluation.before_and_after=true"])
+    shown = OmegaConf.create(to_yaml(config, only_in_force=True)).evaluation
+    assert of_a_table.items() <= dict(shown).items() and "start" not in shown
+
+
 def test_its_default_is_no_mistake() -> None:
     load(["experiment=toy", "agent.processes=2", "engine.request_timeout_s=300", "algorithm.reject_low=0.5"])
 

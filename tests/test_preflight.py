@@ -365,6 +365,10 @@ def test_a_starting_policy_that_never_scores_is_refused(
         assert word in said
 
 
+def test_an_agents_tasks_are_for_any_starting_policy(tmp_path: Path) -> None:
+    preflight.check_training(load(["agent.command=echo", "model=scratch", f"run.dir={tmp_path / 'out'}"]))
+
+
 def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[..., str], model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     num_bytes = 4 * sum(tensor.size for tensor in weights.values())

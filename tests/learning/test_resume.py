@@ -223,6 +223,7 @@ def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -
 def test_another_distribution_of_tokens_is_not_gone_on_with_in_silence(
     change: str, said: str, settings: list[str]
 ) -> None:
+    settings = [*settings, "algorithm=ppo"]  # whose value head has a gradient
     make_run(settings, 20)
     assert said in refusal(settings, change)
     start = how_to_start(load([*settings, change, "run.resume=true"]))
