@@ -5,7 +5,8 @@ Linux: CUDA must not have been touched before a fork, which no import promises.
     supervisor ──requests──► fork server ──fork──► learner, actors
          ▲──── started, ended ────┘
 
-Requests and events are lines of JSON over the server's standard input and output. Invariants: the server runs no other
+Requests are lines of JSON on the server's standard input, events on a pipe of their own: on standard output what the
+interpreter runs at its start, such as a sitecustomize, may print. Invariants: the server runs no other
 thread and no code of a user's; a forked process has the session, environment, log and arguments that it would have if
 it were started by itself, and shows them in /proc (its command line with NULs behind it); all of them end with the
 server, and the server with its supervisor.
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
@@ -93,6 +94,7 @@ class ForkServer:
 
     environment: Mapping[str, str]
     _process: "subprocess.Popen[bytes] | None" = None
+    _events: BinaryIO | None = None
     _asked: list[tuple[ForkedProcess, int]] = field(default_factory=list)
     """Processes that are not forked yet, in the order of their requests, with descriptors to close then."""
     _running: dict[int, ForkedProcess] = field(default_factory=dict)
@@ -130,11 +132,11 @@ class ForkServer:
     def receive(self) -> None:
         """Note what has been started and what has ended. All that a server has started ends with it."""
         process = self._process
-        if process is None or process.stdout is None:
+        if process is None or self._events is None:
             return
         has_ended = process.poll() is not None  # before what it wrote last is read
         with suppress(BlockingIOError):
-            while data := os.read(process.stdout.fileno(), 1 << 16):
+            while data := os.read(self._events.fileno(), 1 << 16):
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
                     self._note(json.loads(line))
@@ -157,15 +159,20 @@ class ForkServer:
         self.close()
         self._unread = b""
         script = str(Path(__file__).resolve())
-        self._process = subprocess.Popen(
-            [sys.executable, script, " " * _COMMAND_LINE_ROOM],
-            env={**self.environment, SUPERVISOR: str(os.getpid())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        reading, events = os.pipe()
+        self._events = os.fdopen(reading, "rb", 0)
+        os.set_blocking(reading, False)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
+                env={**self.environment, SUPERVISOR: str(os.getpid())},
+                stdin=subprocess.PIPE,
+                stdout=2,
+                start_new_session=True,
+                pass_fds=(events,),
+            )
+        finally:
+            os.close(events)
 
     def _note(self, event: Mapping[str, int]) -> None:
         if "failed" in event:
@@ -302,13 +309,12 @@ def _write(events: int, event: Mapping[str, int]) -> None:
         os.write(events, json.dumps(event).encode() + b"\n")
 
 
-def main() -> NoReturn:
-    """Serve, on standard input and output; in a forked process, run the script that it was asked for."""
+def main(events: int) -> NoReturn:
+    """Serve; in a forked process, run the script that it was asked for. events: their descriptor."""
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
     die_with_parent(int(os.environ.pop(SUPERVISOR)))
     keep_exit_codes()
-    events = os.dup(1)
-    os.dup2(2, 1)  # nothing but events may go there
+    os.set_inheritable(events, False)
     request = _serve(0, events)
     if request is None:
         sys.exit(0)
@@ -317,4 +323,4 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

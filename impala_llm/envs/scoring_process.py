@@ -1,10 +1,11 @@
 """Scores answers in a process of its own: a scorer that hangs, crashes, or runs what a policy has written, harms
 nobody else.
 
-    python -m impala_llm.envs.scoring_process VERIFIER SECONDS [GIB]
+    python -m impala_llm.envs.scoring_process REPLIES VERIFIER SECONDS [GIB]
 
 reads a line, NAME [answer, task, arguments], with JSON after the request's name, and writes one of JSON, [NAME, score,
-null] or [NAME, null, error]. Its first line, without a name, says that the verifier is there, or why not. It ends with
+null] or [NAME, null, error], to the descriptor REPLIES: on standard output what the interpreter runs at its start, such
+as a sitecustomize, may print. Its first line, without a name, says that the verifier is there, or why not. It ends with
 its input.
 
 Invariant: a request has one reply, or the process is ended and a new one takes the next request. No answer gets the
@@ -26,7 +27,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from impala_llm.plugs import VERIFIERS, load
 
@@ -63,12 +64,13 @@ class ScoringProcess:
         example: tuple[Any, Mapping[str, Any]] | None = None,
     ) -> None:
         limit = [] if memory_gib is None else [str(memory_gib)]
-        self._command = [sys.executable, "-m", "impala_llm.envs.scoring_process", verifier, str(timeout_s), *limit]
+        self._arguments = [verifier, str(timeout_s), *limit]
         self._timeout_s = timeout_s
         self._example = None if example is None else _request("", *example)
         # Its one thread scores; answers that wait for their turn hold none of the event loop's own.
         self._thread = ThreadPoolExecutor(1, "scoring")
         self._process: subprocess.Popen[bytes] | None = None
+        self._replies: BinaryIO | None = None
 
     async def score(self, answer: str, task: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> float:
         """Score an answer without holding up the event loop.
@@ -104,9 +106,19 @@ class ScoringProcess:
         return self._exchange(request, self._timeout_s)
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
+        reading, replies = os.pipe()
+        self._replies = os.fdopen(reading, "rb", 0)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "impala_llm.envs.scoring_process", str(replies), *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(replies,),
+            )
+        finally:
+            os.close(replies)
         self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
@@ -138,9 +150,9 @@ class ScoringProcess:
         Nothing waits for the end of a pipe: a process that the verifier has started may hold it open for ever.
         """
         process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
+        if process is None or process.stdin is None or self._replies is None:
             raise OSError("the process has died")
-        source, sink = process.stdout.fileno(), process.stdin.fileno()
+        source, sink = self._replies.fileno(), process.stdin.fileno()
         os.set_blocking(sink, False)
         poll, reply = select.poll(), b""
         poll.register(source, select.POLLIN)
@@ -170,7 +182,7 @@ class ScoringProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for pipe in (process.stdin, process.stdout):
+        for pipe in (process.stdin, self._replies):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -180,14 +192,14 @@ def _request(answer: str, task: Any, arguments: Mapping[str, Any]) -> bytes:
     return json.dumps([answer, task, dict(arguments)], default=str).encode() + b"\n"
 
 
-def main(verifier: str, timeout_s: float, memory_gib: float | None) -> None:
-    """Serve standard input until it ends."""
+def main(descriptor: int, verifier: str, timeout_s: float, memory_gib: float | None) -> None:
+    """Serve standard input until it ends. descriptor: where the replies go."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     process_id = os.getpid()
-    # What a verifier and its processes read is no request, and what they print is no reply.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", buffering=1)
+    # What a verifier and its processes read is no request. Nor do they inherit what dup returns.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(descriptor), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    os.close(descriptor)
     if memory_gib is not None:
         most, _ = _within_hard_limit(resource.RLIMIT_AS, int(memory_gib * 2**30))
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -235,5 +247,5 @@ def _reply(replies: IO[str], name: str, score: float | None, error: str | None) 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else None)
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4]) if len(sys.argv) > 4 else None)
     _end_with(0)

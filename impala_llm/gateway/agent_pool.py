@@ -117,23 +117,26 @@ class AgentPool:
 
     async def _new(self) -> "_Process":
         name = secrets.token_hex(8)
-        printed, transport, writing = await open_pipe()
-        try:
+        with contextlib.ExitStack() as if_failed, contextlib.ExitStack() as anyway:
+            printed, printing, writing = await open_pipe()
+            if_failed.callback(printing.close)
+            anyway.callback(os.close, writing)
+            # Not standard output, on which what the interpreter runs at its start, such as a sitecustomize, may print.
+            events, telling, told = await open_pipe(1 << 24)
+            if_failed.callback(telling.close)
+            anyway.callback(os.close, told)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "impala_llm.gateway.worker"),
+                *(sys.executable, "-m", "impala_llm.gateway.worker", str(told)),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=writing,
                 stderr=writing,
-                limit=1 << 24,
+                pass_fds=(told,),
                 env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
                 start_new_session=True,  # an agent that signals its process group is not to end the actor
             )
-        except BaseException:
-            transport.close()
-            raise
-        finally:
-            os.close(writing)
-        worker = _Process(process, name, asyncio.create_task(_print_some(printed, transport)), self._patience)
+            if_failed.pop_all()
+        show = asyncio.create_task(_print_some(printed, printing))
+        worker = _Process(process, name, events, telling, show, self._patience)
         try:
             async with asyncio.timeout(self._patience.start_s):
                 await worker.start(self._settings)
@@ -188,13 +191,21 @@ class _Process:
 
     Args:
         name: the value of the variable that all below it have.
+        events: what it says, over `telling`.
         printing: prints what they print, until all of them have ended.
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, name: str, printing: asyncio.Task[None], patience: Patience
+        self,
+        process: asyncio.subprocess.Process,
+        name: str,
+        events: asyncio.StreamReader,
+        telling: asyncio.BaseTransport,
+        printing: asyncio.Task[None],
+        patience: Patience,
     ) -> None:
-        self._process, self._name, self._printing, self._patience = process, name, printing, patience
+        self._process, self._name, self._events, self._telling = process, name, events, telling
+        self._printing, self._patience = printing, patience
         self._resources: psutil.Process | None = None
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Any]] = {}
@@ -217,9 +228,8 @@ class _Process:
 
     async def start(self, settings: dict[str, Any]) -> None:
         """Wait until it is ready. Raises AgentFailed."""
-        assert self._process.stdout is not None
         self._send(settings)
-        line = await self._process.stdout.readline()
+        line = await self._events.readline()
         event = json.loads(line) if line else {"broken": f"its process ended with status {await self._process.wait()}"}
         if "broken" in event:
             raise AgentFailed(event["broken"])
@@ -271,6 +281,7 @@ class _Process:
         await asyncio.to_thread(self._clear)
         if self._reader is not None:
             self._reader.cancel()
+        self._telling.close()
         await asyncio.wait([self._printing], timeout=_END_S)  # its last words
         self._printing.cancel()
 
@@ -291,9 +302,8 @@ class _Process:
             future.exception()  # nobody else asks for it
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         try:
-            while line := await self._next_line(self._process.stdout):
+            while line := await self._next_line():
                 self._handle(json.loads(line))
             reason = f"ended it with status {await self._process.wait()}"
         except TimeoutError:
@@ -305,13 +315,13 @@ class _Process:
             )
         self.end(f"an agent of the process {reason}")
 
-    async def _next_line(self, stream: asyncio.StreamReader) -> bytes:
+    async def _next_line(self) -> bytes:
         """Raises TimeoutError after silence. A pause of this process's own loop is one of several parts of it."""
         part_s = self._patience.blocked_s / _SILENT_PARTS
         for _ in range(_SILENT_PARTS - 1):
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(stream.readline(), part_s)
-        return await asyncio.wait_for(stream.readline(), part_s)
+                return await asyncio.wait_for(self._events.readline(), part_s)
+        return await asyncio.wait_for(self._events.readline(), part_s)
 
     def _handle(self, event: dict[str, Any]) -> None:
         self.leaks = self.leaks or bool(event.get("leaks"))

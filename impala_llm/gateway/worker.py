@@ -1,8 +1,8 @@
 """A process of the pool: runs agents, many at once on one asyncio loop, for an actor (agent_pool.py).
 
-It reads commands on its standard input and writes events on what was its standard output, a JSON object a line; what
-agents print goes to the actor's log. It ends, and kills all that it or its agents have started, as soon as its input
-does.
+It reads commands on its standard input and writes events to the descriptor that its argument names, a JSON object a
+line; what agents print, and the interpreter at its start, goes to the actor's log. It ends, and kills all that it or
+its agents have started, as soon as its input does.
 
     start the pool's:  {"agent": name, "command": line or null}
     to it:             {"episode": n, "task": {...}, "url": ..., "key": ...}   {"cancel": n}
@@ -235,11 +235,11 @@ def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: 
 
 async def main() -> None:
     """Run until the standard input ends."""
-    commands = os.fdopen(os.dup(0), "rb")
-    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    told = int(sys.argv[1])
+    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(told), "wb", buffering=0)  # no agent inherits them
+    os.close(told)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)
     sys.stdout = sys.stderr
 
     def say(event: dict[str, Any]) -> None:

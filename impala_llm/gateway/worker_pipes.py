@@ -7,10 +7,10 @@ import asyncio
 import os
 
 
-async def open_pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]:
+async def open_pipe(longest_line: int = 1 << 16) -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]:
     """Open a pipe. Returns its stream, the transport that ends it, and the descriptor of its other end."""
     reading, writing = os.pipe()
-    stream = asyncio.StreamReader()
+    stream = asyncio.StreamReader(longest_line)
     file = os.fdopen(reading, "rb", 0)
     try:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -305,6 +305,16 @@ def test_what_a_verifier_and_its_processes_read_is_no_request(folder: Path) -> N
     scoring.close()
 
 
+@pytest.mark.system
+def test_what_the_interpreter_prints_at_its_start_is_no_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sitecustomize.py").write_text("print('hello from the site')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    scoring = ScoringProcess("mine:longer", timeout_s=60.0)
+    assert asyncio.run(scoring.score("abc", {"answer": "a"}, {"least": 1})) == 1.0
+    scoring.close()
+
+
 RUNNER = """
 def verify(answer, task):
     names = {}

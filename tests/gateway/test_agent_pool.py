@@ -325,23 +325,36 @@ def test_a_process_whose_actor_was_killed_in_the_middle_of_a_command_ends_with_w
     agents: Path,
 ) -> None:
     name = f"test-{agents.name}"
+    reading, told = os.pipe()
     worker = subprocess.Popen(
-        [sys.executable, "-m", "impala_llm.gateway.worker"],
+        [sys.executable, "-m", "impala_llm.gateway.worker", str(told)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        pass_fds=(told,),
         env={**os.environ, WORKER: name},
     )
-    assert worker.stdin is not None and worker.stdout is not None
+    os.close(told)
+    assert worker.stdin is not None
     command = {"episode": 0, "task": vars(task("start")), "url": "http://127.0.0.1:1/v1", "key": "sk-1"}
     for line in ({"agent": "pool_agents:agent", "command": None}, command):
         worker.stdin.write(json.dumps(line).encode() + b"\n")
         worker.stdin.flush()
-    events = map(json.loads, worker.stdout)
-    started = psutil.Process(next(event["result"] for event in events if "result" in event))
+    with open(reading) as events:
+        started = psutil.Process(next(event["result"] for event in map(json.loads, events) if "result" in event))
     worker.stdin.write(b'{"episode": 1, "task": {"da')
     worker.stdin.close()
     assert worker.wait(DEADLINE_S) == 0
     assert psutil.wait_procs([started], timeout=DEADLINE_S)[1] == []
+
+
+@pytest.mark.system
+def test_what_the_interpreter_prints_at_its_start_is_no_event(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (agents / "sitecustomize.py").write_text("print('hello from the site')")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "number") == 0.5
+
+    use(test)
 
 
 @pytest.mark.system

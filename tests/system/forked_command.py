@@ -201,14 +201,14 @@ class Standby:
             die_with_parent(command)
             os.setsid()
             os.dup2(requests, 0)
-            os.dup2(events, 1)
-            for descriptor in (requests, self._requests, self._events, events):
+            for descriptor in (requests, self._requests, self._events):
                 os.close(descriptor)
-            serve_forks()
+            os.dup2(2, 1)
+            serve_forks(events)
         os.close(requests)
         os.close(events)
         self.stdin = os.fdopen(self._requests, "wb")
-        self.stdout = os.fdopen(self._events, "rb", buffering=0)
+        self.events = os.fdopen(self._events, "rb", buffering=0)
         self.returncode: int | None = None
         self.is_new = True
 
@@ -245,14 +245,14 @@ def stand_by() -> None:
                 super()._begin()
                 return
             standby.begin(self.environment)
-            self._process = standby  # type: ignore[assignment]
-            os.set_blocking(standby.stdout.fileno(), False)
+            self._process, self._events = standby, standby.events  # type: ignore[assignment]
+            os.set_blocking(standby.events.fileno(), False)
 
     launch.ForkServer = StandbyServer  # type: ignore[misc]
 
 
-def serve_forks() -> NoReturn:
-    """The life of a run's fork server, from when it is told its environment, on standard input."""
+def serve_forks(events: int) -> NoReturn:
+    """The life of a run's fork server, from when it is told its environment, on standard input. events: descriptor."""
     from impala_llm import fork_server
 
     line = b""
@@ -267,7 +267,7 @@ def serve_forks() -> NoReturn:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:1] = [str(Path(fork_server.__file__).parent), *environment["PYTHONPATH"].split(os.pathsep)]
-    fork_server.main()
+    fork_server.main(events)
 
 
 def poll(pid: int) -> int | None:

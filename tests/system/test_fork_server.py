@@ -70,6 +70,16 @@ def test_a_forked_process_has_its_own_session_command_line_environment_and_log(
     assert "actor.num_actors" not in log.read_text()
 
 
+def test_what_the_interpreter_prints_at_its_start_is_no_event(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello from the site')")
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    forks = ForkServer({**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", FAMILY: "0" * 32})
+    try:
+        assert start(forks, tmp_path / "log", "actor.num_actors=many").wait() == 2
+    finally:
+        forks.close()
+
+
 def test_all_end_with_their_server_and_another_one_starts_the_next(server: ForkServer, tmp_path: Path) -> None:
     first = start(server, tmp_path / "log")
     wait_for(lambda: has_started(first))
