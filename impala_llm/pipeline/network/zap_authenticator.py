@@ -1,7 +1,8 @@
 """ZAP authenticator: decides which keys may connect to a learner's encrypted sockets, and counts refused connections.
 
-Invariant: a connection reaches a socket only if its public key lay in the authorised folder at its handshake; where
-nobody answers (no authenticator, or one that has ended) nobody gets in.
+Invariants: a connection reaches a socket only if its public key lay in the authorised folder at its handshake; where
+nobody answers (no authenticator, or one that has ended) nobody gets in. Connections leave a quarter of the file
+descriptors of this process to its files: strangers may hold many until their handshake's time is over.
 
 Two sources are combined. libzmq asks about keys over ZAP (ZeroMQ RFC 27); the answer names an admitted peer. libzmq
 does not ask about a peer without a key, with the wrong learner's key, or with another protocol: such a peer shows only
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import socket as system
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -38,9 +41,9 @@ _FAILURES = {
     "learner.public.json with the learner's",
 }
 _NOT_ZMTP = "it does not speak ZeroMQ 3 with encryption"
+# Without ACCEPT_FAILED: while no descriptor is free libzmq reports some 30,000 a second.
 _EVENTS = (
     zmq.Event.ACCEPTED
-    | zmq.Event.ACCEPT_FAILED
     | zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -134,6 +137,7 @@ class ZapAuthenticator:
         self._arriving: deque[zmq.Socket[bytes]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
+        self._spare = os.dup(self._wake_read)
         self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
         self._thread.start()
 
@@ -166,8 +170,8 @@ class ZapAuthenticator:
         self._closing = True
         self._wake()
         self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for descriptor in (self._wake_read, self._wake_write, self._spare):
+            os.close(descriptor)
 
     def _wake(self) -> None:
         os.write(self._wake_write, b"w")
@@ -232,8 +236,13 @@ class ZapAuthenticator:
                 return False
             case zmq.Event.ACCEPTED:
                 handshakes.began(event["value"])
-            case zmq.Event.ACCEPT_FAILED:
-                self._warnings.log("a connection could not be accepted", f"{place}: {os.strerror(event['value'])}")
+                if _is_scarce(event["value"]):
+                    self._warnings.log(
+                        "a connection was ended at once",
+                        f"at {place}: three quarters of the open files that this process may have are open: raise "
+                        "ulimit -Hn, and let a firewall admit the actors' hosts alone",
+                    )
+                    self._shut_down(event["value"], place)
             case zmq.Event.HANDSHAKE_SUCCEEDED:
                 handshakes.done()
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
@@ -250,3 +259,24 @@ class ZapAuthenticator:
     def _refused_at(self, place: str, why: str) -> None:
         self._num_refused += 1
         self._warnings.log("a connection was refused", f"at {place}: {why}")
+
+    def _shut_down(self, descriptor: int, place: str) -> None:
+        """Shut down a connection to a TCP endpoint; libzmq then closes it. Nothing is done where the descriptor is of
+        something else by now.
+        """
+        # A duplicate stays what it is while it is looked at, and one in the place of a spare needs no free descriptor.
+        with contextlib.suppress(OSError, IndexError):  # it is closed, or what is no TCP socket has no port
+            os.dup2(descriptor, self._spare, inheritable=False)
+            connection = system.socket(system.AF_INET, system.SOCK_STREAM, fileno=self._spare)
+            try:
+                if place.endswith(f":{connection.getsockname()[1]}"):
+                    connection.shutdown(system.SHUT_RDWR)
+            finally:
+                connection.detach()
+        os.dup2(self._wake_read, self._spare, inheritable=False)
+
+
+def _is_scarce(descriptor: int) -> bool:
+    """Whether a new file descriptor, the lowest that was free, is one of the last quarter."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most != resource.RLIM_INFINITY and descriptor >= most * 3 // 4

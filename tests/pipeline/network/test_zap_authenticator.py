@@ -1,7 +1,10 @@
 """Only authorised keys get through, who does not is counted, and nothing of it ends the server or is left behind."""
 
 import os
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,6 +215,58 @@ def test_a_silent_peer_is_cut_off(folder: Path) -> None:
         while peer.recv(100):
             pass
     server.close()
+
+
+STRANGERS_MEET = """
+import os, resource, socket, sys
+from pathlib import Path
+import zmq
+from impala_llm.pipeline.network.keys import load_actor_keys
+sys.path.insert(0, sys.argv[1])
+from test_zap_authenticator import Server, dealer, talks
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+folder = Path(sys.argv[2])
+server = Server(folder)
+with zmq.Context() as context, dealer(context, server.endpoint, b"a", 1000, load_actor_keys(folder, "a")) as actor:
+    actor.send(b"before")
+    assert server.receive() == ("a", b"before")
+    print(*server.address, flush=True)
+    sys.stdin.readline()
+    files = [open(os.devnull) for _ in range(40)]
+    actor.send(b"still here")
+    assert server.receive() == ("a", b"still here")
+    print(flush=True)
+    sys.stdin.read()
+    talks(server, context, load_actor_keys(folder, "b"), "b")
+server.close()
+"""
+
+
+def test_connections_of_strangers_leave_descriptors_to_the_process(folder: Path) -> None:
+    """They are silent, so that each would have ten seconds for its handshake."""
+    learner = subprocess.Popen(
+        [sys.executable, "-c", STRANGERS_MEET, os.path.dirname(__file__), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert learner.stdin is not None and learner.stdout is not None
+    with ExitStack() as open_connections:
+        host, port = learner.stdout.readline().split()
+        strangers = [
+            open_connections.enter_context(socket.create_connection((host, int(port)))) for _ in range(500)
+        ]
+        ended = select.poll()
+        for stranger in strangers:
+            ended.register(stranger, select.POLLRDHUP)
+        wait_for(lambda: len(ended.poll(0)) >= 500 - 150)  # of 200 descriptors
+        learner.stdin.write("\n")
+        learner.stdin.flush()
+        assert learner.stdout.readline() == "\n", "the learner has ended"
+    learner.communicate(timeout=60)
+    assert learner.returncode == 0
 
 
 def test_every_refusal_counts_and_few_are_logged(
