@@ -35,7 +35,7 @@ WATCH = (
         ("advantage/zero_share",),
         "near 0, where groups are compared. With success as the only reward, in groups of 8: 0.06 at a success rate of "
         "30 %, 0.43 at 10 %, 0.85 at 2 %",
-        "[larger groups, graded scores, a warm start](algorithms.md#what-an-action-is-worth-algorithmcredit)",
+        "[larger groups, graded scores, a warm start](algorithms.md#credit-algorithmcredit)",
     ),
     (
         ("staleness/mean", "buffer/lost_tokens_share"),
@@ -45,7 +45,7 @@ WATCH = (
     (
         ("ratio/ess",),
         "near 1. Far below 1 the data are old for the correction",
-        "lower `algorithm.max_staleness`, or [another loss](algorithms.md#how-far-to-trust-it-algorithmloss)",
+        "lower `algorithm.max_staleness`, or [another loss](algorithms.md#policy-loss-algorithmloss)",
     ),
     (
         ("loss/entropy", "alarm/entropy_collapse", "alarm/noise_collapse"),
@@ -55,7 +55,7 @@ WATCH = (
     (
         ("value/explained_variance",),
         "rises from 0, a constant guess, towards 1; with `algorithm.credit=gae` and `vtrace`",
-        "[the value head](algorithms.md#what-an-action-is-worth-algorithmcredit)",
+        "[the value head](algorithms.md#credit-algorithmcredit)",
     ),
     (
         ("mismatch/logprob_mean",),

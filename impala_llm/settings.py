@@ -226,7 +226,7 @@ class ModelConfig:
     mantissa, several times as fast)."""
     value_hidden_size: int | None = bounded(None, least=0)
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
-    bears old data less well (docs/results/off_policy.md)."""
+    scored lower in the first study, with old data and without (docs/results/off_policy.md)."""
     value_trunk_gradient: bool = True
     """Whether the value loss also shapes the policy's trunk, as in IMPALA."""
 
@@ -358,8 +358,8 @@ class AlgorithmConfig:
     training started from."""
     max_staleness: int | None = bounded(2, least=0)
     """η, in policy versions: the policy loss has no term for an older action token, and a trajectory, or group, is
-    dropped when all of its are older. 0 is synchronous, None free running. What episodes that last longer than η
-    versions lose, and what helps: docs/pipeline.md, "Long episodes"."""
+    dropped when all of its action tokens are older. 0 is synchronous, None free running. What episodes that last
+    longer than η versions lose, and what helps: docs/pipeline.md, "Long episodes"."""
     mismatch_alarm: float = bounded(0.05, least=1e-09)
     """Mean |log π - log μ| in nats, of tokens that the learner's own version sampled, above which engine and learner
     count as disagreeing. A float32 engine stays below 1e-5 and can be held to 1e-3; bfloat16 gives 0.002 to 0.01."""
@@ -423,11 +423,11 @@ class LearnerConfig:
     """Learning rate of the value head. A matrix with n > 64 inputs has 64 / n of it: a step then moves values as
     far at any width."""
     weight_decay: float = bounded(0.0, least=0, most=1)
-    """AdamW's."""
+    """AdamW's weight decay."""
     adam_beta1: float = bounded(0.9, least=0, most=0.9999)
-    """AdamW's, of the gradient's mean."""
+    """AdamW's β₁: decay of the mean of the gradient."""
     adam_beta2: float = bounded(0.95, least=0, most=0.99999)
-    """AdamW's, of the gradient's square."""
+    """AdamW's β₂: decay of the mean of its square."""
     warmup_updates: int = bounded(5, least=0)
     """Updates in which the learning rate rises from 0."""
     value_warmup_updates: int = bounded(0, least=0)

@@ -1,7 +1,7 @@
 """The settings as a text for people: each key with its default, the values that it may take, and its meaning.
 
 All of it stands on the fields: the range and the choices in their metadata, the meaning in the docstring under each,
-read from the source. Credits and losses, which have options of their own, are listed one by one.
+read from the source. Credits, losses and environments, which have options of their own, are listed one by one.
 
     python -m impala_llm.settings_reference > docs/settings.md
 """
@@ -13,14 +13,14 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 from impala_llm import settings
 from impala_llm.algorithms.registry import PARTS
-from impala_llm.plugs import option_fields
+from impala_llm.plugs import ENVIRONMENTS, load, option_fields
 from impala_llm.settings import CreditSettings, LossSettings
 
 INTRODUCTION = """\
@@ -30,6 +30,11 @@ Written by `python -m impala_llm.settings_reference > docs/settings.md` from the
 `impala-llm train --help .` prints the same. A setting is given as `key=value`, or in a file: `--config FILE`. `null`
 is no value. A preset beside a file, such as `algorithm=vtrace`, goes over it: what the presets of its group set comes
 from the one that is named, all else in the file stays.
+
+The defaults here are those without presets. A run without other words takes the presets of `configs/config.yaml`:
+`algorithm=topr_gae env=webshop engine=torch model=tiny_shopper replay=use_once`. `algorithm=topr_gae` names
+`algorithm.credit=gae` and `algorithm.loss=topr`; `model=tiny_shopper` sets `learner.learning_rate=2e-4` and
+`env.webshop.catalogue=hard`, among others. `--dry-run` prints the values in force.
 """
 
 
@@ -99,7 +104,29 @@ def _entries(part: object, prefix: str) -> Iterator[Entry]:
         elif is_dataclass(value):
             yield from _entries(value, f"{prefix}{field.name}.")
         else:
-            yield Entry(prefix + field.name, _written(value), _allowed(field), meanings.get(field.name, ""))
+            key = prefix + field.name
+            yield Entry(key, _written(value), _allowed(field), meanings.get(field.name, ""))
+            if key == ENVIRONMENTS.options_key:
+                yield from _of_environments()
+
+
+def _of_environments() -> Iterator[Entry]:
+    """The options of each packaged environment."""
+    owners: dict[Entry, list[str]] = {}
+    for name in ENVIRONMENTS.packaged:
+        options = None if name in ENVIRONMENTS.settings else getattr(load(ENVIRONMENTS, name), "Options", None)
+        for field in () if options is None else fields(options):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            is_given = default is not MISSING
+            entry = Entry(
+                f"{ENVIRONMENTS.options_key}.{field.name}",
+                _written(default) if is_given else "...",
+                _allowed(field) if is_given else "must be set",
+                _meanings(options)[field.name],
+            )
+            owners.setdefault(entry, []).append(name)
+    for entry, names in owners.items():
+        yield replace(entry, meaning=f"{', '.join(names)}: {entry.meaning}")
 
 
 def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
@@ -115,7 +142,7 @@ def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
     yield Entry(key, "my_module:MyClass", "", "Your own, by its import path: see impala_llm/algorithms/interface.py.")
     for entry, names in owners.items():
         having = ", ".join(names) if len(names) < len(packaged) else "all"
-        yield Entry(entry.key, entry.default, entry.allowed, f"{having}: {entry.meaning}")
+        yield replace(entry, meaning=f"{having}: {entry.meaning}")
 
 
 def _allowed(field: Field[Any]) -> str:

@@ -47,8 +47,10 @@ def as_table(outcome: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of mischief; start and rest come on top")
-    parser.add_argument("--seed", type=int, default=0, help="of the monkey, the proxy and the task order")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="minutes of fault injection, start and end not included"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults, of the proxy and of the task order")
     parser.add_argument("--json", action="store_true", help="one object instead of a table")
     parser.add_argument("--logs", type=Path, help="where to keep the logs; a short path")
     parser.add_argument("--sabotage", choices=SABOTAGES, default="", help="build a fault in, which must be found")

@@ -1,4 +1,6 @@
-"""Seeded runs in one process: the gauge for changes that must not move a bit. Usage: tools/seeded_run.py [NAME ...]
+"""Seeded runs in one process, to check that a change leaves results equal to the last bit.
+
+    tools/seeded_run.py [NAME ...]
 
 Prints JSON: for each run the losses of every update and the SHA-256 of the final weights, value head included. On one
 machine two runs of one tree are equal, and so is that of a tree in which code was only moved. Without the pipeline:

@@ -85,6 +85,7 @@ _LENGTHS = (
     ("below_16k", "4,096 to 16,383"),
     ("from_16k", "16,384 or more"),
 )
+_AGES = (("0", "0"), ("1", "1"), ("2", "2"), ("3_4", "3 to 4"), ("5_8", "5 to 8"), ("9_up", "9 and more"))
 
 _DECLARED = (
     # What the agents achieve. Denominator: episodes that ended since the last flush.
@@ -209,8 +210,8 @@ _DECLARED = (
     # The same by staleness, over all tokens compared: at 0 with those over an engine's cache of older weights, above 0
     # with what the policy has learned since.
     *(
-        (f"mismatch/age_{age}_{what}", kind, f"{meaning} over compared tokens of staleness {age.replace('_', ' to ')}")
-        for age in ("0", "1", "2", "3_4", "5_8", "9_up")
+        (f"mismatch/age_{name}_{what}", kind, f"{meaning} over compared tokens of staleness {age}")
+        for name, age in _AGES
         for what, kind, meaning in (
             ("mean", _MEAN, "mean |l| in nats"),
             ("max", _MAX, "largest |l|"),
@@ -267,7 +268,7 @@ _DECLARED = (
     ("pipeline/recovered", _SUM, "acknowledged trajectories that a restarted learner found, at its first step"),
     ("pipeline/quarantined", _SUM, "trajectories set aside after the learner died twice over them, at its first step"),
     ("pipeline/given_up", _SUM, "tickets set aside: their episodes failed, or their actors died, too often"),
-    ("pipeline/malformed", _SUM, "messages dropped because they were none, since the last step"),
+    ("pipeline/malformed", _SUM, "messages that could not be decoded, dropped since the last step"),
     ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
     ("pipeline/unknown_figures", _SUM, "metrics that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
@@ -278,7 +279,7 @@ _DECLARED = (
     ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped for age or space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     *(
-        (f"buffer/evicted_{name}", _SUM, f"the same of {tokens} tokens, so that it is seen whether long ones are lost")
+        (f"buffer/evicted_{name}", _SUM, f"dropped trajectories of {tokens} tokens, since the last step")
         for name, tokens in _LENGTHS
     ),
     (

@@ -255,9 +255,7 @@ def test_connections_of_strangers_leave_descriptors_to_the_process(folder: Path)
     assert learner.stdin is not None and learner.stdout is not None
     with ExitStack() as open_connections:
         host, port = learner.stdout.readline().split()
-        strangers = [
-            open_connections.enter_context(socket.create_connection((host, int(port)))) for _ in range(500)
-        ]
+        strangers = [open_connections.enter_context(socket.create_connection((host, int(port)))) for _ in range(500)]
         ended = select.poll()
         for stranger in strangers:
             ended.register(stranger, select.POLLRDHUP)
