@@ -33,6 +33,9 @@ _CALL_TOKENS = {"qwen3": "<tool_call>", "qwen3.5": "<tool_call>", "glm": "<tool_
     "deepseek-v3": "<｜tool▁calls▁begin｜>"
 }
 """Tokens by which the parsers find calls."""
+_STATUSES = ("ok", "invalid_json")
+"""Status of a call that may be whole. qwen3.5 and glm write no quotes around texts and call each of those invalid JSON;
+of a call that is invalid as a whole the parsers give no name, or a text in place of the arguments: see `_is_call`."""
 _MOST_TEXTS, _LONGEST_TEXT = 1024, 4096
 """Texts whose tokens are kept, and characters of such a text: with their tokens they take some tens of MB at most."""
 _MOST_KINDS = 128
@@ -205,7 +208,7 @@ class ChatTokens:
         with contextlib.suppress(Exception):
             rest, parsed = parser.extract(ids)
             if parsed and all(
-                str(call.status.value) == "ok" and _is_call(call.name, call.arguments) for call in parsed
+                str(call.status.value) in _STATUSES and _is_call(call.name, call.arguments) for call in parsed
             ):
                 return rest, [_tool_call(call.name, call.arguments) for call in parsed]
         return ids, []

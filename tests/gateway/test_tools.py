@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from impala_llm.gateway.chat import ChatTokens
+from impala_llm.gateway.chat import ChatTokens, Reply
 from impala_llm.learning.scratch import ACT, END
 from impala_llm.rollout import EpisodeLimits
 from tests.gateway import test_server
@@ -286,6 +286,58 @@ def test_a_call_whose_arguments_are_no_object_stays_text(tiny_model: Path, argum
         assert [call["function"]["arguments"] for call in reply.tool_calls] == [arguments]
     else:
         assert reply.tool_calls == [] and "look_up" in reply.content
+
+
+XML, PAIRS, FENCED = "qwen3.5", "glm", "deepseek-v3"
+FAMILIES = {
+    "qwen3": [CALL, CALLED],
+    XML: [CALL, CALLED],
+    PAIRS: [CALL, CALLED, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    FENCED: [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")],
+}
+
+
+def reply_of_family(tiny_model: Path, parser: str, text: str) -> Reply:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(FAMILIES[parser])
+    return ChatTokens(tokenizer, parser).reply(tokenizer.encode(text, add_special_tokens=False))
+
+
+WHOLE = {
+    XML: f"{CALL}\n<function=look_up>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    f"</function>\n{CALLED}",
+    PAIRS: f"{CALL}look_up\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    f"<arg_value>3</arg_value>\n{CALLED}",
+}
+
+
+@pytest.mark.parametrize("parser", [XML, PAIRS])
+def test_a_call_whose_texts_have_no_quotes_is_one(tiny_model: Path, parser: str) -> None:
+    reply = reply_of_family(tiny_model, parser, f"I look.{WHOLE[parser]}")
+    [call] = [call["function"] for call in reply.tool_calls]
+    assert (call["name"], json.loads(call["arguments"])) == ("look_up", {"city": "Paris", "days": 3})
+    assert reply.content == "I look."
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3", f'{CALL}\n{{"name": "look_up", "arguments": {{"city": Paris}}}}\n{CALLED}'),
+        (XML, WHOLE[XML].removesuffix(CALLED)),
+        (XML, f"{CALL}\n<parameter=city>\nParis\n</parameter>\n{CALLED}"),
+        (PAIRS, WHOLE[PAIRS].removesuffix(CALLED)),
+        (PAIRS, WHOLE[PAIRS].replace("look_up", "")),
+        (PAIRS, f"{CALL}look_up\n<arg_key>city</arg_key>\n<arg_value>Paris\n{CALLED}"),
+        (
+            FENCED,
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
+            '{"city": Paris}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
+    ],
+)
+def test_a_broken_call_of_every_family_stays_text(tiny_model: Path, parser: str, text: str) -> None:
+    reply = reply_of_family(tiny_model, parser, text)
+    assert reply.tool_calls == [] and reply.content == text
 
 
 @pytest.mark.parametrize("inside", ["[" * 3000, "1" * 5000], ids=["deep", "long number"])
