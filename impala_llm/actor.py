@@ -33,7 +33,7 @@ from typing import NoReturn
 from impala_llm.actor_metrics import Reporter
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
-from impala_llm.engines.base import Engine, EngineError, EngineStats, ModelRefused, ServerUnfit
+from impala_llm.engines.base import Engine, EngineError, ModelRefused, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract
@@ -67,6 +67,8 @@ from impala_llm.trajectory import Trajectory
 RELAY_POLL_S = 0.05
 MAX_BACKOFF_S = 60.0
 """Longest pause between two attempts to start an engine, in seconds."""
+LOAD_PAUSE_S = 10.0
+"""Seconds after which weights that the engine has refused are loaded again, if no newer ones are announced before."""
 ABORT_GRACE_S = 5.0
 """Seconds after the time limit of an episode in which its aborted answer or its step ends and its turns are sent."""
 
@@ -78,6 +80,8 @@ class Actor:
     """Tasks of evaluations inside of the run; None: there are none."""
     agents: AgentPlayer | None = None
     """Plays the episodes; None: they are played by reset and step."""
+    load_at = 0.0
+    """Monotonic time before which weights that were refused are not loaded again."""
 
     def __init__(self, config: Config, index: int) -> None:
         self.config, self.index = config, index
@@ -176,11 +180,13 @@ class Actor:
             yield lease.path, lease.version
 
     def tend_engine(self) -> None:
-        """Start the engine, and another one where it has failed for good; meanwhile this actor asks for no tickets."""
+        """Start the engine, another one (without tickets meanwhile) where it has failed, and loads that it refused."""
         if self.is_up and self.engine.failure is not None:
             self.engine_failed(self.engine.failure)
         if not self.is_up and self.starting is None and time.monotonic() >= self.start_at:
             self.starting = asyncio.create_task(self.start_engine())
+        if time.monotonic() >= self.load_at:
+            self.start_loading()
 
     async def start_engine(self) -> None:
         try:
@@ -351,14 +357,6 @@ class Actor:
         self.evaluation_faults.clear()
         return episode
 
-    def load_times(self, stats: EngineStats) -> dict[str, float]:
-        """Metrics of the latest change of weights."""
-        return {
-            "weights/load_s": self.load_seconds,
-            "weights/pause_s": stats.pause_seconds,
-            "weights/transfer_s": stats.transfer_seconds,
-        }
-
     def start_loading(self) -> None:
         """Swap in the newest weights in the background, unless that is under way or they are here already."""
         is_due = self.distrusts or self.announced > self.engine.version
@@ -387,9 +385,11 @@ class Actor:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, EngineError):
-            # The old weights stay in use, and the next announcement is another attempt.
-            print(f"{self.actor_id}: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, EngineError) and not isinstance(error, ModelRefused):
+            # The old weights stay in use. The next announcement is another attempt, but none may come: the learner may
+            # wait for episodes of these weights.
+            self.load_at = time.monotonic() + LOAD_PAUSE_S
+            print(f"{self.actor_id}: {error}; again in {LOAD_PAUSE_S:.0f} s", file=sys.stderr, flush=True)
         elif error is not None:
             self.failure = error
         else:

@@ -14,6 +14,7 @@ class Playing(Protocol):
 
     is_up: bool
     engine_restarts: int
+    load_seconds: float
     channel: Any
     agents: Any
 
@@ -22,8 +23,6 @@ class Playing(Protocol):
 
     @property
     def fed_engine(self) -> object | None: ...
-
-    def load_times(self, stats: EngineStats) -> dict[str, float]: ...
 
 
 class Reporter:
@@ -40,6 +39,11 @@ class Reporter:
         # An engine that was made anew counts from 0 again.
         last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
         seconds, self.last, self.at = now - self.at, stats, now
+        load_times = {
+            "weights/load_s": actor.load_seconds,
+            "weights/pause_s": stats.pause_seconds,
+            "weights/transfer_s": stats.transfer_seconds,
+        }
         return {
             "actor/generated_tokens_per_s": (stats.decode_tokens - last.decode_tokens) / seconds,
             "actor/prefill_tokens_per_s": (stats.prefill_tokens - last.prefill_tokens) / seconds,
@@ -48,7 +52,7 @@ class Reporter:
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
             "pipeline/queue_fill": actor.channel.arena_fill,
             # Of weights that the learner sends it knows the times itself.
-            **({} if actor.fed_engine is not None else actor.load_times(stats)),
+            **({} if actor.fed_engine is not None else load_times),
             "actor/engine_up": float(actor.is_up and stats.is_up),
             # Those of an engine that was given up are among the actor's.
             "actor/engine_restarts": float(actor.engine_restarts + (stats.restarts if actor.is_up else 0)),

@@ -159,10 +159,8 @@ def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.Capture
 
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
-    actor: Any = SimpleNamespace(
-        running={}, channel=SimpleNamespace(arena_fill=0.0), fed_engine=None, is_up=True, engine_restarts=1, agents=None
-    )
-    actor.load_times = lambda stats: {}
+    actor: Any = SimpleNamespace(running={}, channel=SimpleNamespace(arena_fill=0.0), load_seconds=0.0, is_up=True)
+    actor.fed_engine, actor.engine_restarts, actor.agents = None, 1, None
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
     metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
     assert metrics["actor/idle_share"] == 1.0

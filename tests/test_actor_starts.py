@@ -2,15 +2,17 @@
 
 import asyncio
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from impala_llm.actor import Actor
+from impala_llm.config import load
 from impala_llm.engines.base import EngineError, EngineStats, ModelRefused, ServerUnfit
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.transport.messages import RUN_OVER, Shutdown
+from impala_llm.pipeline.transport.messages import RUN_OVER, Shutdown, WeightsAnnounced
 
 
 def test_a_ticket_that_waits_for_newer_weights_does_not_hold_up_those_behind_it() -> None:
@@ -68,3 +70,63 @@ def test_an_actor_ends_where_no_further_start_of_its_engine_can_do_better(
     asyncio.run(actor.start_engine())
     assert actor.failure is (error if ends else None) and not actor.is_up
     assert (f"{error}; again in" in capsys.readouterr().err) is not ends
+
+
+class Refusing:
+    """Engine without weights that refuses so many loads."""
+
+    version, failure = -1, None
+
+    def __init__(self, error: EngineError, refusals: int) -> None:
+        self.error, self.refusals = error, refusals
+
+    async def load_shared(self, lease: Any) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise self.error
+        self.version = lease.version
+
+
+def actor_that_loads(engine: Refusing) -> Any:
+    actor: Any = Actor.__new__(Actor)
+    actor.actor_id, actor.config, actor.engine = "actor-0", load(["experiment=toy"]), engine
+    actor.board = SimpleNamespace(latest=lambda: 0, lease=lambda: nullcontext(SimpleNamespace(version=0)))
+    actor.is_up, actor.distrusts, actor.announced, actor.loading, actor.failure = True, False, 0, None, None
+    actor.waiting, actor.running = deque([Ticket(1, 0, 1, 0, 0)]), {}
+    return actor
+
+
+def test_weights_that_were_refused_once_are_loaded_again_without_another_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None comes where the learner waits for episodes of these weights."""
+    monkeypatch.setattr("impala_llm.actor.LOAD_PAUSE_S", 0.0)
+
+    async def main() -> None:
+        actor = actor_that_loads(Refusing(EngineError("http://a:1 answered 503"), refusals=2))
+        played = asyncio.Event()
+
+        async def play(ticket: Ticket) -> None:
+            played.set()
+
+        actor.play = play
+        while not played.is_set():
+            actor.tend_engine()  # as the actor does whenever it has looked for messages
+            await asyncio.sleep(0)
+        assert (actor.engine.version, actor.failure) == (0, None)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_an_actor_whose_model_is_not_the_learners_ends() -> None:
+    """It would take tickets and play none."""
+
+    async def main() -> None:
+        error = ModelRefused("the weights are not of this engine's model")
+        actor = actor_that_loads(Refusing(error, refusals=1))
+        actor.handle(WeightsAnnounced(0))
+        while actor.loading is not None:
+            await asyncio.sleep(0)
+        assert actor.failure is error and not actor.running
+
+    asyncio.run(asyncio.wait_for(main(), 20))

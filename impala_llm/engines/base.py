@@ -169,7 +169,8 @@ class Engine(TokenGenerator, Protocol):
         """Swap in the weights of a Hugging Face directory between two decoding steps.
 
         Raises:
-            EngineError: the directory does not fit the model; the old weights stay in use.
+            EngineError: it could not be loaded; the old weights stay in use, and an actor tries again.
+            ModelRefused: the directory is of another model, which ends an actor.
         """
         ...
 

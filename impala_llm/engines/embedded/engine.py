@@ -257,8 +257,8 @@ class TorchEngine:
         """Copy the weights of a Hugging Face directory (model.safetensors) in place; running answers go on with them.
 
         Raises:
-            EngineError: a version below the present one, an unreadable file, names or shapes of another model. The old
-                weights stay in use.
+            EngineError: a version below the present one, an unreadable file; ModelRefused: names or shapes of another
+                model. The old weights stay in use.
         """
         self._check_version(version)
         begin = time.perf_counter()

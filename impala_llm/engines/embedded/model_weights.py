@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from impala_llm.engines.base import EngineError, WeightSource
+from impala_llm.engines.base import EngineError, ModelRefused, WeightSource
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
 SAFETENSORS_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -50,7 +50,10 @@ class ModelWeights:
             self._aliases.setdefault(tensor.data_ptr(), []).append(name)
 
     def load_file(self, directory: Path) -> None:
-        """Copy from a directory's model.safetensors. Raises EngineError where it is unreadable or does not fit."""
+        """Copy from a directory's model.safetensors.
+
+        Raises EngineError where it is unreadable, ModelRefused where names or shapes do not fit.
+        """
         path = Path(directory) / WEIGHTS_FILE
         try:
             with safe_open(path, framework="pt") as file:
@@ -62,7 +65,7 @@ class ModelWeights:
     def load_source(self, source: WeightSource) -> None:
         """Copy from shared memory, every byte compared with its checksum; in one pass where dtypes are the same.
 
-        Raises EngineError where names or shapes do not fit, and what the source raises for damaged weights: these may
+        Raises ModelRefused where names or shapes do not fit, and what the source raises for damaged weights: these may
         have been written in part, and must be loaded again before use.
         """
         found = source.tensors(verify=False)
@@ -80,7 +83,7 @@ class ModelWeights:
             self.load_file(source.path)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy from tensors in memory, of any dtype and device. Raises EngineError where they do not fit."""
+        """Copy from tensors in memory, of any dtype and device. Raises ModelRefused where they do not fit."""
         self._copy({name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__, "the state")
 
     @torch.no_grad()
@@ -103,7 +106,7 @@ class ModelWeights:
             if names
         ]
         if problems:
-            raise EngineError(
+            raise ModelRefused(
                 f"the weights in {source} are not of this engine's model ({'; '.join(problems)});"
                 " the old weights stay in use: give the engine the model that the learner trains"
             )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from impala_llm.engines.base import EngineError, SamplingParams
+from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams
 from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader, WeightsError
 
@@ -47,7 +47,7 @@ def test_weights_from_shared_memory(
 def test_weights_of_another_model_and_damaged_ones_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
     engine = TorchEngine(make_model("qwen3"), max_sessions=1, max_length=128, version=2)
     publish(make_model("qwen3", vocab_size=300), tmp_path / "shape", 3)
-    with WeightReader(tmp_path / "shape").lease() as lease, pytest.raises(EngineError, match="another shape"):
+    with WeightReader(tmp_path / "shape").lease() as lease, pytest.raises(ModelRefused, match="another shape"):
         asyncio.run(engine.load_shared(lease))
     publish(make_model("qwen3"), tmp_path / "old", 1)
     with WeightReader(tmp_path / "old").lease() as lease, pytest.raises(EngineError, match="older"):
