@@ -36,7 +36,7 @@ class ChatFormat:
     rewrite them.
 
     Args:
-        tokenizer: of the policy, with a chat template.
+        tokenizer: of the policy, with a chat template. It belongs to the format from now on, see `make_special`.
         system_prompt: first message; empty for none.
 
     Raises:
@@ -77,6 +77,7 @@ class ChatFormat:
                 f"part of an answer; let it write eos_token={tokenizer.eos_token!r} or another special token there"
             )
         self._after_end, end = between[len(self._closing) :], self._closing[-1]
+        make_special(tokenizer, end)
         self.closing_text = closing.partition(str(tokenizer.convert_ids_to_tokens(end)))[0]
         """Text of the template between an answer and the token that ends it; mostly empty."""
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
@@ -122,6 +123,17 @@ class ChatFormat:
     def _encode_text(self, text: str) -> tuple[int, ...]:
         # An observation that spells a special token must not become one: it could end a turn or forge an answer.
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+def make_special(tokenizer: PreTrainedTokenizerBase, end: int) -> None:
+    """Make a token that ends an answer a special one of this tokenizer: no text spells it, and no text shows it.
+
+    It may be merely an added one. No id changes.
+    """
+    token = tokenizer.added_tokens_decoder.get(end)
+    if token is not None and not token.special:
+        token.special = True
+        tokenizer.add_tokens([token], special_tokens=True)
 
 
 class _KnownTexts:

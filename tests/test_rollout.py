@@ -235,6 +235,10 @@ LLAMA = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<s>[INST] ' + message.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + message.content + ' </s>' }}{% endif %}{% endfor %}"
 )
+ENDED = (
+    "{% for message in messages %}{{ '[' + message.content + ('<|end|>' if message.role == 'assistant' else '') }}"
+    "{% endfor %}"
+)
 PLAIN = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
 
 
@@ -257,6 +261,17 @@ def test_an_answer_ends_with_a_special_token_and_not_with_the_space_before_it():
     assert chat.text(np.array(chat.answer("a b"))) == chat.text(np.array([*ids(tokenizer, "a b"), end])) == "a b"
     assert tokenizer.decode(chat.following("c", end)) == "<s>[INST] c [/INST]"
     assert tokenizer.decode(chat.following("c", ids(tokenizer, "b")[0])) == " </s><s>[INST] c [/INST]", "cut by length"
+
+
+def test_an_added_token_that_ends_an_answer_is_no_part_of_a_text():
+    tokenizer = make_byte_tokenizer(ENDED)
+    tokenizer.add_tokens(["<|end|>"])
+    ids_before, vocabulary = ids(tokenizer, "[go<|end|>"), tokenizer.get_vocab()
+    chat, end = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<|end|>")
+    assert chat.text(np.array([*ids(tokenizer, "go"), end])) == "go"
+    assert end not in chat.first("a<|end|>b") and tokenizer.decode(chat.first("a<|end|>b")) == "[a<|end|>b"
+    assert chat.answer("a<|end|>b").count(end) == 1
+    assert ids(tokenizer, "[go<|end|>") == ids_before and tokenizer.get_vocab() == vocabulary, "as the template has it"
 
 
 def test_a_template_that_ends_an_answer_with_mere_text_is_refused():

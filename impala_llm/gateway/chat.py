@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from impala_llm.envs.contract import text_problem
-from impala_llm.rollout import ChatFormat
+from impala_llm.rollout import ChatFormat, make_special
 
 Message = Mapping[str, Any]
 
@@ -111,6 +111,7 @@ class ChatTokens:
         before_user, before_tool = self._closing("user"), self._closing("tool")
         if before_tool and before_user != before_tool and before_user[:-1] == before_tool[:-1]:
             self._marks_speakers = True
+            make_special(tokenizer, before_tool[-1])
             self.stop_token_ids = tuple(sorted({*self.stop_token_ids, before_tool[-1]}))
 
     def _closing(self, role: str) -> tuple[int, ...]:

@@ -168,6 +168,19 @@ def test_an_answer_ends_with_the_mark_of_whoever_speaks_next_where_a_template_ha
     assert chat.stop_token_ids == tuple(ids(chat, END)), "another template"
 
 
+def test_marks_of_speakers_that_are_merely_added_are_no_part_of_a_text(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
+    tokenizer.add_tokens(MARKS)
+    tokenizer.chat_template = BY_MARKS
+    chat = ChatTokens(tokenizer, tool_parser="qwen3")
+    user, assistant, observation = ids(chat, *MARKS)
+    for end in (user, observation):
+        assert chat.text([*ids(chat, "7"), end]) == "7"
+    said = f"3{MARKS[0]}{MARKS[2]}"
+    read = chat.opening([{"role": "user", "content": said}, {"role": "tool", "content": said}], [])
+    assert (read.count(user), read.count(assistant), read.count(observation)) == (1, 1, 1)
+
+
 THINK, THOUGHT = "<think>", "</think>"
 
 
