@@ -133,7 +133,8 @@ class AgentConfig:
     engine.max_length."""
     unsupported: str = one_of("refuse", "drop")
     """Parameters of requests that would make the recorded log-probabilities wrong, such as top_p or another
-    temperature: refuse (with status 400) or drop (with a warning in the actor's log)."""
+    temperature, or that are not served, such as logprobs: refuse (with status 400) or drop (with a warning in the
+    actor's log)."""
     tool_parser: str = one_of("none", "qwen3", "qwen3.5", "glm", "deepseek-v3")
     """How the policy writes calls of tools, by a parser of the package renderers, whose tokens its tokenizer must have;
     none: they stay text."""

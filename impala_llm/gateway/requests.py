@@ -16,7 +16,8 @@ MOST_ANSWERS = 64
 _MOST_TOOLS = 1 << 20
 """Characters of `tools`: they are encoded on the actor's event loop."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": (),  # compared with the settings' one
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -24,17 +25,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
+"""Keys that change what is sampled, and their values that ask for nothing."""
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
     "reasoning_effort": (),
 }
-"""Keys that cannot be honoured, and their values that ask for nothing."""
+"""Known keys that are not served, and their values that ask for nothing."""
+_NEUTRAL = _OF_SAMPLING | _NOT_SERVED
 _HONOURED = {
     "model",
     "messages",
@@ -113,13 +118,16 @@ class RequestReader:
         )
 
     def _cannot(self, key: str, value: Any, fix: str) -> None:
-        sentence = (
-            f"{key}={_shown(value)} cannot be honoured: the log-probabilities that the policy learns from would not be "
-            f"those of what was sampled; {fix}"
-        )
+        reason = "is not served"
+        if key in _OF_SAMPLING:
+            reason = (
+                "cannot be honoured: the log-probabilities that the policy learns from would not be those of what was "
+                "sampled"
+            )
+        sentence = f"{key}={_shown(value)} {reason}; {fix}"
         if not self._drops:
             raise BadRequest(f"{sentence} (or set agent.unsupported=drop)")
-        known = key if key in _NEUTRAL or key == "temperature" else "another key"
+        known = key if key in _NEUTRAL else "another key"
         self._warnings.log(f"gateway, {known}", f"dropped: {sentence}")
 
 

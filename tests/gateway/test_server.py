@@ -288,6 +288,30 @@ def test_what_would_make_the_log_probabilities_wrong_is_refused_with_a_sentence_
     assert f"dropped: {key}=" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logprobs": True},
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"reasoning_effort": "low"},
+        {"modalities": ["audio"]},
+    ],
+    ids=str,
+)
+def test_what_changes_no_log_probability_and_is_not_served_is_refused_for_that_reason_or_dropped(
+    chat: ChatTokens, wish: dict[str, Any]
+) -> None:
+    key = next(iter(wish.get("extra_body", wish)))
+
+    async def refused(served: Served) -> None:
+        with pytest.raises(openai.BadRequestError, match=f"{key}=.* is not served; leave it out") as caught:
+            await served.say(ASK, **wish)
+        assert "log-probabilities" not in str(caught.value)
+
+    run(chat, refused)
+    run(chat, lambda served: served.say(ASK, **wish), drops=True)
+
+
 def test_what_asks_for_nothing_is_let_through(chat: ChatTokens) -> None:
     async def use(served: Served) -> None:
         await served.say(ASK, top_p=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, user="me", n=1)
