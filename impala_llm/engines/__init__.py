@@ -1,5 +1,6 @@
 """Token generators by name."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,29 @@ from impala_llm.settings import Config
 
 
 def make_engine(
-    config: Config, policy: Path, version: int, index: int = 0, weights: Any = None, server_key: str | None = None
+    config: Config,
+    policy: Path,
+    version: int,
+    index: int | None = None,
+    weights: Any = None,
+    server_key: str | None = None,
 ) -> Engine:
-    """Make the engine that `engine.name` names, for what `EngineSetup` describes. Then `await start()` it."""
+    """Make the engine that `engine.name` names, for what `EngineSetup` describes. Then `await start()` it.
+
+    Args:
+        index: of the actor on this host, which gets its share of `engine.urls`; None: no actor, which gets all of them.
+    """
     import torch
 
+    if index is not None and config.engine.urls is not None:
+        # No two actors of a command have the same share: their indices follow one another.
+        number = max(1, config.num_actors)
+        config = replace(config, engine=replace(config.engine, urls=config.engine.urls[index % number :: number]))
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     engine: Engine = load(ENGINES, config.engine.name)(
-        EngineSetup(config, policy, version, device, index, weights, server_key)
+        EngineSetup(config, policy, version, device, index or 0, weights, server_key)
     )
     return engine
 
@@ -52,9 +66,7 @@ def sglang_engine(setup: EngineSetup) -> Engine:
     config, engine, policy = setup.config, setup.config.engine, setup.policy
     servers: Any
     if engine.urls is not None:
-        # No two actors of a command have the same share: their indices follow one another.
-        own = engine.urls[setup.index % max(1, config.num_actors) :: max(1, config.num_actors)]
-        servers = partial(find_servers, own, engine.start_timeout_s)
+        servers = partial(find_servers, engine.urls, engine.start_timeout_s)
     else:
         settings = ServerSettings(
             model=policy,

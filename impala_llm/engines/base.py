@@ -129,7 +129,7 @@ class EngineSetup:
     """All that an engine of an actor is made from."""
 
     config: Config
-    """`config.engine.options` are the engine's own."""
+    """`config.engine.options` are the engine's own, and `config.engine.urls` of an actor's engine are its share."""
     policy: Path
     """Hugging Face directory with model and tokenizer."""
     version: int
@@ -137,7 +137,7 @@ class EngineSetup:
     device: str
     """cpu | cuda."""
     index: int = 0
-    """Index of the actor on this host; it selects the log and the share of the configured servers."""
+    """Index of the actor on this host, which names its log."""
     weights: Callable[[], AbstractContextManager[tuple[Path, int]]] | None = None
     """Source of the newest weights, as (directory, version), for an engine that restarts a server; None: those of
     `policy`, until others are loaded."""

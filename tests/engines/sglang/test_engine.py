@@ -316,6 +316,28 @@ def test_servers_of_others_begin_with_the_policy_that_the_engine_is_made_for(tin
     run(test)
 
 
+def test_actors_share_servers_out_and_who_is_alone_has_all_of_them(tiny_model):
+    """As `evaluate` is, whatever actor.num_actors the run had."""
+
+    async def test():
+        fakes = [FakeServer() for _ in range(3)]
+        for fake in fakes:
+            await fake.server.start_server(shutdown_timeout=0.1)
+        urls = ",".join(fake.url for fake in fakes)
+        config = load(["experiment=toy", "engine=sglang", "actor.num_actors=2", f"engine.urls=[{urls}]"])
+        for index, servers in ((0, [0, 2]), (1, [1]), (None, [0, 1, 2])):
+            engine = make_engine(config, tiny_model, version=0, index=index)
+            try:
+                await engine.start()
+                assert [replica.server.url for replica in engine.replicas] == [fakes[number].url for number in servers]
+            finally:
+                await engine.close()
+        for fake in fakes:
+            await fake.server.close()
+
+    run(test)
+
+
 def test_the_vocabulary_of_a_model_is_that_of_its_text_part(tmp_path):
     nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 211}}
     (tmp_path / "config.json").write_text(json.dumps(nested))
