@@ -71,7 +71,8 @@ class EngineStats:
     decode_tokens: int = 0
     """Tokens sampled."""
     prefill_tokens: int = 0
-    """Prompt tokens computed. A token whose keys and values were in the cache is not counted."""
+    """Prompt tokens computed. A token whose keys and values were in the cache is not counted; those of an answer's last
+    token are not there. So an agent's answers with `stop`, asked for token by token, count here as well."""
     busy_seconds: float = 0.0
     """Time spent in steps."""
     weight_loads: int = 0
