@@ -47,7 +47,7 @@ def test_the_embedded_engine_says_of_these_kinds_what_a_plain_forward_says(name:
     plain = build_family(name)
     engine = TorchEngine(build_family(name), max_sessions=2, max_length=MAX_LENGTH)
     asyncio.run(engine.start())
-    assert (engine.stats().steps, engine.stats().decode_tokens) == (0, 0)
+    assert (engine.stats().prefill_tokens, engine.stats().decode_tokens) == (0, 0)
     prompt = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=60)))
     expected = plain_log_probs(plain, torch.tensor(prompt + answer.tokens.tolist()))[39:]

@@ -67,7 +67,6 @@ class Generation:
 class EngineStats:
     """Counters since the start (differences give rates), and the current load."""
 
-    steps: int = 0
     decode_tokens: int = 0
     """Tokens sampled."""
     prefill_tokens: int = 0
@@ -75,8 +74,6 @@ class EngineStats:
     token are not there. So an agent's answers with `stop`, asked for token by token, count here as well."""
     busy_seconds: float = 0.0
     """Time spent in steps."""
-    weight_loads: int = 0
-    weight_load_seconds: float = 0.0
     pause_seconds: float = 0.0
     """Duration for which answers stood still at the latest change of weights."""
     transfer_seconds: float = 0.0

@@ -103,7 +103,6 @@ class GatewayEpisode:
         """Result of the episode that was posted; None: none was."""
         self.failure: EngineError | None = None
         """Error of the engine, after which the episode is not to be learned from."""
-        self.num_calls = 0
         self._engine: Any = engine
         self._max_tokens = max_tokens
         self._by_id: dict[str, Answer] = {}
@@ -246,7 +245,6 @@ class GatewayEpisode:
         return int(np.random.SeedSequence((self.spec.seed, number, kind)).generate_state(1, np.uint64)[0]) % _SEEDS
 
     async def _generate(self, session: str, answer: Answer, params: SamplingParams, stop: tuple[str, ...]) -> Answer:
-        self.num_calls += 1
         parts: list[Generation] = []
         try:
             await self._sample_parts(session, answer.history, params, stop, parts)

@@ -305,8 +305,6 @@ class TorchEngine:
         self._decoder.refresh()
         self.version = version
         seconds = time.perf_counter() - begin
-        self._stats.weight_loads += 1
-        self._stats.weight_load_seconds += seconds
         # No step comes amid a load: answers stand still for all of it.
         self._stats.pause_seconds, self._stats.transfer_seconds = seconds, transferred - begin
 
@@ -353,7 +351,6 @@ class TorchEngine:
         of_prompts = np.clip(table.prompt_length[plan.slots] - table.cached[plan.slots], 0, plan.computed).sum()
         logits = self._decoder(plan, self._cache)[: len(plan.sampled)]
         table.cached[plan.slots] += plan.computed
-        self._stats.steps += 1
         self._stats.prefill_tokens += int(of_prompts)
         if len(plan.sampled):
             self._draw(plan, logits)

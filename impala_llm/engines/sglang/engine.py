@@ -270,8 +270,6 @@ class SGLangEngine:
         return replace(
             self._stats,
             busy_seconds=busy,
-            weight_loads=self.weights.num_loads,
-            weight_load_seconds=self.weights.load_seconds,
             running=running,
             waiting=len(self.answers) - running,
             pause_seconds=times.pause_s,

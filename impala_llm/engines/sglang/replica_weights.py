@@ -6,7 +6,6 @@ after an update of the others, and never a version between.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -49,8 +48,6 @@ class ReplicaWeights:
         self.lock = asyncio.Lock()
         self.last_update: UpdateTimes | None = None
         """Times of the latest successful `load`."""
-        self.num_loads = 0
-        self.load_seconds = 0.0
         self.in_flight: InFlight = in_flight
         self.newest: tuple[Path, int] | None = None
         """Directory and version of the last `load`; before it, those that servers are to begin with. None: any."""
@@ -104,7 +101,6 @@ class ReplicaWeights:
         """
         before, self.newest = self.newest, (directory, version)
         behind = [replica for replica in serving if replica.version is not None and (anew or replica.version < version)]
-        begin = time.perf_counter()
         outcomes = await asyncio.gather(
             *(self._load_one(replica, directory, version, anew) for replica in behind), return_exceptions=True
         )
@@ -123,8 +119,6 @@ class ReplicaWeights:
             self.newest = before
         if times:
             self.last_update = UpdateTimes(max(t.pause_s for t in times), max(t.transfer_s for t in times))
-            self.num_loads += 1
-            self.load_seconds += time.perf_counter() - begin
         if refusals:
             raise EngineError(
                 f"version {version} in {directory} was refused, the old weights stay in use: "

@@ -1,5 +1,6 @@
 import asyncio
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,15 +170,14 @@ def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) ->
             logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
 
 
-def test_answers_stand_still_for_the_whole_of_a_load(make_model: MakeModel) -> None:
+def test_times_of_a_load_are_those_of_the_latest_one(make_model: MakeModel) -> None:
     engine = TorchEngine(make_model("qwen3", seed=0), max_sessions=1, max_length=128)
-    before = 0.0
     for version in (1, 2):
-        engine.load_state(make_model("qwen3", seed=version).state_dict(), version)
-        stats = engine.stats()
-        assert stats.pause_seconds == pytest.approx(stats.weight_load_seconds - before)
-        assert 0 < stats.transfer_seconds <= stats.pause_seconds
-        before = stats.weight_load_seconds
+        state = make_model("qwen3", seed=version).state_dict()
+        begin = time.perf_counter()
+        engine.load_state(state, version)
+        elapsed, stats = time.perf_counter() - begin, engine.stats()
+        assert 0 < stats.transfer_seconds <= stats.pause_seconds <= elapsed
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
