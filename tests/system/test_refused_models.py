@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config
 
 from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.settings import ASSETS
-from tests.system.runs import Run
+from tests.system.runs import START_S, Run
 
 
 def broken_template(model: Path) -> None:
@@ -68,3 +69,15 @@ def test_a_kind_that_nobody_has_tried_is_refused_when_it_starts_and_not_again_an
         run.assert_gone()
         assert f"the model {model} (mamba2)" in run.log.read_text()
         assert "docs/engines.md" in run.log.read_text()
+
+
+@pytest.mark.system
+def test_an_actor_with_another_model_than_the_learners_ends_in_a_sentence(tmp_path: Path) -> None:
+    """As where a command of actors on another host has settings of its own."""
+    other = make_scratch_policy(tmp_path / "other", hidden_size=32)
+    with Run(tmp_path / "run", "experiment=toy") as run:
+        run.start(sys.executable, "impala_llm/learner.py")
+        actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0", f"model.path={other}")
+        assert actor.wait(START_S) == 2, run.printed()
+        [said] = [line for line in run.log.read_text().splitlines() if line.startswith("actor 0:")]
+        assert "of another shape" in said and "give the engine the model that the learner trains" in said
