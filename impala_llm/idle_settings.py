@@ -21,20 +21,23 @@ class Idle(NamedTuple):
     comparison gives the same words to all of its arms, such as samplers, of which one has no use for them."""
 
 
+# Not those of an engine of the user's own, which may read every setting, or wrap SGLang's.
+_OF_SERVERS = [f"engine.{key}" for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache",
+                                           "memory_fraction", "server_args", "start_timeout_s",
+                                           "request_timeout_s")]  # fmt: skip
+_OF_EVALUATIONS = [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")]
+_OF_A_TABLE = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples")]
+_OF_THE_SHOP = ["env.webshop", "evaluation.unseen_seed"]
+_OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
+                                              "reward_kl_coef", "credit.discount")]  # fmt: skip
+
+
 def idle_settings(config: Config) -> dict[str, Idle]:
     """Return those of a configuration for `train`, by key; the key of a section stands for all that is in it."""
     algorithm, engine, learner, replay = config.algorithm, config.engine, config.learner, config.replay
     usual = LearnerConfig()
     of_agents = [f"agent.{key}" for key, _ in leaves(AgentConfig()) if key not in ("name", "command")]
-    # Not those of an engine of the user's own, which may read every setting, or wrap SGLang's.
-    of_servers = ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache", "memory_fraction",
-                  "server_args", "start_timeout_s", "request_timeout_s")  # fmt: skip
-    of_evaluations = [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")]
     agent = "agent.command" if config.agent.name is None else "agent.name"
-    of_a_table = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples")]
-    of_the_shop = ["env.webshop", "evaluation.unseen_seed"]
-    of_rewards = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
-                                                 "reward_kl_coef", "credit.discount")]  # fmt: skip
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
     # What a fix would be refused with stands in it as well.
@@ -45,12 +48,12 @@ def idle_settings(config: Config) -> dict[str, Idle]:
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
     rules: list[tuple[bool, Sequence[str], Idle]] = [
-        (engine.name == "torch", [f"engine.{key}" for key in of_servers],
+        (engine.name == "torch", _OF_SERVERS,
          Idle("with engine.name=torch", "engine=sglang")),
         (not config.agent.is_set, of_agents, Idle("without an agent", "agent.name or agent.command")),
-        (config.agent.is_set, ["env.name", "env.args", *of_the_shop],
+        (config.agent.is_set, ["env.name", "env.args", *_OF_THE_SHOP],
          Idle("with an agent, which has its own tasks", f"{agent}=null")),
-        (config.env.name != "webshop", of_the_shop, Idle(f"with env.name={config.env.name}", "env=webshop")),
+        (config.env.name != "webshop", _OF_THE_SHOP, Idle(f"with env.name={config.env.name}", "env=webshop")),
         (config.model.path != "scratch", ["model.scratch"],
          Idle(f"with model.path={config.model.path}", "model=scratch")),
         (config.model.lora.rank == 0, ["model.lora.alpha", "model.lora.targets"],
@@ -62,7 +65,7 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
          Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={max(1, engine.max_length // 4)}")),
-        (not algorithm.credit.learns_from_rewards, of_rewards,
+        (not algorithm.credit.learns_from_rewards, _OF_REWARDS,
          Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),
@@ -77,9 +80,9 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (not replay.prioritised, ["replay.uniform_floor", "replay.correction_exponent"],
          Idle("with replay.max_replays=1 and no priorities, where the oldest is drawn first", "replay=prioritised",
               is_refused=replay.max_replays == 1)),
-        (not config.evaluation.inside_run, of_evaluations,
+        (not config.evaluation.inside_run, _OF_EVALUATIONS,
          Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
-        (not config.evaluation.before_and_after, of_a_table,
+        (not config.evaluation.before_and_after, _OF_A_TABLE,
          Idle("without evaluation.before_and_after", "evaluation.before_and_after=true", is_refused=False)),
     ]  # fmt: skip
     return {key: why for is_idle, keys, why in rules if is_idle for key in keys}

@@ -239,11 +239,7 @@ _DECLARED = (
     ("actor/running_episodes", _SUM, "episodes under way, all actors together"),
     ("actor/failed_episodes", _SUM, "episodes that ended without a trajectory (error or deadline) since the last step"),
     ("actor/gateway_requests", _SUM, "requests of agents with a valid key since the start, all actors together"),
-    (
-        "actor/gateway_refused",
-        _SUM,
-        "requests of agents that were refused since the start, those without a key included",
-    ),
+    ("actor/gateway_refused", _SUM, "requests of agents refused since the start, those without a key included"),
     ("actor/agent_processes_replaced", _SUM, "processes of agents that crashed, blocked or grew and were replaced"),
     ("actor/resident_memory_gb", _MAX, "resident memory of the largest actor process, 10^9 bytes"),
     (
