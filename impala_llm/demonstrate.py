@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, plain
 from impala_llm.demonstrations import (
-    HEADER,
     Demonstration,
     Header,
     add_part,
     fingerprint,
+    has_parts,
     read_header,
     read_ids,
     write_header,
@@ -41,6 +42,7 @@ from impala_llm.engines.base import FinishReason, Generation, SamplingParams, To
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
+from impala_llm.learning.folder_owner import try_to_write
 from impala_llm.learning.origin import base_checksum
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
@@ -62,8 +64,8 @@ def record(config: Config) -> Path:
     """Record what `demonstrations.num_episodes` asks for and the folder has not yet. Returns the folder.
 
     Raises:
-        ConfigError: the folder's are of other settings, or another process records into it, or the environment has no
-            script, or another command uses servers of `engine.urls`.
+        ConfigError: the folder's are of other settings, or another process records into it, or it cannot be written
+            to, or the environment has no script, or another command uses servers of `engine.urls`.
         EngineError, EnvironmentFault: the episodes cannot be played.
         SystemExit: SIGINT, SIGTERM or SIGHUP has come; what was recorded is written.
     """
@@ -74,6 +76,9 @@ def record(config: Config) -> Path:
         _begin(config, policy, folder)
         there = read_ids(folder)
         missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
+        if missing:  # a folder that has all of them may be read-only
+            with _writing_to(folder):
+                try_to_write(folder)
         try:
             for catalogue in range(settings.num_catalogues):
                 numbers = [n for n in missing if n % settings.num_catalogues == catalogue]
@@ -96,11 +101,9 @@ def record(config: Config) -> Path:
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Keep a folder for this process, and make it if it is missing: two would give their parts the same numbers."""
-    try:
+    with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise _not_writable(folder, error) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,6 +117,18 @@ def _owned(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where the disk refuses what the block writes."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"demonstrations.dir={folder} cannot be written to ({reason}): name another folder, or put that right"
+        ) from None
 
 
 async def _until_told(recording: Coroutine[Any, Any, int]) -> int:
@@ -156,7 +171,6 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
     random.Random(f"{config.run.seed}, {catalogue}").shuffle(tasks)
     limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
     streams = asyncio.Semaphore(config.actor.max_episodes if settings.player == "policy" else 1)
-    too_long = 0
 
     async with _players(config, policy, suite, chat) as player:
 
@@ -190,19 +204,29 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
         if settings.player == "policy":
             tasks_under_way = [asyncio.create_task(play(number)) for number in numbers]
             episodes = asyncio.as_completed(tasks_under_way)
-        found: list[Demonstration] = []
         try:
-            for episode in episodes:
-                demonstration = await episode
-                too_long += demonstration is None
-                found += [] if demonstration is None else [demonstration]
-                if len(found) >= PART_EPISODES:
-                    add_part(folder, found)
-                    found = []
-                await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
-        finally:  # Ctrl-C and faults included
-            add_part(folder, found)
+            return await _keep(folder, episodes)
+        finally:
             await contract.end_episodes(tasks_under_way)
+
+
+async def _keep(folder: Path, episodes: Iterable[Awaitable[Demonstration | None]]) -> int:
+    """Add episodes to the folder as they end. Returns how many did not fit."""
+    found: list[Demonstration] = []
+    too_long = 0
+    try:
+        for episode in episodes:
+            demonstration = await episode
+            too_long += demonstration is None
+            found += [] if demonstration is None else [demonstration]
+            if len(found) >= PART_EPISODES:
+                with _writing_to(folder):
+                    add_part(folder, found)
+                found = []
+            await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
+    finally:  # Ctrl-C and faults included
+        with _writing_to(folder):
+            add_part(folder, found)
     return too_long
 
 
@@ -321,7 +345,7 @@ def _episode_id(config: Config, number: int) -> str:
 
 
 def _begin(config: Config, policy: Path, folder: Path) -> None:
-    """Write the header of a new folder; refuse one of other settings."""
+    """Write the header of a folder without demonstrations; refuse those of other settings."""
     env: dict[str, Any] = {"name": config.env.name}
     if config.env.name == "webshop":
         env["webshop"] = dataclasses.asdict(config.env.webshop)
@@ -340,11 +364,9 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
         plain(settings), weights,
     )  # fmt: skip
-    if not (folder / HEADER).exists():
-        try:
+    if not has_parts(folder):  # a header alone is of a recording that never began, and claims nothing
+        with _writing_to(folder):
             write_header(folder, header)
-        except OSError as error:
-            raise _not_writable(folder, error) from None
         return
     before = read_header(folder)
     where = f"demonstrations.dir={folder} holds demonstrations"
@@ -358,10 +380,6 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}")
     if before.weights != weights:
         raise ConfigError(f"{where} of model.path={before.model} with other weights than {header.model} has: {fix}")
-
-
-def _not_writable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"demonstrations.dir={folder} cannot be written to ({error.strerror}): name another folder")
 
 
 def _by_key(settings: dict[str, Any]) -> dict[str, Any]:

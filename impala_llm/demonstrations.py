@@ -40,6 +40,7 @@ CHECKSUM = "lines_sha256"
 """Key of the lines' checksum in the metadata of the arrays. Parts that another program has written may have none."""
 ARRAYS_CHECKSUM = "arrays_sha256"
 """Key of the arrays' own checksum there. Parts that another program has written may have none."""
+_PARTS = "part-*.jsonl"
 _PART = re.compile(r"part-([0-9]+)\.jsonl")
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that damaged JSON leads to, a TrajectoryError among them."""
@@ -134,6 +135,11 @@ def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
     path = folder / f"part-{number:05d}.jsonl"
     _put(path.with_suffix(".safetensors"), lambda aside: save_file(arrays, aside, metadata))
     _put(path, lambda aside: aside.write_bytes(lines))
+
+
+def has_parts(folder: Path) -> bool:
+    """Whether a folder holds demonstrations, whole or damaged."""
+    return any(folder.glob(_PARTS))
 
 
 def read(folder: Path) -> Iterator[Demonstration]:
@@ -248,7 +254,7 @@ def _reason(error: Exception) -> str:
 
 def _parts(folder: Path) -> list[Path]:
     """The lines of the parts, in the order in which they were recorded."""
-    return sorted(folder.glob("part-*.jsonl"), key=_number)
+    return sorted(folder.glob(_PARTS), key=_number)
 
 
 def _number(path: Path) -> int:
@@ -330,6 +336,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return 2 if stop.code else 0
     try:
+        if options.read < 0:
+            raise DemonstrationError(f"--read {options.read}: give a number of episodes, 0 or more")
         header = read_header(options.folder)
         chosen = [d for d in read(options.folder) if options.min_score <= d.trajectory.score <= options.max_score]
         if not chosen:
@@ -349,6 +357,11 @@ def main(argv: Sequence[str]) -> int:
                 write_header(aside, header)
                 add_part(aside, chosen)
                 aside.rename(options.out)
+            except (OSError, SafetensorError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise DemonstrationError(
+                    f"--out {options.out} cannot be written to ({reason}): name another folder, or put that right"
+                ) from None
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
             print(f"written to {options.out}")

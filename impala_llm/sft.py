@@ -35,7 +35,7 @@ from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, checkpoints, newest_whole, set_aside
 from impala_llm.learning.checkpoint_reader import CheckpointReader
-from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
+from impala_llm.learning.folder_owner import FolderOwner, try_to_write, wait_for_owner
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import base_checksum
@@ -96,6 +96,10 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
     there = len(found)
     found = [d for d in found if d.trajectory.score >= config.sft.min_score]
     where = f"sft.data={','.join(map(str, folders))}"
+    if there == 0:
+        raise DemonstrationError(
+            f"{where} holds no demonstrations: record some with `impala-llm demonstrate`, or name another folder"
+        )
     if not found:
         raise DemonstrationError(
             f"{where}: none of {there} demonstrations has sft.min_score={config.sft.min_score:g}: lower it, or record "
@@ -353,7 +357,7 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     folder = Path(config.sft.dir)
     wait_for_owner(folder, say, "end it first, or set another sft.dir")
     with _writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        try_to_write(folder)
     with ExitStack() as stack:
         owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
         data = load_data(config, policy, folders)
@@ -380,7 +384,9 @@ def _writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder") from None
+        raise ConfigError(
+            f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder, or put that right"
+        ) from None
 
 
 def main(config: Config, folders: Sequence[Path]) -> int:

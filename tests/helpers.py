@@ -1,7 +1,10 @@
-"""For several test modules: the tiny random policy, programs that run Python code, events of TensorBoard."""
+"""For several test modules: the tiny policy, programs that run Python code, events of TensorBoard, a full disk."""
 
+import resource
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +83,20 @@ def write_program(path: Path, code: str) -> Path:
     path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
     path.chmod(0o755)
     return path
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """Let this process write no file beyond so many bytes, as on a disk that is full; None: only once what this yields
+    is called with a number. Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(most: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+
+    if num_bytes is not None:
+        limit(num_bytes)
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

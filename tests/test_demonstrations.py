@@ -324,6 +324,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 
     assert "holds no demonstrations" in refusal(tmp_path / "nowhere")
     assert "widen --min-score" in refusal(noisy, "--min-score", "1", "--max-score", "0")
+    assert "--read -1: " in refusal(noisy, "--read", "-1")
     (tmp_path / "there").mkdir()
     assert "exists: name a new folder" in refusal(noisy, "--out", tmp_path / "there")
     lines = noisy / "part-00000.jsonl"

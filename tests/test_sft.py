@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from impala_llm import sft
 from impala_llm.cli import main
 from impala_llm.config import load
 from impala_llm.demonstrate import record
@@ -27,6 +28,7 @@ from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
+from tests.helpers import files_of_at_most
 
 
 @contextmanager
@@ -401,6 +403,16 @@ def test_a_policy_that_cannot_be_written_loses_nothing_that_was_learned(
     assert manifest is not None and manifest.update == 2
     assert main(given) == 0
     assert (tmp_path / "sft" / "policy" / "model.safetensors").is_file()
+
+
+def test_a_disk_that_is_full_is_noticed_before_anything_is_read(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sft, "load_data", None)
+    (tmp_path / "sft").mkdir()
+    with files_of_at_most(0):
+        assert main(["sft", *words(tmp_path, tiny_model, f"sft.data=[{tmp_path / 'demonstrations'}]")]) == 2
+    assert f"sft.dir={tmp_path / 'sft'} cannot be written to" in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_in_the_step_is_said_with_what_a_warm_start_reads(
