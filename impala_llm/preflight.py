@@ -11,7 +11,6 @@ import errno
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +27,7 @@ from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.known_models import vocab_size
 from impala_llm.learning.checkpoint_files import checkpoints
+from impala_llm.learning.folder_owner import try_to_write
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.metrics import MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
@@ -42,7 +42,7 @@ DISK_SPARE = 32 * MEGABYTE
 """For logs, metrics and a small policy."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Any of them is enough."""
-
+_MAY_HAVE_LEARNED = "it may have been trained on tasks that are held out now"
 
 Checks = dict[str, Sequence[Callable[[Config], list[str]]]]
 """By the part that they look at. Each returns sentences with key, value and fix, none where all is well."""
@@ -62,13 +62,15 @@ def check_evaluation(config: Config) -> None:
     """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
     # A policy from scratch, and the logs of a server, lie in the run's folder.
     writes = config.model.path == "scratch" or config.engine.name == "sglang"
-    _raise_for(config, {"run folder": (_folder,) if writes else (), "model": (_model,), **_engine_checks()})
+    first = {"run folder": (_folder,) if writes else (), "model": (_model,), "environment": (_catalogue,)}
+    _raise_for(config, {**first, **_engine_checks()})
 
 
 def check_recording(config: Config) -> None:
     """Before `impala-llm demonstrate`. Raises ConfigError with all that was found."""
     by_policy = config.demonstrations.player == "policy"
-    first = {"player": (_no_agent,), "catalogues": (_catalogues, _unseen_catalogue), "model": (_model,)}
+    catalogues = (_catalogues, _catalogue, _last_catalogue, _unseen_catalogue)
+    first = {"player": (_no_agent,), "catalogues": catalogues, "model": (_model,)}
     _raise_for(config, {**first, **(_engine_checks() if by_policy else {})})
 
 
@@ -106,8 +108,36 @@ def unfit_policy(config: Config) -> str | None:
         others = {key: value for key, value in (trained["env"]["args"] or {}).items() if args.get(key) != value}
         if others:
             were = ", ".join(f"env.args.{key}={value}, and not {args.get(key)}" for key, value in others.items())
-            return f"model.path={path} was trained with {were}: it may have been trained on tasks that are held out now"
+            return f"model.path={path} was trained with {were}: {_MAY_HAVE_LEARNED}"
+        return _unfit_shopper(config, trained) if env == "webshop" else None
     return None
+
+
+def _unfit_shopper(config: Config, trained: dict[str, Any]) -> str | None:
+    """`unfit_policy` of a policy that was trained in the shop. Made catalogues of another size or seed have other
+    products, and the splits of a hard one share none; the goals of files, or of an easy one, are dealt anew.
+
+    Args:
+        trained: the settings of its training.
+    """
+    path, shop, unseen = config.model.path, config.env.webshop, config.evaluation.unseen_seed
+    before, number = trained["env"]["webshop"], trained["demonstrations"]["num_catalogues"]
+    is_alike = all(before[key] == getattr(shop, key) for key in ("catalogue", "num_products"))
+    first = before["catalogue_seed"]
+    learned = range(first, first + number) if before["items"] is None and is_alike else ()
+    if unseen in learned and (unseen != shop.catalogue_seed or shop.items is not None):
+        return (
+            f"model.path={path} has learned from catalogue {unseen}, which evaluation.unseen_seed={unseen} plays as an "
+            "unseen one: set another seed, or evaluation.unseen_seed=null"
+        )
+    keys: tuple[str, ...] = ()
+    if shop.items is not None and before["items"] is not None:
+        keys = ("items", "num_products", "goals")
+    elif shop.items is None and shop.catalogue == "easy" and shop.catalogue_seed in learned:
+        keys = ("goals",)
+    others = [key for key in keys if before[key] != getattr(shop, key)]
+    were = ", ".join(f"env.webshop.{key}={before[key]}, and not {getattr(shop, key)}" for key in others)
+    return f"model.path={path} was trained with {were}: {_MAY_HAVE_LEARNED}" if others else None
 
 
 def training_checks() -> Checks:
@@ -190,13 +220,32 @@ def _task_file(config: Config) -> list[str]:
 
 
 def _catalogue(config: Config) -> list[str]:
+    """A hard catalogue that cannot be: that of the tasks, or the unseen one, which is played beside files as well."""
+    shop, unseen = config.env.webshop, config.evaluation.unseen_seed
+    found = [] if shop.items is not None else _beyond_limits(config, "env.webshop.catalogue_seed", shop.catalogue_seed)
+    if unseen is not None and not found:
+        others = _beyond_limits(config, "evaluation.unseen_seed", unseen)
+        found = [f"{problem}, or evaluation.unseen_seed=null" for problem in others]
+    return found
+
+
+def _last_catalogue(config: Config) -> list[str]:
+    """The last catalogue of a recording of several."""
+    first, number = config.env.webshop.catalogue_seed, config.demonstrations.num_catalogues
+    if number == 1 or config.env.webshop.items is not None or _catalogue(config):
+        return []
+    key = f"demonstrations.num_catalogues={number} ends at env.webshop.catalogue_seed"
+    return _beyond_limits(config, key, first + number - 1)
+
+
+def _beyond_limits(config: Config, key: str, seed: int) -> list[str]:
     shop = config.env.webshop
-    if not config.plays_shop or shop.items is not None or shop.catalogue != "hard":
+    if not config.plays_shop or shop.catalogue != "hard":
         return []
     try:
-        check_limits(shop.num_products, shop.catalogue_seed)
+        check_limits(shop.num_products, seed, key)
     except ValueError as error:
-        return [f"env.webshop.{error}"]
+        return [str(error)]
     return []
 
 
@@ -220,8 +269,7 @@ def _folder(config: Config) -> list[str]:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         done = "written to"
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"a disk that is full refuses this")
+        try_to_write(folder)
     except OSError as error:
         fix = "name another folder" + (", or put that right" if done == "written to" else "")
         return [f"run.dir={folder} cannot be {done} ({error.strerror}): {fix}"]

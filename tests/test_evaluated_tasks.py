@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import load, to_yaml
+from impala_llm.envs.webshop.nouns import installed_nouns
 from impala_llm.evaluate import evaluate_policies
 from impala_llm.preflight import unfit_policy
 
@@ -54,3 +55,47 @@ def test_other_settings_of_the_tasks_than_those_of_the_training_are_named(
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load([*gym, "model=scratch", "env.args.num_train=200"])))
     found = unfit_policy(load([*gym, "model=pretrained", f"model.path={policy}", *words]))
     assert found is None if said is None else said in str(found)
+
+
+OTHER = f"env.webshop.items={DATA.parent / 'edge' / 'items_shuffle.json'}"
+FILES = tuple(
+    f"env.webshop.{key}={DATA / name}.json"
+    for key, name in {"items": "items_shuffle", "attributes": "items_ins_v2", "human": "items_human_ins"}.items()
+)
+HARD = ("env.webshop.catalogue=hard", "env.webshop.catalogue_seed=7")
+
+
+@pytest.mark.parametrize(
+    ("trained", "words", "said"),
+    [
+        (HARD, ["evaluation.unseen_seed=7"], "has learned from catalogue 7, which evaluation.unseen_seed=7 plays as"),
+        ((*HARD, "demonstrations.num_catalogues=3"), ["evaluation.unseen_seed=9"], "has learned from catalogue 9, "),
+        ((*HARD, "demonstrations.num_catalogues=2"), ["evaluation.unseen_seed=9"], None),
+        (HARD, ["env.webshop.catalogue_seed=7", "evaluation.unseen_seed=7"], None),
+        (HARD, ["env.webshop.catalogue=easy", "evaluation.unseen_seed=7"], None),
+        (HARD, ["env.webshop.catalogue_seed=7", "env.webshop.goals=human"], None),
+        (FILES, [*FILES, "env.webshop.catalogue_seed=7"], None),
+        (FILES, [*FILES, "env.webshop.num_products=100"], "env.webshop.num_products=1000, and not 100: it may have"),
+        (FILES, [*FILES, "env.webshop.goals=human"], "env.webshop.goals=synthetic, and not human: it may have been"),
+        (FILES, [*FILES, OTHER], "edge/items_shuffle.json: it may have been trained on tasks that are held out now"),
+        (FILES, ["evaluation.unseen_seed=0", "env.webshop.catalogue_seed=3"], None),
+        (("env.webshop.catalogue=easy",), ["env.webshop.catalogue=easy", "env.webshop.goals=human"], "goals=synthetic"),
+    ],
+)
+def test_tasks_of_the_shop_that_a_policy_has_learned_from_are_named(
+    tmp_path: Path, trained: tuple[str, ...], words: list[str], said: str | None
+) -> None:
+    policy = tmp_path / "run" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(["env=webshop", *trained])))
+    usual = ["env=webshop", "env.webshop.catalogue=hard", "model=pretrained", f"model.path={policy}"]
+    found = unfit_policy(load([*usual, *words]))
+    assert found is None if said is None else said in str(found)
+
+
+def test_who_tagged_the_nouns_of_files_is_named(tmp_path: Path) -> None:
+    files = {"items": "items_shuffle", "attributes": "items_ins_v2"}
+    of_files = [f"env.webshop.{key}={DATA / name}.json" for key, name in files.items()]
+    [found] = names(tmp_path, *of_files, "evaluation.split=train")
+    assert found.endswith(f"items_shuffle.json, num_products=40, nouns={installed_nouns().name}, split train")

@@ -279,6 +279,33 @@ def test_a_hard_catalogue_that_cannot_be_is_refused(refused: Callable[..., str],
     assert f"env.webshop.{setting}: " in said and limit in said
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_an_unseen_catalogue_that_cannot_be_is_refused_before_it_is_played(
+    refused: Callable[..., str], tmp_path: Path, command: str
+) -> None:
+    said = refused("evaluation.unseen_seed=100000", command=command)
+    assert "evaluation.unseen_seed=100000: " in said and "below 100000" in said
+    (tmp_path / "records.json").touch()
+    of_files = [f"env.webshop.{key}={tmp_path / 'records.json'}" for key in ("items", "attributes")]
+    said = refused(*of_files, "env.webshop.num_products=5000", command=command)
+    assert "env.webshop.num_products=5000: " in said and "or evaluation.unseen_seed=null" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("env.webshop.num_products=2000", "env.webshop.num_products=2000: set 1 to 1250"),
+        ("env.webshop.catalogue_seed=100000", "env.webshop.catalogue_seed=100000: set one below 100000"),
+        ("env.webshop.catalogue_seed=99998", "num_catalogues=3 ends at env.webshop.catalogue_seed=100000: set"),
+    ],
+)
+def test_a_catalogue_of_a_recording_that_cannot_be_is_refused(
+    refused: Callable[..., str], tmp_path: Path, setting: str, named: str
+) -> None:
+    given = (setting, "demonstrations.num_catalogues=3", f"demonstrations.dir={tmp_path / 'new'}")
+    assert named in refused(*given, command="demonstrate") and not (tmp_path / "new").exists()
+
+
 def test_a_hard_catalogue_that_cannot_be_waits_beside_an_agent(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("env: {webshop: {catalogue: hard, num_products: 2000}}\n")

@@ -53,13 +53,15 @@ _NUM_ASINS = len(_SYLLABLES) ** 4
 _ASIN_STEP = 61_803_399  # has no divisor in common with their number, so that multiples of it are all different
 
 
-def check_limits(num_products: int, seed: int) -> None:
-    """Raises ValueError where there is no hard catalogue of this size and seed."""
+def check_limits(num_products: int, seed: int, seed_key: str = "env.webshop.catalogue_seed") -> None:
+    """Raises ValueError where there is no hard catalogue of this size and seed, which the setting `seed_key` has."""
     if not 1 <= num_products <= MAX_PRODUCTS:
-        raise ValueError(f"num_products={num_products}: set 1 to {MAX_PRODUCTS}, a hard catalogue has no more")
+        raise ValueError(
+            f"env.webshop.num_products={num_products}: set 1 to {MAX_PRODUCTS}, a hard catalogue has no more"
+        )
     if seed >= (seeds := _NUM_ASINS // num_products):
         raise ValueError(
-            f"catalogue_seed={seed}: set one below {seeds}, up to which hard catalogues of {num_products} products "
+            f"{seed_key}={seed}: set one below {seeds}, up to which hard catalogues of {num_products} products "
             "have asins of their own"
         )
 

@@ -80,12 +80,17 @@ class TaggedNouns:
 
 
 def installed_nouns() -> NounFunction:
-    """A spaCy model if one is installed, the built-in heuristic otherwise."""
-    if importlib.util.find_spec("spacy") is not None:
-        for model in _SPACY_MODELS:
-            if importlib.util.find_spec(model) is not None:
-                return TaggedNouns(f"spacy:{model}", _spacy_tagger(model))
-    return TaggedNouns("heuristic", heuristic_nouns)
+    """What `installed_tagger` names."""
+    name = installed_tagger()
+    model = name.removeprefix("spacy:")
+    return TaggedNouns(name, heuristic_nouns if model == name else _spacy_tagger(model))
+
+
+def installed_tagger() -> str:
+    """Name of a spaCy model if one is installed, of the built-in heuristic otherwise."""
+    has_spacy = importlib.util.find_spec("spacy") is not None
+    models = (model for model in _SPACY_MODELS if has_spacy and importlib.util.find_spec(model) is not None)
+    return next((f"spacy:{model}" for model in models), "heuristic")
 
 
 def heuristic_nouns(title: str) -> list[str]:

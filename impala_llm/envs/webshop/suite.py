@@ -13,6 +13,7 @@ from impala_llm.envs.base import SPLITS, Script, Split
 from impala_llm.envs.webshop.catalogue import Catalogue, GoalSet, load_catalogue
 from impala_llm.envs.webshop.env import WebShopEnv
 from impala_llm.envs.webshop.hard_catalogue import hard_catalogue
+from impala_llm.envs.webshop.nouns import installed_tagger
 from impala_llm.envs.webshop.prompt import (
     PROMPT_MODES,
     SYSTEM_PROMPT,
@@ -200,7 +201,8 @@ def suite_from_config(config: WebShopConfig) -> WebShopSuite:
 
 
 def tasks_name(config: WebShopConfig, kind: str | None = None) -> str:
-    """Return the name of the tasks: their catalogue, and the settings of goals, splits and limits that are not usual.
+    """Return the name of the tasks: their catalogue, and the settings of goals, splits and limits that are not usual;
+    of files without one of nouns also who tags these, since scores differ by it.
 
     Args:
         kind: of the catalogue; None: its files, or env.webshop.catalogue.
@@ -208,6 +210,8 @@ def tasks_name(config: WebShopConfig, kind: str | None = None) -> str:
     of_files = f"catalogue {config.catalogue_seed} of {config.items}"
     made = f"{kind or config.catalogue} catalogue {config.catalogue_seed}"
     others = [f"{key}={value}" for key in _NAMED if (value := getattr(config, key)) != getattr(_USUAL, key)]
+    if config.items is not None and config.nouns is None:
+        others.append(f"nouns={installed_tagger()}")
     return ", ".join([made if config.items is None else of_files, *others])
 
 
