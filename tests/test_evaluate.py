@@ -69,7 +69,15 @@ def test_the_interval_of_a_mean_holds_95_percent_of_student_s_distribution(num_v
 def test_scores_of_0_and_1_are_a_proportion() -> None:
     assert score_interval([0.0] * 10) == pytest.approx((0.0, 0.277533), abs=1e-5)  # z² / (n + z²)
     assert score_interval([1.0] * 10) == pytest.approx((1.0 - 0.277533, 1.0), abs=1e-5)
-    assert score_interval([0.0, 1.0, 0.5]) == mean_interval([0.0, 1.0, 0.5])
+    assert score_interval([0.2, 0.3, 0.25]) == mean_interval([0.2, 0.3, 0.25])
+
+
+def test_scores_lie_between_0_and_1_and_so_do_their_intervals() -> None:
+    assert mean_interval([0.0, 1.0, 0.5])[0] < 0.0 and mean_interval([0.0, 1.0, 0.5])[1] > 1.0
+    assert score_interval([0.0, 1.0, 0.5]) == (0.0, 1.0)
+    for trials in range(1, 1001):
+        low, high = wilson_interval(0, trials)[0], wilson_interval(trials, trials)[1]
+        assert f"{low:.3f}" == "0.000" and high <= 1.0
 
 
 class ScriptedEngine:

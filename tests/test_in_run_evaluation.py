@@ -17,7 +17,7 @@ from impala_llm.in_run_evaluation import EvaluationRounds, EvaluationSchedule, I
 from impala_llm.learner import Learner
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.resume import Start
-from impala_llm.observability.intervals import mean_interval, wilson_interval
+from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.messages import EvaluationResult
@@ -93,7 +93,7 @@ def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
         "evaluation/without_gain": 0.0,
     }
     assert {name: found.metrics[name] for name in expected} == expected
-    assert (found.metrics["evaluation/score_low"], found.metrics["evaluation/score_high"]) == mean_interval(scores)
+    assert (found.metrics["evaluation/score_low"], found.metrics["evaluation/score_high"]) == score_interval(scores)
     assert (found.metrics["evaluation/success_low"], found.metrics["evaluation/success_high"]) == wilson_interval(2, 4)
     assert set(found.metrics) <= set(METRICS)
     for part in ("update 5 (played by 5 to 8)", "score 0.625 [", "success 50.0% [", "4 of 4", "greedy", "best so"):

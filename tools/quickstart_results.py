@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impala_llm.observability.intervals import mean_interval
+from impala_llm.observability.intervals import change_interval
 
 COLUMNS = (
     "rollout/score", "rollout/success_rate", "rollout/turns", "rollout/length_tokens", "env/options_matched",
@@ -91,9 +91,8 @@ def interval(low: float, high: float) -> str:
 
 def gain(before: list[float], after: list[float]) -> str:
     """The mean difference of two policies on the same tasks, with its interval."""
-    change = np.subtract(after, before)
-    low, high = mean_interval(change)
-    return f"{change.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+    low, high = change_interval(before, after)
+    return f"{np.subtract(after, before).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def table(evaluations: dict[str, list[dict]]) -> str:

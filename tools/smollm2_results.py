@@ -4,21 +4,19 @@
     python tools/smollm2_results.py --runs outputs/smollm2-0 --evaluations outputs/smollm2-0/evaluation-*.json
 
 Needs the extra `plots`. Each run gives docs/results/smollm2/<run>.csv (a row an update) and <run>.yaml (settings), all
-runs together curve.png. Evaluations are what `impala-llm evaluate --json evaluation.start=DIRECTORY` prints: the table
-of all policies is printed, and the paired difference of each trained policy to the one that it began as.
+runs together curve.png. Evaluations are what `impala-llm evaluate --json evaluation.start=DIRECTORY` prints, in the
+folder of the run that they are of: each is kept as <run>-<name>.json, the table of all policies is printed, and the
+paired difference of each trained policy to the one that it began as.
 """
 
 import argparse
-import itertools
 import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import quickstart_results as curves
 
 from impala_llm.evaluate import short_label
-from impala_llm.observability.intervals import mean_interval
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "smollm2"
 
@@ -28,32 +26,35 @@ def interval(result: dict, name: str) -> str:
     return f"{result[name]:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def tables(results: list[dict], start: str) -> str:
-    """Markdown: a table of the policies for each set of tasks, the trained ones with their difference to `start`."""
+def tables(evaluations: dict[str, list[dict]], start: str) -> str:
+    """Markdown: a table of the policies for each set of tasks, the trained ones with their difference to `start`. What
+    is the same in several runs stands there once.
+
+    Args:
+        evaluations: results by the run that they are of.
+        start: label of the policy that a run began as.
+    """
     lines = []
-    for tasks, group in itertools.groupby(results, key=lambda r: r["tasks"]):
-        rows = list(group)
-        before = next((r for r in rows if r["label"] == start), None)
-        lines += [f"**{tasks}**, {rows[0]['num_tasks']} tasks", ""]
+    for tasks in sorted({r["tasks"] for results in evaluations.values() for r in results}):
+        num_tasks = next(r["num_tasks"] for results in evaluations.values() for r in results if r["tasks"] == tasks)
+        lines += [f"**{tasks}**, {num_tasks} tasks", ""]
         lines += ["| policy | score | success | turns | tokens | score, paired with the warm start |", "|---" * 6 + "|"]
-        for r in rows:
-            paired = ""
-            if before is not None and r is not before and r["tokens"] is not None:
-                change = np.subtract(r["scores"], before["scores"])
-                low, high = mean_interval(change.tolist())
-                paired = f"{change.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
-            tokens = "" if r["tokens"] is None else f"{r['tokens']:.0f}"
-            cells = (
-                short_label(r["label"]),
-                interval(r, "score"),
-                interval(r, "success"),
-                f"{r['turns']:.1f}",
-                tokens,
-                paired,
-            )
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
+        rows = []
+        for run, results in evaluations.items():
+            by_label = {r["label"]: r for r in results if r["tasks"] == tasks}
+            rows += [row(r, run, by_label.get(start)) for r in by_label.values()]
+        lines += [*dict.fromkeys(rows), ""]
     return "\n".join(lines)
+
+
+def row(r: dict, run: str, before: dict | None) -> str:
+    """A line of the table; of a trained policy with its run, and its difference to the one that it began as."""
+    name, paired = short_label(r["label"]), ""
+    if before is not None and r is not before and r["tokens"] is not None:
+        name, paired = f"{name}, {run}", curves.gain(before["scores"], r["scores"])
+    tokens = "" if r["tokens"] is None else f"{r['tokens']:.0f}"
+    cells = (name, interval(r, "score"), interval(r, "success"), f"{r['turns']:.1f}", tokens, paired)
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -70,13 +71,12 @@ def main() -> None:
         curves.write_csv(steps[run.name], OUT / f"{run.name}.csv")
         shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
     curves.plot(steps, OUT / "curve.png")
-    results = []
+    evaluations: dict[str, list[dict]] = {}
     for path in args.evaluations:
-        rows = json.loads(path.read_text())
-        (OUT / path.name).write_text(json.dumps(rows) + "\n")
-        results += rows
-    seen: dict[tuple[str, str], dict] = {(r["tasks"], r["label"]): r for r in results}
-    print(tables(sorted(seen.values(), key=lambda r: r["tasks"]), args.start))
+        run, rows = path.absolute().parent.name, json.loads(path.read_text())
+        (OUT / f"{run}-{path.name}").write_text(json.dumps(rows) + "\n")
+        evaluations.setdefault(run, []).extend(rows)
+    print(tables(evaluations, args.start))
 
 
 if __name__ == "__main__":

@@ -29,15 +29,19 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     p, z2 = successes / trials, Z95**2
     centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
-    return centre - half, centre + half
+    return _within_0_and_1(centre - half, centre + half)  # which rounding leaves otherwise
 
 
 def score_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean score; of scores that are all 0 or 1, a proportion, Wilson's: the normal one of 0, 0, 0
-    is [0, 0]."""
+    """95 % interval of a mean score, within [0, 1] as scores are; of scores that are all 0 or 1, a proportion,
+    Wilson's: the normal one of 0, 0, 0 is [0, 0]."""
     if set(scores) <= {0.0, 1.0}:
         return wilson_interval(round(sum(scores)), len(scores))
-    return mean_interval(scores)
+    return _within_0_and_1(*mean_interval(scores))
+
+
+def _within_0_and_1(low: float, high: float) -> tuple[float, float]:
+    return max(0.0, low), min(1.0, high)
 
 
 def change_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
