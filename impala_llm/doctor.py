@@ -426,8 +426,8 @@ def run_probe(code: str, *arguments: str, python: str = sys.executable, as_json:
     """Run Python code in a process of its own.
 
     Returns:
-        The JSON object that it printed; without `as_json` {"said": what it printed}; {"error": its last line} where it
-        failed.
+        The JSON object of its last line; without `as_json` {"said": that line}; {"error": why} where it failed. What
+        stands before is of others, such as a sitecustomize.
     """
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONPATH" or python == sys.executable
@@ -440,4 +440,10 @@ def run_probe(code: str, *arguments: str, python: str = sys.executable, as_json:
         return {"error": str(error)}
     if done.returncode != 0:
         return {"error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
-    return dict(json.loads(done.stdout)) if as_json else {"said": done.stdout.strip()}
+    said = (done.stdout.strip().splitlines() or [""])[-1]
+    if not as_json:
+        return {"said": said}
+    try:
+        return dict(json.loads(said))
+    except (ValueError, TypeError):
+        return {"error": f"its last line {said!r} is no JSON object"}

@@ -1,5 +1,6 @@
 """`impala-llm new-env NAME`: writes an environment to begin with, and its test, into the current directory."""
 
+import contextlib
 import importlib.util
 import keyword
 import sys
@@ -65,7 +66,8 @@ HINT = "shows a letter and wants it back. Replace both by what your agent has to
 
 
 def main(words: Sequence[str]) -> int:
-    """Write both files. Returns the exit code: 2 where the name is none, or a file is there already."""
+    """Write both files, or none. Returns the exit code: 2 where the name is none, a file is there already, or the disk
+    refuses one."""
     if len(words) != 1 or words[0].startswith("-"):
         print("impala-llm new-env NAME: writes NAME.py and test_NAME.py into this directory", file=sys.stderr)
         return 0 if words and words[0] in ("-h", "--help") else 2
@@ -86,7 +88,18 @@ def main(words: Sequence[str]) -> int:
             print(f"impala-llm new-env {name}: {path} is there already: choose another name", file=sys.stderr)
             return 2
     for path, text in files.items():
-        path.write_text(text.format(name=name, hint=HINT))
+        try:
+            path.write_text(text.format(name=name, hint=HINT))
+        except OSError as error:
+            for made in files:
+                with contextlib.suppress(OSError):  # it is not there, or the directory is read-only
+                    made.unlink()
+            print(
+                f"impala-llm new-env {name}: {path} cannot be written ({error.strerror}): go to another directory, or "
+                "put that right",
+                file=sys.stderr,
+            )
+            return 2
     print(
         f"{name}.py and test_{name}.py are written. Try them:\n"
         f"  {program('python')} -m pytest test_{name}.py\n"

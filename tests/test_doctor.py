@@ -191,3 +191,11 @@ def test_people_get_a_line_a_part_and_the_fix_below(capsys: pytest.CaptureFixtur
 
 def test_every_part_that_is_looked_at_before_a_start_has_a_line() -> None:
     assert {*training_checks(), *actors_checks()} <= set(doctor.DETAILS)
+
+
+def test_what_a_sitecustomize_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert doctor.run_probe("import json; print(json.dumps({'version': '2.0'}))") == {"version": "2.0"}
+    assert doctor.run_probe("print('0.5.9')", as_json=False) == {"said": "0.5.9"}
+    assert "'welcome' is no JSON object" in doctor.run_probe("")["error"]

@@ -142,7 +142,8 @@ def _in_child(*arguments: str) -> Any:
     command = [sys.executable, "-m", "impala_llm.bench.webshop", *arguments]
     # The folder of the package, so that it is found where it is not installed.
     root = Path(impala_llm.__file__).parents[1]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root).stdout)
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root).stdout
+    return json.loads(printed.splitlines()[-1])  # what stands before is of others, such as a sitecustomize
 
 
 def _main(part: str, path: str, *rest: str) -> None:

@@ -22,6 +22,13 @@ def test_an_unknown_observation_mode_is_refused_before_anything_is_measured(caps
     assert "--mode is 'html': it takes text or text_rich" in capsys.readouterr().err
 
 
+def test_what_a_sitecustomize_prints_is_no_figure(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    figures, rows = webshop.run({"products": "60", "episodes": "5", "load": "50"})
+    assert figures["steps_per_s"] > 0 and figures["load_50_s"] > 0 and rows
+
+
 def test_recorded_episodes_repeat_and_have_meaning():
     episodes = webshop.record_episodes(60, 10)
     assert episodes == webshop.record_episodes(60, 10)

@@ -11,6 +11,7 @@ import pytest
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.envs import make_suite
+from tests.helpers import files_of_at_most
 from tests.system.forked_command import forked_command
 
 RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -229,6 +230,16 @@ def test_what_new_env_writes_passes_its_test_and_trains(user_folder: Path) -> No
     done = forked_command(["train", *words], user_folder)
     assert done.returncode == 0, done.stderr
     assert len((user_folder / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_new_env_writes_both_files_or_none(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with files_of_at_most(0):
+        assert main(["new-env", "guess"]) == 2
+    assert "new-env guess: guess.py cannot be written (File too large): " in capsys.readouterr().err
+    (user_folder / "test_guess.py").symlink_to("missing/test_guess.py")
+    assert main(["new-env", "guess"]) == 2
+    assert "new-env guess: test_guess.py cannot be written (No such file or directory): " in capsys.readouterr().err
+    assert not (user_folder / "guess.py").exists()
 
 
 def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
