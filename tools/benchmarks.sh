@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures all benchmarks, one after the other, and writes their tables into docs/benchmarks.md. The machine must have
-# nothing else to do.
+# Measures eight of the ten benchmarks (not `checkpoint` and `gateway`), one after the other, and writes their tables
+# into docs/benchmarks.md. The machine must have nothing else to do.
 #
 #     PYTHON=/path/to/python tools/benchmarks.sh [results.jsonl]     # with the file: only writes the tables
 set -euo pipefail

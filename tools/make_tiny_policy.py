@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,13 +137,20 @@ def main() -> None:
     if status:
         sys.exit(status)
     shutil.copytree(args.work / "sft" / "policy", args.out, dirs_exist_ok=True)
-    last = json.loads((args.work / "sft" / "tensorboard" / METRICS_FILE).read_text().splitlines()[-1])
+    lines = (args.work / "sft" / "tensorboard" / METRICS_FILE).read_text().splitlines()
+    updates, loss, held_out_loss = last_values(lines, "step", "sft/loss", "sft/held_out_loss")
     facts = {
-        **{"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": int(last["step"])},
-        **{"threads": args.threads, "learning_rate": args.learning_rate},
-        **{"loss": round(last["sft/loss"], 4), "held_out_loss": round(last["sft/held_out_loss"], 4)},
+        **{"seed": args.seed, "minutes": args.minutes, "noise": args.noise, "updates": updates},
+        **{"threads": args.threads, "learning_rate": args.learning_rate, "loss": loss, "held_out_loss": held_out_loss},
     }
     (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def last_values(lines: Sequence[str], *names: str) -> list[float | None]:
+    """The last value of each metric, to four digits; None where no line has it. A line has what was measured since the
+    one before."""
+    found = {name: value for line in lines for name, value in json.loads(line).items() if value is not None}
+    return [round(found[name], 4) if name in found else None for name in names]
 
 
 def catalogues(args: argparse.Namespace) -> range:

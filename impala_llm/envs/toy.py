@@ -19,7 +19,7 @@ MAX_WORDS = len(string.ascii_lowercase)
 class ParrotSuite:
     """One turn: the observation is `say b`, the right answer `b`.
 
-    The best score is 1.0. chance_score, of a policy that draws one of the words evenly: 1 / num_words.
+    The best score is 1.0; a policy that draws one of the words evenly scores 1 / num_words.
     Tasks are interchangeable, so every split asks for every word; the last two fifths are validation and test.
     Raises ValueError for num_words outside [2, 26] or num_tasks below 5.
     """
@@ -29,10 +29,6 @@ class ParrotSuite:
         self.system_prompt = ""
         self.words = _checked_words(num_words)
         self._splits = _fifths(num_tasks)
-
-    @property
-    def chance_score(self) -> float:
-        return 1.0 / len(self.words)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -79,10 +75,10 @@ class CorridorSuite:
     observation showed). The first is always `+`. The corridor goes on whether an answer was right or not and says
     nothing about it; the reward, the share of right answers, comes at the end.
 
-    The best score is 1.0 and needs memory. chance_score, of a policy that draws one of the words evenly: 1 /
-    num_words. The best policy without memory of earlier turns scores `memoryless_score`, as half of the doors but the
-    first are `-`. Tasks are drawn from random.Random(task_id). Raises ValueError for num_words outside [2, 26],
-    num_turns below 2, num_tasks below 5.
+    The best score is 1.0 and needs memory; a policy that draws one of the words evenly scores 1 / num_words. Half of
+    the doors but the first are `-`, where the best policy without memory of earlier turns has to guess: with the
+    defaults it scores 0.75. Tasks are drawn from random.Random(task_id). Raises ValueError for num_words outside
+    [2, 26], num_turns below 2, num_tasks below 5.
     """
 
     def __init__(self, num_words: int = 4, num_turns: int = 3, num_tasks: int = 1000) -> None:
@@ -93,16 +89,6 @@ class CorridorSuite:
         self.words = _checked_words(num_words)
         self.num_turns = num_turns
         self._splits = _fifths(num_tasks)
-
-    @property
-    def chance_score(self) -> float:
-        return 1.0 / len(self.words)
-
-    @property
-    def memoryless_score(self) -> float:
-        """Expected score when a `-` door is answered by an even guess among the words, a `+` door rightly."""
-        later = 0.5 * (1.0 + self.chance_score)
-        return (1.0 + (self.num_turns - 1) * later) / self.num_turns
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]

@@ -21,14 +21,15 @@ counting() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+  local candidate candidates=(python3 python3.13 python3.12 python3.11 python)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "no Python >= 3.11 among: ${PYTHON:-python3 python3.13 python3.12 python3.11 python}." \
+  die "no Python >= 3.11 among: ${candidates[*]}." \
     "Install one, or name it: PYTHON=/path/to/python3.11 $0"
 }
 

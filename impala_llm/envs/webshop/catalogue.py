@@ -89,10 +89,6 @@ class Catalogue:
         """The asins of the best `k` products for the words of `query`, best first."""
         return self._index.search(query, k)
 
-    def search_scores(self, query: str, k: int = MAX_HITS) -> list[tuple[str, float]]:
-        """As `search`, with the BM25 score (float32) of each product."""
-        return self._index.search_scores(query, k)
-
     def goals(self, goal_set: GoalSet) -> list[Goal]:
         """All goals of one set in the canonical order, made once; do not change the list.
 

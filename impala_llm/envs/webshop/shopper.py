@@ -97,9 +97,9 @@ class _Episode:
 class ScriptedShopper:
     """Plays the shop by rule. `noise` 0 plays well, 1 scores about 0.6; the seed draws its slips.
 
-    Call `reset()` at the start of each episode, then `act` with each observation and its info. It works with every
-    page format that shows the instruction on the first page and each result's asin before its title and price, or
-    after them on the same line. Raises ValueError for a noise outside [0, 1].
+    `act` is called with each observation of an episode and its info; `reset()` comes before another episode. It works
+    with every page format that shows the instruction on the first page and each result's asin before its title and
+    price, or after them on the same line. Raises ValueError for a noise outside [0, 1].
     """
 
     def __init__(self, noise: float = 0.0, seed: int = 0) -> None:
@@ -116,7 +116,7 @@ class ScriptedShopper:
     def act(self, observation: str, info: dict[str, Any]) -> str:
         """The action for an observation; `info` must hold `available_actions`.
 
-        Raises ValueError when the first observation after `reset` shows no instruction.
+        Raises ValueError when the first observation of an episode shows no instruction.
         """
         available = info["available_actions"]
         if self._episode is None:

@@ -95,10 +95,9 @@ def test_num_products_is_a_slice_before_duplicates_go(small_shop, item):
         small_shop(*items, num_products=0)
 
 
-def test_search_and_scores(shop):
+def test_search(shop):
     hits = shop.search("usb cable", k=5)
     assert len(hits) == 5 and all("cable" in shop[asin].search_text for asin in hits)
-    assert [asin for asin, _ in shop.search_scores("usb cable", k=5)] == hits
 
 
 # Corrupt files

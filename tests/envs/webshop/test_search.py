@@ -8,9 +8,14 @@ from impala_llm.envs.webshop import analyze
 from impala_llm.envs.webshop.search import SearchIndex, encoded_length
 
 
-def test_golden_searches(read_cases, shop):
+@pytest.fixture(scope="module")
+def index(shop):
+    return SearchIndex([product.search_text for product in shop.products], list(shop))
+
+
+def test_golden_searches(read_cases, shop, index):
     for case in read_cases("cases/search.jsonl"):
-        hits = shop.search_scores(case["query"])
+        hits = index.search_scores(case["query"])
         assert [asin for asin, _ in hits] == case["asins"]
         assert shop.search(case["query"]) == case["asins"]
         # The recorded scores were rounded to four decimals by the engine's wrapper.
@@ -46,11 +51,11 @@ def _bm25(documents, query):
     return scores
 
 
-def test_scores_follow_the_definition(shop):
+def test_scores_follow_the_definition(shop, index):
     documents = {product.asin: product.search_text for product in shop.products}
     for query in ("gold plated usb cable", "soft soft face cream", "café mocha 8 ounce", "the of"):
         expected = dict(zip(documents, _bm25(list(documents.values()), query), strict=True))
-        hits = shop.search_scores(query, k=len(documents))
+        hits = index.search_scores(query, k=len(documents))
         assert {asin for asin, _ in hits} == {asin for asin, score in expected.items() if score > 0}
         for asin, score in hits:
             assert score == pytest.approx(expected[asin], rel=1e-6)
