@@ -2,10 +2,11 @@
 
     python -m impala_llm.launch actor.num_actors=2 key=value ...     actors alone; see tools/launch_actors.sh
 
-Invariant: whatever ends the run, its end, an error, Ctrl-C or a signal, ends every process of it within ten seconds and
-leaves no file of it in shared memory. A process that dies is reported with its signal and the last line of its log,
-and restarted with back-off. The run's folder in shared memory belongs to the supervisor: a learner that was killed goes
-on from its content. A learner that dies again and again without publishing a version ends the run.
+Invariant: whatever ends the run, its end, an error, Ctrl-C or a signal, ends every process of it within ten seconds. A
+process that dies is reported with its signal and the last line of its log, and restarted with back-off. The run's
+folder in shared memory belongs to the supervisor: a learner that was killed goes on from its content. It is removed at
+the end, unless it holds what no disk has, which is said. A learner that dies again and again without publishing a
+version ends the run.
 """
 
 import contextlib

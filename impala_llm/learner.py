@@ -119,6 +119,7 @@ class Learner:
                 config, ranks.process, ranks.world_size, ranks.barrier, self.files, start.take_over, start.run_id
             )
         )
+        self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
         self.checkpointer = Checkpointer(
             self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
         )
@@ -381,8 +382,8 @@ class Learner:
         """Save the policy at the end of training, or when this process is told to stop.
 
         Not after an error, which another learner goes on from, nor where the signal has come amid a change of the
-        weights, nor where it has come to ranks that share the policy, each at another place. What cannot be saved stays
-        in shared memory. Raises FolderTaken where another learner has gone on with the run: it would lose its own.
+        weights, nor where it has come to ranks that share the policy, each at another place. What is not saved stays in
+        shared memory. Raises FolderTaken where another learner has gone on with the run: it would lose its own.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
@@ -392,12 +393,7 @@ class Learner:
             return
         self.owner.look()
         tell(saving=True)
-        try:
-            if self.ranks.is_main or self.ranks.is_sharded:
-                self.is_saved = self.saving.save_last_policy(self.run_folder, self.moment())
-        finally:
-            if ends_together:
-                self.saving.save_last(self.moment())
+        self.is_saved = self.saving.save_at_end(self.run_folder, self.moment(), ends_together)
 
 
 def main(argv: Sequence[str]) -> int:

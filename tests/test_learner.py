@@ -23,7 +23,7 @@ from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
-from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
+from impala_llm.pipeline.shm.run_directory import RunDirectory, find_run, remove_run_dir
 from impala_llm.pipeline.weights.board import WeightPublisher
 from impala_llm.settings import Config, LearnerConfig
 from tests.learning.builders import save_lm
@@ -103,11 +103,13 @@ def test_a_learner_whose_run_another_has_gone_on_with_saves_nothing_at_its_end(
     with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"), ExitStack() as stack:
         learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
         learner.update = learner.version = 4
+        learner.saving.end_update()
         (tmp_path / "owner.json").write_text(json.dumps(other))
         if end is not None:
             raise end
     assert not (tmp_path / "policy").exists() and not list((tmp_path / "checkpoints").glob("update-*"))
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "other"
+    assert find_run(config.run.name) is None, "what lies in shared memory is stale"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

@@ -78,6 +78,7 @@ def test_a_signal_amid_an_update_of_several_ranks_waits_for_its_end_however_long
     with ExitStack() as stack:
         learner = Learner(load(settings), ranks, stack, Start(), stops)
         learner.saving.begin_update()
+        learner.update = learner.version = 1
         with monkeypatch.context() as several:
             several.setattr(ranks, "num_processes", 2)
             several.setenv(PROGRESS, str(told))

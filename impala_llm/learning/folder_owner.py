@@ -56,6 +56,8 @@ class FolderOwner:
         self._beats = 0
         self._is_over = threading.Event()
         self._other: dict[str, Any] | None = None
+        self.on_taken: Callable[[], object] = lambda: None
+        """Called before FolderTaken is raised."""
         self._thread = threading.Thread(target=self._keep, name="folder owner", daemon=True)
 
     def __enter__(self) -> Self:
@@ -76,6 +78,7 @@ class FolderOwner:
     def check(self) -> None:
         """Raises FolderTaken where another learner has taken the folder."""
         if self._other is not None:
+            self.on_taken()
             raise FolderTaken(
                 f"{_described(self._other)} has gone on with the run in {self._path.parent}, after this learner was "
                 "silent or unseen for some time: two would write to one folder, so this one ends; its work since the "

@@ -110,8 +110,10 @@ class Saving:
         self._checkpointer.wait_until_copied()
 
     def end_update(self) -> None:
-        """Note that an update is over."""
+        """Note that an update is over, and have shared memory outlive the run until what was learned is saved."""
         self._before, self._is_changed = None, False
+        if self._parts.ranks.is_main:
+            self._parts.endpoint.run_dir.keep()
 
     @property
     def holds_signals_back(self) -> bool:
@@ -161,11 +163,17 @@ class Saving:
         if self._checkpointer.save(self._state(tickets, moment)):
             self._saved_at, self._saved = time.monotonic(), (moment.update, moment.version)
 
-    def save_last(self, moment: Moment) -> None:
+    def save_last(self, moment: Moment) -> bool:
         """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
-        it, since one that has failed on any of them is written again by all."""
-        if not self._checkpointer.is_on or self._is_changed or moment.update == 0:
-            return
+        it, since one that has failed on any of them is written again by all.
+
+        Returns:
+            Whether it is there, or checkpoints are off.
+        """
+        if not self._checkpointer.is_on:
+            return True
+        if self._is_changed or moment.update == 0:
+            return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
         is_missing = self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed
         if ranks.sum([float(is_missing)], of_processes=True)[0]:
@@ -176,6 +184,27 @@ class Saving:
             is_there = self._checkpointer.wait()
         if is_there and ranks.is_main and self._saved == (moment.update, moment.version):
             self._checkpointer.versions.end(moment.version)
+        return self._saved is not None and self._saved[0] == moment.update and not self._checkpointer.has_failed
+
+    def save_at_end(self, run_folder: Path, moment: Moment, ends_together: bool) -> bool:
+        """Save the policy and the last checkpoint; shared memory is not needed once both are on the disk.
+
+        Args:
+            ends_together: all ranks call this after the same update; else none of them writes a checkpoint.
+
+        Returns:
+            Whether no policy had to be left in shared memory.
+        """
+        ranks, is_saved, is_whole = self._parts.ranks, True, False
+        try:
+            if ranks.is_main or ranks.is_sharded:
+                is_saved = self.save_last_policy(run_folder, moment)
+        finally:
+            if ends_together:
+                is_whole = self.save_last(moment)
+        if ranks.is_main and is_saved and is_whole:
+            self._parts.endpoint.run_dir.release()
+        return is_saved
 
     # --- the policy alone
 

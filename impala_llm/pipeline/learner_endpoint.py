@@ -59,7 +59,7 @@ class LearnerEndpoint:
             endpoint.receiver.drain(...)            trajectories; announce(...) versions
 
     On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
-    again. After a signal the supervisor decides, where there is one.
+    again, see `RunDirectory.keep`. After a signal the supervisor decides, where there is one.
 
     Where a rank has several processes, those from number `num_ranks` on receive nothing: `restore` and `listen` do
     nothing there, and `receiver` answers that nothing comes.

@@ -28,7 +28,7 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.resume import Start
 from impala_llm.learning.saving import Moment, Parts, Saving
-from impala_llm.pipeline.shm.run_directory import remove_run_dir
+from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
 from impala_llm.settings import Config, LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
 from tests.two_ranks import Meeting, ThreadRanks
@@ -168,6 +168,35 @@ def test_the_last_checkpoint_is_written_where_the_policy_cannot_be(
     assert (raised is not None) == (len(broken) == 2) and learner.is_saved == (raised is not None)
     learner.endpoint.run_dir.remove()
     remove_run_dir(config.run.name)  # which it leaves where the policy was kept in it
+
+
+def test_shared_memory_outlives_all_ends_until_policy_and_checkpoint_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error, a signal to a learner that starts, a disk without room for the checkpoint; a run without an update has
+    nothing to leave."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    ranks, stops = Ranks("cpu"), Mock(number=0)
+    with ExitStack() as stack:
+        Learner(config, ranks, stack, Start(), stops)
+    assert find_run(config.run.name) is None
+    with pytest.raises(ValueError, match="cannot be written so"), ExitStack() as stack:
+        learner = Learner(config, ranks, stack, Start(), stops)
+        learner.saving.end_update()
+        odd()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as told, ExitStack() as stack:
+        told.setattr(Learner, "make_writer", Mock(side_effect=KeyboardInterrupt))
+        Learner(config, ranks, stack, Start(take_over=True), stops)
+    with monkeypatch.context() as full, ExitStack() as stack:
+        full.setattr(Checkpointer, "_write_part", no_room)
+        learner = Learner(config, ranks, stack, Start(take_over=True), stops)
+        learner.update = learner.version = 4
+    assert learner.is_saved and find_run(config.run.name) == learner.endpoint.run_dir.run_id
+    with ExitStack() as stack:
+        learner = Learner(config, ranks, stack, Start(take_over=True), stops)
+        learner.update = learner.version = 4
+    assert find_run(config.run.name) is None
 
 
 # --- weights beside those that learn

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from impala_llm.fork_server import can_fork
+from impala_llm.pipeline.shm.run_directory import remove_run_dir
 from tests.system.forked_command import MARK, ForkedProcess, command_server
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class Run:
-    """Processes that share one run name. Leaving the context kills whatever is left of them."""
+    """Processes that share one run name. Leaving the context kills and removes whatever is left of them."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         self.name = f"test-{uuid.uuid4().hex[:12]}"
@@ -165,6 +166,7 @@ class Run:
         for relative in left:
             relative.kill()
         psutil.wait_procs(left)
+        remove_run_dir(self.name)
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> list[float]:

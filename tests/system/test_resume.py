@@ -7,12 +7,13 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from tests.system.lost_hosts import SYNCHRONOUS, losses, violations
-from tests.system.runs import Run, column
+from tests.system.runs import ROOT, Run, column
 
 STOP_S = 30.0
 
@@ -53,6 +54,31 @@ def test_ctrl_c_and_the_same_command_again_is_one_curve(tmp_path: Path) -> None:
         refused = run.train()
         assert refused.wait(STOP_S) == 2
         assert "has finished at update 60: raise learner.total_updates=60" in run.log.read_text()
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_what_a_killed_supervisor_left_outlives_an_interrupted_start(tmp_path: Path) -> None:
+    """Ctrl-C while the learner that takes it over is starting: no disk has anything of the run."""
+    with Run(tmp_path, "experiment=toy", "actor.num_actors=1", "learner.total_updates=100000") as run:
+        supervisor = run.train()
+        run.wait_for_updates(3)
+        killed = run.processes()
+        supervisor.kill()
+        psutil.wait_procs(killed, STOP_S)
+        last = int(run.rows()[-1]["step"])
+        supervisor = run.train()
+        run.wait_for(lambda: run.processes(str(ROOT / "impala_llm" / "learner.py")), "the start of the next learner")
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
+        said = run.log.read_text()
+        assert "stays in memory" in said and "the same command goes on with it" in said
+        supervisor = run.train()
+        run.wait_for_updates(2)
+        steps = column(run.rows(), "step")
+        assert steps == sorted(set(steps)) and steps[-1] > last
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(STOP_S) == 128 + signal.SIGINT
         run.assert_gone()
 
 

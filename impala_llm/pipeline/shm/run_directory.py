@@ -15,7 +15,7 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/<actor id>.arena       the arena of an actor
     <run id>/weights/               the weight board
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
-    <run id>/unsaved                there where the owner must leave all of this, see `RunDirectory.keep`
+    <run id>/unsaved                there while no disk has all that the run has learned, see `RunDirectory.keep`
     <run id>/learner.json           life and number of ranks of its learner, see `RunDirectory.note_learner`
     <run id>/clock                  two float64: the time at which the run would have begun to train without
                                     interruption (not a number: it has not begun), and seconds for which it has trained
@@ -161,7 +161,6 @@ class RunDirectory:
                 left = run_id or 1 + secrets.randbelow(2**63 - 1)
             run = cls(root, left, lock)
             run.path.mkdir(mode=0o700, exist_ok=True)
-            run._unsaved.unlink(missing_ok=True)
             reserve(run._clock, _CLOCK.size)
             run._set_clock(math.nan, run.used_s)  # the time since its owner died does not count
             new = root / (RUN_FILE + ".new")
@@ -303,14 +302,18 @@ class RunDirectory:
         return self.path / "unsaved"
 
     def keep(self) -> None:
-        """Have the owner leave the directory at its end, as a killed one would: it holds a policy that no disk has.
+        """Have each owner leave the directory at its end, as a killed one would: it holds what no disk has.
 
-        The next owner resumes the run, or removes it, see `create`.
+        That lasts until `release`. The next owner resumes the run, or removes it, see `create`.
         """
         self._unsaved.touch()
 
+    def release(self) -> None:
+        """Have the owner remove the directory at its end after all."""
+        self._unsaved.unlink(missing_ok=True)
+
     def remove(self) -> None:
-        """Delete the directory and everything in it, unless `keep` was called. A second call does nothing.
+        """Delete the directory and everything in it, or leave it and say so, see `keep`. A second call does nothing.
 
         Raises:
             RunDirectoryError: this process attached to it, and does not own it.
@@ -318,7 +321,13 @@ class RunDirectory:
         if self._lock is None:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
         if self._lock.is_open:  # not in a forked process
-            if not self._unsaved.exists():
+            if self._unsaved.exists():
+                _log.warning(
+                    "%s stays in memory, since no disk has all that its run has learned: the same command with "
+                    "run.resume=true goes on with it; remove it to go on from the newest checkpoint instead",
+                    self._root,
+                )
+            else:
                 empty(self._root)
                 self._root.rmdir()
             self._lock.close()

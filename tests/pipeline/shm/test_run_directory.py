@@ -189,11 +189,19 @@ def test_a_socket_path_that_the_system_cannot_hold_is_refused(tmp_path: Path) ->
         run.endpoint(0)
 
 
-def test_what_must_be_kept_outlives_its_owner_until_the_run_is_resumed(tmp_path: Path) -> None:
+def test_what_must_be_kept_outlives_all_owners_until_it_is_released(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An owner that takes it over may end before it has saved anything."""
     with RunDirectory.create("run", tmp_path) as owned:
         (owned.path / "policy").touch()
         RunDirectory.attach("run", tmp_path).keep()
     assert find_run("run", tmp_path) == owned.run_id
+    [said] = caplog.messages
+    assert f"{owned.path.parent} stays in memory" in said and "with run.resume=true goes on with it" in said
+    with RunDirectory.create("run", tmp_path, take_over=True):
+        pass
     with RunDirectory.create("run", tmp_path, take_over=True) as resumed:
         assert resumed.run_id == owned.run_id and (resumed.path / "policy").exists()
-    assert list(tmp_path.iterdir()) == []
+        RunDirectory.attach("run", tmp_path).release()
+    assert list(tmp_path.iterdir()) == [] and len(caplog.messages) == 2
