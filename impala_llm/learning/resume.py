@@ -4,6 +4,7 @@ Invariant: nothing is changed; whoever asks acts on the answer before anybody el
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from impala_llm.config import ConfigError, plain
 from impala_llm.idle_settings import in_force
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, shared_memory
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, run_path, shared_memory
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.supervised import SUPERVISED
 
@@ -31,6 +32,8 @@ _SAME_RUN = (
     *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
 )
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
+_OF_MEMORY = ("replay.capacity", "replay.capacity_mb")
+"""Settings that change only where nothing is left of the run in shared memory: its trajectories lie there in place."""
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
@@ -96,6 +99,8 @@ def how_to_start(config: Config) -> Start:
         is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
         way = "" if is_fatal else ", or set run.resume=true to go on so"
         raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+    if left is not None:
+        _check_sizes(config, differing, checkpoint)
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
     if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
@@ -134,6 +139,17 @@ def check_folder(config: Config) -> Start:
             flush=True,
         )
     return start
+
+
+def _check_sizes(config: Config, differing: Sequence[tuple[str, object, object]], checkpoint: Manifest | None) -> None:
+    """Raise ConfigError where what is left of the run in shared memory has other sizes than these settings."""
+    for key, before, now in differing:
+        if key in _OF_MEMORY:
+            way = "" if checkpoint is None else f", or remove that folder to go on from {checkpoint.path.name}"
+            raise ConfigError(
+                f"{key}={written(now)}: the run in run.dir={config.run.dir} goes on from {run_path(config.run.name)}, "
+                f"which was left with {key}={written(before)}: put this value back{way}"
+            )
 
 
 def _stale(config: Config, folder: Path) -> str:

@@ -1,5 +1,6 @@
 """A run begins, goes on or is refused, by the contents of its folders."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -238,6 +239,23 @@ def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: 
     assert how_to_start(load([*settings, *others])).notes == (
         "going on with actor.num_actors=2, before 1; learner.learning_rate=1e-05, before 0.0003",
     )
+
+
+@pytest.mark.parametrize("key", ["replay.capacity", "replay.capacity_mb"])
+def test_sizes_of_what_is_left_in_memory_change_only_with_what_is_on_the_disk(key: str, settings: list[str]) -> None:
+    """Where the trajectories lie in shared memory there is no room for more, and newer work is not given up unasked."""
+    folder = make_run(settings, 20, f"{key}=100")
+    assert how_to_start(load([*settings, f"{key}=200"])) == Start(
+        take_over=False, run_id=77, notes=(f"going on with {key}=200, before 100",)
+    )
+    leave_in_memory(settings, folder)
+    assert how_to_start(load([*settings, f"{key}=100"])).take_over
+    said = refusal(settings, f"{key}=200", "run.resume=true")
+    left = f"/dev/shm/impala_llm-{os.getuid()}-{name_of_run(settings)}"
+    assert said.startswith(f"{key}=200: ") and f"{left}, which was left with {key}=100: put this value back, " in said
+    assert said.endswith("or remove that folder to go on from update-000020")
+    shutil.rmtree(left)
+    assert how_to_start(load([*settings, f"{key}=200"])).run_id == 77
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def shared_memory() -> Path:
     return shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
 
 
-def _run_path(run_name: str, base: Path | None) -> Path:
+def run_path(run_name: str, base: Path | None = None) -> Path:
+    """Directory of a run, see `RunDirectory.create`, whether or not it is there."""
     check_name("run name", run_name)
     return (base or shared_memory()) / f"impala_llm-{os.getuid()}-{run_name}"
 
@@ -149,7 +150,7 @@ class RunDirectory:
             RunDirectoryError: the owner is alive, or the path belongs to another user.
             ValueError: run_name cannot be part of a file name.
         """
-        root = _run_path(run_name, base)
+        root = run_path(run_name, base)
         while (lock := take_lock(root, run_name, make=True)) is None:
             continue
         try:
@@ -183,7 +184,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it does not exist by then, its owner is dead, or it belongs to another user.
         """
-        root = _run_path(run_name, base)
+        root = run_path(run_name, base)
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         is_said = False
         # The next start will replace the files of a dead owner: they do not count.
@@ -353,7 +354,7 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     Raises:
         RunDirectoryError: its owner lives, or it belongs to another user.
     """
-    root = _run_path(run_name, base)
+    root = run_path(run_name, base)
     if has_owner(root):
         raise in_use(root, run_name)
     if output is not None and read_file(root).get("output") not in (None, str(output)):
@@ -370,7 +371,7 @@ def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | N
     Returns:
         None where it has noted nothing.
     """
-    root = _run_path(run_name, base)
+    root = run_path(run_name, base)
     if (run_id := read_run_id(root)) is None:
         return None
     values = read_file(RunDirectory(root, run_id).path, _LEARNER_FILE)
@@ -386,7 +387,7 @@ def left_bytes(run_name: str, base: Path | None = None, suffix: str = "") -> int
         suffix: only files whose names end with it count.
     """
     total = 0
-    for folder, _, names in os.walk(_run_path(run_name, base)):
+    for folder, _, names in os.walk(run_path(run_name, base)):
         for name in (name for name in names if name.endswith(suffix)):
             with contextlib.suppress(FileNotFoundError):
                 total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
@@ -403,7 +404,7 @@ def remove_run_dir(run_name: str, base: Path | None = None, timeout_s: float = 5
     Raises:
         RunDirectoryError: the owner is still alive then.
     """
-    root = _run_path(run_name, base)
+    root = run_path(run_name, base)
     deadline = time.monotonic() + timeout_s
     while os.path.lexists(root):
         try:

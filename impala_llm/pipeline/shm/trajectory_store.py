@@ -431,6 +431,6 @@ def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | Non
     finally:
         os.close(handle)
     raise ArenaError(
-        f"{path} was made with other sizes: keep replay.capacity and replay.capacity_mb as they were, or start under "
-        "another run.name"
+        f"{path} was made with other sizes: put replay.capacity and replay.capacity_mb back, or remove "
+        f"{path.parent.parent} to go on from the newest checkpoint"
     )
