@@ -105,7 +105,7 @@ class Learner:
     ended_by_patience = 0
     """`evaluation.patience`, once it has ended the run."""
     is_writing = False
-    """Whether a policy is being written amid the run."""
+    """Whether a policy is being written."""
     is_saved = True
     """Whether no policy had to be left in shared memory."""
 
@@ -385,12 +385,13 @@ class Learner:
         weights, nor where it has come to ranks that share the policy, each at another place. What is not saved stays in
         shared memory. Raises FolderTaken where another learner has gone on with the run: it would lose its own.
         """
-        signal.setitimer(signal.ITIMER_REAL, 0)  # nothing interrupts what follows
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that waits already
         if kind is not None and (self.trainer.is_stepping or not issubclass(kind, SystemExit | KeyboardInterrupt)):
             return
         ends_together = kind is None or self.ends_together or self.ranks.num_processes == 1
         if self.ranks.is_sharded and not ends_together:
             return
+        self.is_writing = True  # to the end of this process: nothing interrupts what follows
         self.owner.look()
         tell(saving=True)
         self.is_saved = self.saving.save_at_end(self.run_folder, self.moment(), ends_together)

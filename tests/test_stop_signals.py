@@ -17,6 +17,7 @@ from impala_llm.envs.base import Suite
 from impala_llm.learner import Learner
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.resume import Start
+from impala_llm.learning.saving import Saving
 from impala_llm.stop_signals import STOP_SIGNALS, StopSignals
 from impala_llm.supervised import PROGRESS
 
@@ -89,3 +90,25 @@ def test_a_signal_amid_an_update_of_several_ranks_waits_for_its_end_however_long
             with pytest.raises(SystemExit) as stop:  # beside the others it would not wait for ever
                 os.kill(os.getpid(), signal.SIGALRM)
         assert stop.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_a_finished_run_saves_its_policy_waits_for_the_whole_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: the run counts as finished."""
+    stops, save, told = StopSignals(), Saving.save_policy, []
+
+    def save_slowly(self: Saving, target: Path, update: int) -> bool:
+        ask_to_stop()
+        os.kill(os.getpid(), signal.SIGALRM)  # as the timer does after STOP_PATIENCE_S
+        told.append(stops.number)
+        return save(self, target, update)
+
+    monkeypatch.setattr(Saving, "save_policy", save_slowly)
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    with ExitStack() as stack:
+        learner = Learner(load(settings), Ranks("cpu"), stack, Start(), stops)
+        learner.update = learner.version = 1
+    assert told == [signal.SIGTERM] and learner.is_saved
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "checkpoints" / "update-000001" / "manifest.json").is_file()
