@@ -73,7 +73,7 @@ def how_to_start(config: Config) -> Start:
     if resume is False:
         raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
     notes = []
-    stale = "" if left is None else _stale(config, folder)
+    stale = "" if left is None else _stale(config, folder, left)
     # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
     checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
     if stale and checkpoint is None:
@@ -152,8 +152,11 @@ def _check_sizes(config: Config, differing: Sequence[tuple[str, object, object]]
             )
 
 
-def _stale(config: Config, folder: Path) -> str:
-    """Why a run cannot go on from what is left of it in shared memory; empty where it can."""
+def _stale(config: Config, folder: Path, left: int) -> str:
+    """Why a run cannot go on from what is left of it in shared memory; empty where it can. left: run id there."""
+    newest, _ = newest_whole(folder, verifies=False)
+    if newest is not None and newest.run_id != left:
+        return f"what lies in {shared_memory()} is of another run"
     learner, life = find_learner(config.run.name), VersionMark(folder / FOLDER).life
     if learner is not None and life is not None and learner[0] != life:
         return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"

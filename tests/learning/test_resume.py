@@ -45,9 +45,11 @@ def name_of_run(settings: list[str]) -> str:
     return settings[1].partition("=")[2]
 
 
-def leave_in_memory(settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1) -> None:
+def leave_in_memory(
+    settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1, run_id: int = 77
+) -> None:
     """Leave in shared memory what a dead learner leaves. life: None: of an earlier release."""
-    with RunDirectory.create(name_of_run(settings), output=output.resolve()) as run:
+    with RunDirectory.create(name_of_run(settings), run_id=run_id, output=output.resolve()) as run:
         if life is not None:
             run.note_learner(life, num_ranks)
         run.keep()
@@ -76,7 +78,7 @@ def test_what_a_process_that_died_left_in_memory_is_taken_over(settings: list[st
     folder = make_run(settings, 20)
     code = (
         "import os; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
-        f"R.create({name_of_run(settings)!r}, output=Path({str(folder.resolve())!r})); os._exit(0)"
+        f"R.create({name_of_run(settings)!r}, run_id=77, output=Path({str(folder.resolve())!r})); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert how_to_start(load(settings)) == Start(take_over=True, run_id=77)
@@ -119,6 +121,21 @@ def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str
     make_run(settings, 20)
     leave_in_memory(settings, tmp_path / "other")
     assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+
+
+def test_what_actors_of_another_host_left_in_memory_is_not(settings: list[str]) -> None:
+    """Their supervisor has a folder of the run's name as well, for the weights; it is of no folder on the disk."""
+    code = "import os; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
+    subprocess.run([sys.executable, "-c", f"{code} R.create({name_of_run(settings)!r}); os._exit(0)"], check=True)
+    make_run(settings, 20)
+    assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+
+
+def test_what_another_run_of_the_folder_left_in_memory_is_discarded(settings: list[str]) -> None:
+    leave_in_memory(settings, make_run(settings, 20), run_id=78)
+    start = how_to_start(load(settings))
+    assert (start.take_over, start.run_id) == (False, 77)
+    assert "is of another run: that is discarded, and the run goes on from checkpoint update" in start.notes[0]
 
 
 def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:

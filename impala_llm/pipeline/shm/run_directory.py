@@ -357,7 +357,7 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     root = run_path(run_name, base)
     if has_owner(root):
         raise in_use(root, run_name)
-    if output is not None and read_file(root).get("output") not in (None, str(output)):
+    if output is not None and read_file(root).get("output") != str(output):
         return None
     return read_run_id(root)
 
