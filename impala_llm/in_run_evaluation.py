@@ -270,16 +270,18 @@ class InRunEvaluation:
         ended = self._receiver.evaluation()
         if ended is None:
             return {}
-        found = self.schedule.observe(ended, version, update)
+        former, found = self.schedule.best, self.schedule.observe(ended, version, update)
+        metrics = found.metrics
         say(f"learner: {found.text}")
-        if found.is_best and self.candidate.is_dir():
-            self._keep(found.metrics)
+        if found.is_best and not self._keep(metrics):
+            self.schedule.best = former  # what comes next need only be better than the policy that is there
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("evaluation/best_")}
         if self.is_over and self.schedule.best is not None:
             say(
                 f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
                 f"that of update {self.schedule.best.update} was better"
             )
-        return found.metrics
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers and lists."""
@@ -302,12 +304,17 @@ class InRunEvaluation:
             found = Best(version, score, int(kept.get("evaluation/update", version)))
             self.schedule.take_over(found)
 
-    def _keep(self, metrics: dict[str, float]) -> None:
+    def _keep(self, metrics: dict[str, float]) -> bool:
+        """Keep the candidate as the best policy. Returns whether it is kept."""
+        if not self.candidate.is_dir():  # it could not be saved, which was said
+            return False
         try:
             (self.candidate / _SCORE_FILE).write_text(json.dumps(metrics, indent=1) + "\n")
             replace_folder(self.candidate, self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")
+            return False
+        return True
 
 
 class EvaluationRounds:

@@ -1,5 +1,6 @@
 """Evaluation inside of a run: when it is due, the results that are reported, and the policy that is kept."""
 
+import errno
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from impala_llm import in_run_evaluation
 from impala_llm.config import ConfigError, load
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, EvaluationSchedule, InRunEvaluation
@@ -235,6 +237,7 @@ def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(
     """It is due by updates, and the user is told updates."""
     inside, receiver = make(tmp_path)
     assert inside.begin(0, 0, 0.0)
+    save(inside, 0)
     receiver.ended = evaluation([0.5] * 4, 0)
     inside.collect(0, 0)
     later, receiver = make(tmp_path, version=3)
@@ -244,6 +247,7 @@ def test_versions_that_are_ahead_after_a_lost_host_make_no_evaluation_due(
         assert not later.begin(update + 256, update, 0.0)
     receiver.published = 261
     assert later.begin(261, 5, 0.0)
+    save(later, 261)
     receiver.ended = evaluation([0.6] * 4, 261)
     found = later.collect(262, 6)
     assert (found["evaluation/version"], found["evaluation/update"]) == (261, 5)
@@ -267,16 +271,23 @@ def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["policy-best"]
 
 
-def test_a_policy_that_could_not_be_saved_is_not_taken_for_an_earlier_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["saved", "kept"])
+def test_a_policy_that_could_not_be_kept_is_neither_taken_for_another_nor_in_the_way_of_one(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inside, receiver = make(tmp_path)
-    for version, score in ((0, 0.5), (5, 0.4), (10, 0.9)):
+    for version, score, best in ((0, 0.5, 0), (5, 0.4, 0), (10, 0.9, 0), (15, 0.8, 15)):
         receiver.published = version
         assert inside.begin(version, version, 0.0)
-        if version < 10:  # then the disk is full
+        if version != 10 or when == "kept":
             save(inside, version)
         receiver.ended = evaluation([score] * 4, version)
-        inside.collect(version, version)
-    assert kept(tmp_path)[0] == 0
+        with monkeypatch.context() as full:
+            if version == 10:
+                full.setattr(in_run_evaluation, "replace_folder", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+            found = inside.collect(version, version)
+        assert kept(tmp_path)[0] == best and inside.schedule.best is not None
+        assert inside.schedule.best.version == best == found.get("evaluation/best_version", 0)
 
 
 def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds_a_better_one(tmp_path: Path) -> None:
@@ -324,6 +335,7 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
     for version in (0, 5):
         receiver.published = version
         assert inside.begin(version, version, 0.0) and not inside.is_over
+        save(inside, version)
         receiver.ended = evaluation([0.5] * 4, version)
         inside.collect(version, version)
     assert inside.is_over and "evaluation.patience=1" in capsys.readouterr().out
