@@ -216,6 +216,8 @@ class InRunEvaluation:
         self._config = config
         self._receiver = receiver
         self._tasks = tasks[: config.run_tasks]
+        self._of = [len(self._tasks), config.run_temperature]
+        """What makes two evaluations comparable."""
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
@@ -285,12 +287,19 @@ class InRunEvaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers and lists."""
-        return self.schedule.state_dict()
+        return {**self.schedule.state_dict(), "of": self._of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
-        self.schedule.load_state_dict(state)
-        self._compare_with_kept()
+        if self._is_comparable(state):
+            self.schedule.load_state_dict(state)
+            self._compare_with_kept()
+        else:  # patience counts anew as well
+            self.schedule.load_state_dict({**state, "best": None, "without_gain": 0})
+
+    def _is_comparable(self, state: Mapping[str, Any]) -> bool:
+        """Whether earlier evaluations were of these tasks and this temperature. Earlier releases did not note them."""
+        return list(state.get("of", self._of)) == self._of
 
     def close(self) -> None:
         """Remove the policy whose evaluation has not ended."""
@@ -302,14 +311,20 @@ class InRunEvaluation:
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
             found = Best(version, score, int(kept.get("evaluation/update", version)))
-            self.schedule.take_over(found)
+            if self._is_comparable(kept):
+                self.schedule.take_over(found)
+            else:
+                say(
+                    f"learner: {self._best} is of other evaluation.run_tasks or evaluation.run_temperature: no later "
+                    "evaluation is compared with it, and the best of them takes its place"
+                )
 
     def _keep(self, metrics: dict[str, float]) -> bool:
         """Keep the candidate as the best policy. Returns whether it is kept."""
         if not self.candidate.is_dir():  # it could not be saved, which was said
             return False
         try:
-            (self.candidate / _SCORE_FILE).write_text(json.dumps(metrics, indent=1) + "\n")
+            (self.candidate / _SCORE_FILE).write_text(json.dumps({**metrics, "of": self._of}, indent=1) + "\n")
             replace_folder(self.candidate, self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")

@@ -330,6 +330,31 @@ def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_p
     assert anew.schedule.best is None
 
 
+@pytest.mark.parametrize("other", [{"run_tasks": 5}, {"run_temperature": 0.5}], ids=str)
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_evaluations_of_other_tasks_or_temperature_are_not_compared(
+    has_checkpoint: bool, other: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside, receiver = make(tmp_path, patience=2)
+    for version, score in ((0, 0.9), (5, 0.8)):
+        receiver.published = version
+        assert inside.begin(version, version, 0.0)
+        save(inside, version)
+        receiver.ended = evaluation([score] * 4, version)
+        inside.collect(version, version)
+    for settings, score, without_gain in (({}, 0.7, 2 if has_checkpoint else 1), (other, 0.6, 0)):
+        later, receiver = make(tmp_path, version=5, patience=2, **settings)
+        if has_checkpoint:
+            later.load_state_dict(json.loads(json.dumps(inside.state_dict())))
+        receiver.published = 10
+        assert later.begin(10, 10, 0.0)
+        save(later, 10)
+        receiver.ended = evaluation([score] * 4, 10)
+        assert later.collect(10, 10)["evaluation/without_gain"] == without_gain
+    assert kept(tmp_path)[0] == 10
+    assert capsys.readouterr().out.count("is of other evaluation.run_tasks or evaluation.run_temperature") == 1
+
+
 def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside, receiver = make(tmp_path, patience=1)
     for version in (0, 5):
