@@ -244,6 +244,17 @@ class Checkpointer:
                 return
             self._wants_best = self.is_on
 
+    def mark_wanted(self, name: str, version: int) -> None:
+        """Mark a checkpoint as the best one, where the best policy so far is in none. On rank 0."""
+        with self._names:
+            # One that was being written when a later version turned out to be the best is not it.
+            if self._wants_best and self._best is not None and version >= self._best[0]:
+                self._wants_best = False
+                try:
+                    mark_best(self._run_folder, name)
+                except OSError as error:
+                    self._say_unmarked(error)
+
     # --- the thread
 
     def _write(self, state: State) -> None:
@@ -328,14 +339,8 @@ class Checkpointer:
         aside.rename(target)
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
+        self.mark_wanted(target.name, state.version)
         with self._names:
-            # One that was being written when a later version turned out to be the best is not it.
-            if self._wants_best and self._best is not None and state.version >= self._best[0]:
-                self._wants_best = False
-                try:
-                    mark_best(self._run_folder, target.name)
-                except OSError as error:
-                    self._say_unmarked(error)
             failed = remove_old(self._run_folder, self._num_kept)
         for reason in failed:
             say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")

@@ -184,7 +184,11 @@ class Saving:
             is_there = self._checkpointer.wait()
         if is_there and ranks.is_main and self._saved == (moment.update, moment.version):
             self._checkpointer.versions.end(moment.version)
-        return self._saved is not None and self._saved[0] == moment.update and not self._checkpointer.has_failed
+        if self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed:
+            return False
+        if ranks.is_main:  # no checkpoint comes after it
+            self._checkpointer.mark_wanted(name_of(moment.update), self._saved[1])
+        return True
 
     def save_at_end(self, run_folder: Path, moment: Moment, ends_together: bool) -> bool:
         """Save the policy and the last checkpoint; shared memory is not needed once both are on the disk.

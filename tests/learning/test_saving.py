@@ -126,6 +126,21 @@ def test_the_last_checkpoint_is_written_again_where_it_has_failed(
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
 
 
+@pytest.mark.parametrize(("version", "best"), [(4, ["update-000005"]), (6, [])])
+def test_the_last_checkpoint_is_the_best_one_where_none_comes_after_the_best_policy(
+    tmp_path: Path, version: int, best: list[str]
+) -> None:
+    """Its evaluation has ended after the last update, which had a checkpoint that was due."""
+    saving, checkpointer = make_saving(tmp_path, lora_rank=0)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    written = (tmp_path / "run" / "checkpoints" / "update-000005").stat()
+    checkpointer.mark_best(version, score=0.9)
+    assert saving.save_last(MOMENT)
+    assert (tmp_path / "run" / "checkpoints" / "update-000005").stat().st_ino == written.st_ino, "not written again"
+    assert [os.readlink(path) for path in (tmp_path / "run" / "checkpoints").glob("best")] == best
+
+
 def test_the_last_checkpoint_of_two_ranks_is_written_again_by_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
