@@ -114,11 +114,8 @@ class Learner:
         self.run_folder = Path(config.run.dir)
         self.owner = stack.enter_context(FolderOwner(self.run_folder, ranks.is_main))
         self.files = policy_files(resolve_policy(config))
-        self.endpoint = stack.enter_context(
-            LearnerEndpoint(
-                config, ranks.process, ranks.world_size, ranks.barrier, self.files, start.take_over, start.run_id
-            )
-        )
+        place = ranks.process, ranks.world_size, ranks.barrier
+        self.endpoint = stack.enter_context(LearnerEndpoint(config, *place, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
         self.checkpointer = Checkpointer(
             self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
@@ -168,7 +165,8 @@ class Learner:
         self.saves_next = self.saving.is_due_by_number(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
-        self.evaluations.turn(self.version, self.update, self.time.elapsed_s)
+        if self.evaluations.turn(self.version, self.update, self.time.elapsed_s):  # they have ended the run before
+            self.progress, self.ended_by_patience = 1.0, config.evaluation.patience or 0
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""

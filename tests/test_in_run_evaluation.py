@@ -368,6 +368,26 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
     assert not inside.begin(10, 10, 0.0) and not inside.begin(10, 10, 0.0, at_the_end=True)
 
 
+def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a policy that could not be saved: the same command saves it."""
+    words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
+    words.append(f"run.name=test-{uuid.uuid4().hex[:12]}")
+    state = {"last": [3, 1.0], "best": [0, 0.5, 0], "without_gain": 2}
+    with monkeypatch.context() as ended, ExitStack() as stack:
+        ended.setattr(EvaluationSchedule, "state_dict", lambda _schedule: state)
+        learner = Learner(load(words), Ranks("cpu"), stack, Start(), Mock(number=0))
+        learner.update = learner.version = 4
+    for patience, share in ((2, 1.0), (3, 4 / 100)):
+        config = load([*words, f"evaluation.patience={patience}", "learner.total_updates=100"])
+        with ExitStack() as stack:
+            learner = Learner(
+                config, Ranks("cpu"), stack, Start(run_id=learner.endpoint.run_dir.run_id), Mock(number=0)
+            )
+            assert (learner.progress, learner.moment().patience) == (share, 2 if share == 1 else 0)
+
+
 DO_NOTHING: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None)
 """In place of publishing the last version, and of writing metrics."""
 
