@@ -61,7 +61,7 @@ class Origin:
         """Read what a rank had in the checkpoint; None where there is none."""
         if self.checkpoint is None:
             return None
-        return Past.of(self.checkpoint, ranks.rank, ranks.world_size, self.version)
+        return Past.of(self.checkpoint, ranks.rank, ranks.world_size, self.version, self.is_lost)
 
 
 def find_origin(run_folder: Path, newest: WeightReader | None, versions: VersionMark, ranks: Ranks) -> Origin:

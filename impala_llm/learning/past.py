@@ -31,12 +31,13 @@ class Past:
     """Trajectories by `unroll_id` whose tickets have ended, and that may be used again."""
 
     @classmethod
-    def of(cls, checkpoint: CheckpointReader, rank: int, num_ranks: int, version: int) -> "Past":
+    def of(cls, checkpoint: CheckpointReader, rank: int, num_ranks: int, version: int, is_lost: bool) -> "Past":
         """Read the state of a rank.
 
         Args:
             num_ranks: of this run.
             version: that the learner goes on with: all others move along with it.
+            is_lost: whether tickets and trajectories are wanted; else they lie in shared memory, and none is read.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -44,12 +45,14 @@ class Past:
         manifest = checkpoint.manifest
         shift = version - manifest.version
         if manifest.num_ranks == num_ranks:
-            plain, trajectories = checkpoint.plain(rank), checkpoint.trajectories(rank, shift)
+            plain, writers = checkpoint.plain(rank), range(rank, rank + 1)
         else:
-            ranks = range(manifest.num_ranks)
-            plain = dealt([checkpoint.plain(each) for each in ranks], rank, num_ranks)
-            everywhere = {n: t for each in ranks for n, t in checkpoint.trajectories(each, shift).items()}
-            trajectories = {n: t for n, t in everywhere.items() if t.group_id % num_ranks == rank}
+            writers = range(manifest.num_ranks)
+            plain = dealt([checkpoint.plain(each) for each in writers], rank, num_ranks)
+        if not is_lost:
+            return cls(plain, PastTickets((), ()), {})
+        everywhere = {n: t for each in writers for n, t in checkpoint.trajectories(each, shift).items()}
+        trajectories = {n: t for n, t in everywhere.items() if t.group_id % num_ranks == rank}
         rows = journal_rows.renumbered(np.asarray(plain["rows"]).tolist(), shift)
         held = set(plain["held"])
         tickets = PastTickets(rows, [trajectories[number] for number in plain["held"]])

@@ -150,3 +150,17 @@ def test_weights_that_are_rounded_on_the_board_come_from_a_checkpoint_of_the_sam
     found = make_model(load(settings), origin, Ranks("cpu"))
     for (name, mine), expected in zip(found.lm.named_parameters(), model.lm.parameters(), strict=True):
         assert torch.equal(mine, expected), name
+
+
+def test_trajectories_of_a_checkpoint_are_read_only_where_shared_memory_is_lost(tmp_path: Path) -> None:
+    """Else they lie there, and what the checkpoint has of them is not needed."""
+    saving, checkpointer = make_saving(tmp_path, 0)
+    saving.save(saving.tickets(5), MOMENT)
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    (manifest.path / "rank-0.records").unlink()
+    past = Origin(5, 5, None, CheckpointReader(manifest), is_lost=False).past(Ranks("cpu"))
+    assert past is not None and past.plain["states"] == {}
+    with pytest.raises(CheckpointError, match="rank-0.records"):
+        Origin(5, 5, None, CheckpointReader(manifest), is_lost=True).past(Ranks("cpu"))
