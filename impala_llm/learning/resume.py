@@ -61,11 +61,7 @@ def how_to_start(config: Config) -> Start:
     any_left = find_run(name)
     left = find_run(name, output=folder.resolve())
     if not holds_run(folder):
-        if resume is True and any_left is None:
-            raise ConfigError(_nothing_left(config))
-        if resume is True and (reason := _of_other_ranks(config)):
-            raise ConfigError(f"run.resume=true: {reason}, and {folder} has no checkpoint: put learner.num_ranks back")
-        return Start(take_over=resume is True)
+        return _without_folder(config, is_left=any_left is not None)
     where = f"run.dir={folder} holds a run already"
     trained = folder / "policy"
     onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
@@ -121,7 +117,7 @@ def can_go_on(config: Config) -> bool:
 
 
 def check_folder(config: Config) -> Start:
-    """How a learner that was started by hand begins; of what it removes it says so.
+    """How a learner that was started by hand begins.
 
     Raises ConfigError where it would mix two runs, and RunDirectoryError where another learner of this run is alive:
     before anything in its folder changes.
@@ -132,13 +128,24 @@ def check_folder(config: Config) -> Start:
     start = how_to_start(config)
     for note in start.notes:
         print(f"learner: {note}", flush=True)
-    if not start.take_over and start.run_id is None and find_run(config.run.name) is not None:
-        print(
-            f"learner: what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its "
-            "actors are told to end: run.resume=true would have gone on with it",
-            flush=True,
-        )
     return start
+
+
+def _without_folder(config: Config, is_left: bool) -> Start:
+    """How a run starts whose folder on the disk holds none. is_left: whether there is one in shared memory."""
+    if config.run.resume is not True:
+        removed = (
+            f"what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its actors are "
+            "told to end: run.resume=true would have gone on with it"
+        )
+        return Start(notes=(removed,) if is_left else ())
+    if not is_left:
+        raise ConfigError(_nothing_left(config))
+    if reason := _of_other_ranks(config):
+        raise ConfigError(
+            f"run.resume=true: {reason}, and {config.run.dir} has no checkpoint: put learner.num_ranks back"
+        )
+    return Start(take_over=True)
 
 
 def _check_sizes(config: Config, differing: Sequence[tuple[str, object, object]], checkpoint: Manifest | None) -> None:

@@ -138,6 +138,14 @@ def test_what_another_run_of_the_folder_left_in_memory_is_discarded(settings: li
     assert "is of another run: that is discarded, and the run goes on from checkpoint update" in start.notes[0]
 
 
+def test_what_is_left_in_memory_is_not_removed_in_silence(settings: list[str]) -> None:
+    """Where the run's folder on the disk holds none the command begins anew."""
+    leave_in_memory(settings, Path(load(settings).run.dir))
+    assert how_to_start(load([*settings, "run.resume=true"])) == Start(take_over=True)
+    start = how_to_start(load(settings))
+    assert not start.take_over and "is removed, " in start.notes[0] and "run.resume=true would" in start.notes[0]
+
+
 def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:
     make_run(settings, None)
     assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
