@@ -143,11 +143,7 @@ class EvaluationSchedule:
             "evaluation/without_gain": float(self._without_gain),
         }
         if self.best is not None:
-            metrics |= {
-                "evaluation/best_version": float(self.best.version),
-                "evaluation/best_update": float(self.best.update),
-                "evaluation/best_score": self.best.score,
-            }
+            metrics |= {f"evaluation/best_{name}": float(value) for name, value in self.best._asdict().items()}
         played = "" if last == first else f" (played by {first - ahead} to {last - ahead})"
         temperature = self._config.run_temperature
         how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
@@ -222,6 +218,7 @@ class InRunEvaluation:
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
         self.schedule = EvaluationSchedule(config, update, learns_after)
+        self._is_told = False
         if update > 0:
             self._compare_with_kept()
 
@@ -291,11 +288,10 @@ class InRunEvaluation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
-        if self._is_comparable(state):
-            self.schedule.load_state_dict(state)
-            self._compare_with_kept()
-        else:  # patience counts anew as well
-            self.schedule.load_state_dict({**state, "best": None, "without_gain": 0})
+        if not self._is_comparable(state):  # patience counts anew as well
+            state = {**state, "best": None, "without_gain": 0}
+        self.schedule.load_state_dict(state)
+        self._compare_with_kept()
 
     def _is_comparable(self, state: Mapping[str, Any]) -> bool:
         """Whether earlier evaluations were of these tasks and this temperature. Earlier releases did not note them."""
@@ -313,7 +309,8 @@ class InRunEvaluation:
             found = Best(version, score, int(kept.get("evaluation/update", version)))
             if self._is_comparable(kept):
                 self.schedule.take_over(found)
-            else:
+            elif not self._is_told:
+                self._is_told = True
                 say(
                     f"learner: {self._best} is of other evaluation.run_tasks or evaluation.run_temperature: no later "
                     "evaluation is compared with it, and the best of them takes its place"

@@ -355,6 +355,22 @@ def test_evaluations_of_other_tasks_or_temperature_are_not_compared(
     assert capsys.readouterr().out.count("is of other evaluation.run_tasks or evaluation.run_temperature") == 1
 
 
+def test_a_best_policy_of_these_tasks_outlives_a_checkpoint_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The learner that found it was killed before it had written one of its own."""
+    inside, receiver = make(tmp_path, run_tasks=4)
+    checkpoint = json.loads(json.dumps(inside.state_dict()))
+    for version, score in ((10, 0.9), (15, 0.2)):
+        later, receiver = make(tmp_path, version=version, run_tasks=5)
+        later.load_state_dict(checkpoint)
+        assert later.begin(version, version, 0.0)
+        save(later, version)
+        receiver.ended = evaluation([score] * 5, version)
+        later.collect(version, version)
+    assert kept(tmp_path)[0] == 10 and "is of other evaluation.run_tasks" not in capsys.readouterr().out
+
+
 def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside, receiver = make(tmp_path, patience=1)
     for version in (0, 5):
