@@ -1,4 +1,4 @@
-"""Evaluations inside of a run: when one is due, what it found, which version is the best.
+"""Evaluations inside of a run: they are begun and collected, and the best policy is kept.
 
 Actors play the tasks with the published weights (`Receiver.begin_evaluation`), and training goes on meanwhile. Their
 weights change while they play, so a score belongs to a span of versions: from the one that the evaluation was begun
@@ -11,17 +11,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from impala_llm.evaluation_schedule import Best, EvaluationSchedule
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_folders import replace_folder
-from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import MetricLog
-from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.settings import EvaluationConfig
 from impala_llm.supervised import say
@@ -30,162 +26,9 @@ POLL_S = 0.1
 DEAL_GRACE_S = 10.0
 """Seconds in which an actor is expected to have the first task of an evaluation that is awaited, and in which one is
 expected to be there again."""
-LEAST_SHARE = 0.95
-"""Share of the tasks whose results must have come for an evaluation to be compared with others. The missing ones are
-the slow tasks, mostly unsolved: without them a score is too high."""
 BEST, CANDIDATE = "policy-best", "policy-candidate"
 """Folders of the policy with the best score, and of the one that is being evaluated, in the run's folder."""
 _SCORE_FILE = "evaluation.json"
-
-
-class Best(NamedTuple):
-    """The best evaluation so far."""
-
-    version: int
-    score: float
-    update: int
-    """Update of the run that made the version."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """Result of an evaluation.
-
-    Attributes:
-        metrics: by name.
-        text: a sentence for the user.
-        is_best: its score is higher than all before.
-    """
-
-    metrics: dict[str, float]
-    text: str
-    is_best: bool
-
-
-class EvaluationSchedule:
-    """Decides when an evaluation is due, which one was the best, and when the run should end. No I/O, and no clock.
-
-    Args:
-        config: of evaluations.
-        update: of the run, that the learner begins after. 0: the first evaluation is due at once.
-        learns_after: update of the run up to which the value head alone learns. Evaluations that are begun before it
-            are of the same weights, and patience does not count them.
-    """
-
-    def __init__(self, config: EvaluationConfig, update: int, learns_after: int = 0) -> None:
-        self._config, self._learns_after = config, learns_after
-        # Not of a version: after a lost host versions are ahead.
-        self._update = update
-        self._last_update = None if update == 0 else update
-        # Not known to a learner that goes on without a checkpoint.
-        self._last_s: float | None = 0.0 if update == 0 else None
-        self.best: Best | None = None
-        self._without_gain = 0
-
-    def is_due(self, update: int, elapsed_s: float) -> bool:
-        """Return whether to begin one. elapsed_s: seconds of training so far."""
-        if self._last_update is None:
-            return True
-        if self._last_s is None:
-            self._last_s = elapsed_s
-        updates, minutes = self._config.every_updates, self._config.every_minutes
-        return (updates is not None and update - self._last_update >= updates) or (
-            minutes is not None and elapsed_s - self._last_s >= 60 * minutes
-        )
-
-    def is_new(self, update: int) -> bool:
-        """Return whether no evaluation was begun after this update."""
-        return update != self._last_update
-
-    def begun(self, update: int, elapsed_s: float) -> None:
-        """Note that an evaluation was begun."""
-        self._last_update, self._last_s = update, elapsed_s
-
-    def observe(self, evaluation: Evaluation, version: int, update: int) -> Found:
-        """Take in an evaluation that has ended.
-
-        Args:
-            version: the learner's, which no weights are newer than.
-            update: of the run, that made it.
-        """
-        results, first = evaluation.results, evaluation.version
-        ahead = version - update
-        num_came = len(results)
-        came = f"{num_came} of {evaluation.num_tasks} validation tasks"
-        metrics = {
-            "evaluation/episodes": float(num_came),
-            "evaluation/version": float(first),
-            "evaluation/update": float(first - ahead),
-        }
-        if not results:
-            return Found(metrics, f"evaluation of update {first - ahead}: no result came, {came} were played", False)
-        score, success = (float(np.mean([getattr(r, name) for r in results])) for name in ("score", "success"))
-        score_low, score_high = score_interval([r.score for r in results])
-        success_low, success_high = wilson_interval(sum(r.success for r in results), num_came)
-        last = max(first, min(version, max(r.last_version for r in results)))
-        counts = num_came >= LEAST_SHARE * evaluation.num_tasks
-        is_best = counts and (self.best is None or score > self.best.score)
-        if is_best:
-            self.best, self._without_gain = Best(first, score, first - ahead), 0
-        elif counts and first - ahead > self._learns_after:
-            self._without_gain += 1
-        metrics |= {
-            "evaluation/score": score,
-            "evaluation/score_low": score_low,
-            "evaluation/score_high": score_high,
-            "evaluation/success_rate": success,
-            "evaluation/success_low": success_low,
-            "evaluation/success_high": success_high,
-            "evaluation/turns": float(np.mean([r.num_turns for r in results])),
-            "evaluation/length_tokens": float(np.mean([r.num_tokens for r in results])),
-            "evaluation/last_version": float(last),
-            "evaluation/seconds": evaluation.seconds,
-            "evaluation/without_gain": float(self._without_gain),
-        }
-        if self.best is not None:
-            metrics |= {f"evaluation/best_{name}": float(value) for name, value in self.best._asdict().items()}
-        played = "" if last == first else f" (played by {first - ahead} to {last - ahead})"
-        temperature = self._config.run_temperature
-        how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        text = (
-            f"evaluation of update {first - ahead}{played}: "
-            f"score {score:.3f} [{score_low:.3f}, {score_high:.3f}], success {success:.1%} "
-            f"[{success_low:.1%}, {success_high:.1%}], {came}, {how}; {self._verdict(counts, is_best)}"
-        )
-        return Found(metrics, text, is_best)
-
-    def _verdict(self, counts: bool, is_best: bool) -> str:
-        """Words on an evaluation beside the others. counts: whether it may be compared with them."""
-        if not counts:
-            return f"too few to be compared with others: fewer than {LEAST_SHARE:.0%}"
-        if is_best or self.best is None:
-            return "the best so far"
-        return f"the best is that of update {self.best.update} with {self.best.score:.3f}"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run should end: so many evaluations in a row were no better than the best one."""
-        patience = self._config.patience
-        return patience is not None and self._without_gain >= patience
-
-    def take_over(self, found: Best) -> None:
-        """Take over an evaluation that another learner of this run has made, if it is the best."""
-        if self.best is None or found.score > self.best.score:
-            self.best, self._without_gain = found, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """State as plain numbers and lists."""
-        best = None if self.best is None else list(self.best)
-        return {"last": [self._last_update, self._last_s], "best": best, "without_gain": self._without_gain}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        last, self._last_s = state["last"]
-        # Checkpoints of before evaluations were due by updates have a version there, which may be ahead.
-        self._last_update = None if last is None else min(last, self._update)
-        # Those of before have no update: it was the version, unless a host had been lost.
-        self.best = None if state["best"] is None else Best(*[*state["best"], state["best"][0]][:3])
-        self._without_gain = state["without_gain"]
 
 
 class InRunEvaluation:
@@ -275,10 +118,10 @@ class InRunEvaluation:
         if found.is_best and not self._keep(metrics):
             self.schedule.best = former  # what comes next need only be better than the policy that is there
             metrics = {name: value for name, value in metrics.items() if not name.startswith("evaluation/best_")}
-        if self.is_over and self.schedule.best is not None:
+        if self.is_over and self.schedule.highest is not None:
             say(
                 f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
-                f"that of update {self.schedule.best.update} was better"
+                f"that of update {self.schedule.highest.update} was better"
             )
         return metrics
 
@@ -289,7 +132,7 @@ class InRunEvaluation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
         if not self._is_comparable(state):  # patience counts anew as well
-            state = {**state, "best": None, "without_gain": 0}
+            state = {**state, "best": None, "highest": None, "without_gain": 0}
         self.schedule.load_state_dict(state)
         self._compare_with_kept()
 

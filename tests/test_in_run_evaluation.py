@@ -14,8 +14,9 @@ import pytest
 
 from impala_llm import in_run_evaluation
 from impala_llm.config import ConfigError, load
+from impala_llm.evaluation_schedule import EvaluationSchedule
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.in_run_evaluation import EvaluationRounds, EvaluationSchedule, InRunEvaluation
+from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.learner import Learner
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.resume import Start
@@ -369,6 +370,23 @@ def test_a_best_policy_of_these_tasks_outlives_a_checkpoint_of_others(
         receiver.ended = evaluation([score] * 5, version)
         later.collect(version, version)
     assert kept(tmp_path)[0] == 10 and "is of other evaluation.run_tasks" not in capsys.readouterr().out
+
+
+def test_patience_ends_a_run_whose_best_policy_cannot_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk: a policy that is worse than one that could not be kept is no gain, and one that is better is."""
+    inside, receiver = make(tmp_path, patience=2)
+    counted = []
+    for version, score in ((0, 0.8), (5, 0.7), (10, 0.9), (15, 0.8), (20, 0.7)):
+        receiver.published = version
+        assert inside.begin(version, version, 0.0), "the candidate is never saved"
+        receiver.ended = evaluation([score] * 4, version)
+        counted.append(inside.collect(version, version)["evaluation/without_gain"])
+        saved, (inside, receiver) = inside.state_dict(), make(tmp_path, version=version, patience=2)
+        inside.load_state_dict(json.loads(json.dumps(saved)))
+    assert counted == [0, 1, 0, 1, 2] and inside.is_over
+    assert "evaluation.patience=2: no evaluation since that of update 10 was better" in capsys.readouterr().out
 
 
 def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
