@@ -10,7 +10,7 @@ Where evaluations inside of the run are wanted, a part of its places is for thei
 need no ticket.
 
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does. The
-files that a trajectory passes on its way there stand in docs/pipeline.md, "Where it happens".
+files on the way there stand in docs/pipeline.md, "Code path of a trajectory and of the weights".
 """
 
 import gc

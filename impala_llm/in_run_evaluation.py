@@ -55,7 +55,7 @@ class InRunEvaluation:
         self._config = config
         self._receiver = receiver
         self._tasks = tasks[: config.run_tasks]
-        self._of = [len(self._tasks), config.run_temperature]
+        self._of = {"run_tasks": len(self._tasks), "run_temperature": config.run_temperature}
         """What makes two evaluations comparable."""
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
@@ -127,7 +127,7 @@ class InRunEvaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers and lists."""
-        return {**self.schedule.state_dict(), "of": self._of}
+        return {**self.schedule.state_dict(), **self._of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
@@ -138,7 +138,7 @@ class InRunEvaluation:
 
     def _is_comparable(self, state: Mapping[str, Any]) -> bool:
         """Whether earlier evaluations were of these tasks and this temperature. Earlier releases did not note them."""
-        return list(state.get("of", self._of)) == self._of
+        return all(state.get(name, value) == value for name, value in self._of.items())
 
     def close(self) -> None:
         """Remove the policy whose evaluation has not ended."""
@@ -164,7 +164,7 @@ class InRunEvaluation:
         if not self.candidate.is_dir():  # it could not be saved, which was said
             return False
         try:
-            (self.candidate / _SCORE_FILE).write_text(json.dumps({**metrics, "of": self._of}, indent=1) + "\n")
+            (self.candidate / _SCORE_FILE).write_text(json.dumps({**metrics, **self._of}, indent=1) + "\n")
             replace_folder(self.candidate, self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")

@@ -2,9 +2,10 @@
 
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
-docs/pipeline.md, "Where it happens", names the files on this way. Actors play on all the while, validation tasks too
-(in_run_evaluation.py): the receiver takes their trajectories and deals tickets during every step. Each rank has its own
-receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before the first ticket is dealt.
+docs/pipeline.md, "Code path of a trajectory and of the weights", names the files on this way. Actors play on all the
+while, validation tasks too (in_run_evaluation.py): the receiver takes their trajectories and deals tickets during every
+step. Each rank has its own receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before
+the first ticket is dealt.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
 every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one

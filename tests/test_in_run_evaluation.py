@@ -267,6 +267,7 @@ def test_the_policy_of_the_best_evaluation_is_kept(tmp_path: Path, capsys: pytes
         assert inside.collect(version + 1, version + 1) == {}
     found, metrics = kept(tmp_path)
     assert found == metrics["evaluation/version"] == 5 and metrics["evaluation/score"] == pytest.approx(0.6)
+    assert (metrics["run_tasks"], metrics["run_temperature"]) == (64, 0.0)
     assert capsys.readouterr().out.count("learner: evaluation of update") == 3
     inside.close()
     assert [path.name for path in tmp_path.iterdir()] == ["policy-best"]

@@ -244,7 +244,7 @@ class Checkpointer:
                 return
             self._wants_best = self.is_on
 
-    def mark_wanted(self, name: str, version: int) -> None:
+    def mark_best_if_wanted(self, name: str, version: int) -> None:
         """Mark a checkpoint as the best one, where the best policy so far is in none. On rank 0."""
         with self._names:
             # One that was being written when a later version turned out to be the best is not it.
@@ -339,7 +339,7 @@ class Checkpointer:
         aside.rename(target)
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        self.mark_wanted(target.name, state.version)
+        self.mark_best_if_wanted(target.name, state.version)
         with self._names:
             failed = remove_old(self._run_folder, self._num_kept)
         for reason in failed:

@@ -187,7 +187,7 @@ class Saving:
         if self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed:
             return False
         if ranks.is_main:  # no checkpoint comes after it
-            self._checkpointer.mark_wanted(name_of(moment.update), self._saved[1])
+            self._checkpointer.mark_best_if_wanted(name_of(moment.update), self._saved[1])
         return True
 
     def save_at_end(self, run_folder: Path, moment: Moment, ends_together: bool) -> bool:
