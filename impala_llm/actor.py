@@ -122,8 +122,8 @@ class Actor:
         self.episodes = 0
         self.load_seconds = 0.0
         self.announced = -1
-        self.distrusts = False
-        """Another learner may have left servers in the middle of a transfer."""
+        self.distrusts = 0
+        """Learners that have come since servers were reclaimed: one may have left them in the middle of a transfer."""
         self.faults = EnvironmentFaults(config.actor.fault_patience_s)
         self.evaluation_faults = EnvironmentFaults(config.actor.fault_patience_s)
         """Faults of evaluation tasks: they end no actor, since it may train all the same."""
@@ -244,7 +244,7 @@ class Actor:
             if self.evaluation is not None:
                 self.evaluation.clear()
             if self.fed_engine is not None:
-                self.distrusts = True
+                self.distrusts += 1
                 self.start_loading()
         elif isinstance(event, Revoked):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.ticket_id not in event.ticket_ids)
@@ -359,16 +359,16 @@ class Actor:
 
     def start_loading(self) -> None:
         """Swap in the newest weights in the background, unless that is under way or they are here already."""
-        is_due = self.distrusts or self.announced > self.engine.version
+        is_due = self.distrusts > 0 or self.announced > self.engine.version
         if self.is_up and self.loading is None and is_due:
             self.loading = asyncio.create_task(self.load_newest())
             self.loading.add_done_callback(self.loaded)
 
     async def load_newest(self) -> None:
-        if (fed := self.fed_engine) is not None and self.distrusts:
-            self.distrusts = False
+        if (fed := self.fed_engine) is not None and (come := self.distrusts):
             with self.board.lease() as lease:
                 await fed.reclaim(lease)
+            self.distrusts -= come  # where it has failed it is due again, and where another learner has come meanwhile
             return
         if fed is not None and await fed.adopt(self.announced):
             return

@@ -11,8 +11,9 @@ import pytest
 from impala_llm.actor import Actor
 from impala_llm.config import load
 from impala_llm.engines.base import EngineError, EngineStats, ModelRefused, ServerUnfit
+from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.pipeline.tickets.ledger import Ticket
-from impala_llm.pipeline.transport.messages import RUN_OVER, Shutdown, WeightsAnnounced
+from impala_llm.pipeline.transport.messages import RUN_OVER, HelloWanted, Shutdown, WeightsAnnounced
 
 
 def test_a_ticket_that_waits_for_newer_weights_does_not_hold_up_those_behind_it() -> None:
@@ -91,7 +92,7 @@ def actor_that_loads(engine: Refusing) -> Any:
     actor: Any = Actor.__new__(Actor)
     actor.actor_id, actor.config, actor.engine = "actor-0", load(["experiment=toy"]), engine
     actor.board = SimpleNamespace(latest=lambda: 0, lease=lambda: nullcontext(SimpleNamespace(version=0)))
-    actor.is_up, actor.distrusts, actor.announced, actor.loading, actor.failure = True, False, 0, None, None
+    actor.is_up, actor.distrusts, actor.announced, actor.loading, actor.failure = True, 0, 0, None, None
     actor.waiting, actor.running = deque([Ticket(1, 0, 1, 0, 0)]), {}
     return actor
 
@@ -116,6 +117,35 @@ def test_weights_that_were_refused_once_are_loaded_again_without_another_announc
         assert (actor.engine.version, actor.failure) == (0, None)
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_servers_that_could_not_be_reclaimed_once_are_reclaimed_without_another_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have weights already, of the version that was announced, but perhaps not in full. Another learner that comes
+    while they are reclaimed may have left them so again."""
+    monkeypatch.setattr("impala_llm.actor.LOAD_PAUSE_S", 0.0)
+    tried = []
+
+    async def main() -> None:
+        async def reclaim(lease: Any) -> None:
+            tried.append(lease.version)
+            if len(tried) < 3:
+                raise EngineError("http://a:1 answered 503")
+            if len(tried) == 3:
+                actor.handle(HelloWanted())
+
+        engine = type("Fed", (SGLangEngine,), {"__init__": lambda _: None, "failure": None})
+        actor = actor_that_loads(engine())
+        actor.engine.version, actor.engine.reclaim = 0, reclaim
+        actor.config.engine.transfer, actor.evaluation, actor.waiting = "distributed", None, deque()
+        actor.handle(HelloWanted())
+        for _ in range(50):
+            actor.tend_engine()
+            await asyncio.sleep(0)
+        assert (tried, actor.failure) == ([0] * 4, None)
+
+    asyncio.run(main())
 
 
 def test_an_actor_whose_model_is_not_the_learners_ends() -> None:
