@@ -104,8 +104,9 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
         is_given = any(f"{word}.".startswith(f"{key}.") for word in given)
         if is_given and why and why.is_refused and value != defaults.get(key):
             fix = f"{why.fix}, for instance, or " if why.fix else ""
-            # Of an environment's own arguments some have no default.
-            default = f"{key}={written(defaults[key])}" if key in defaults else "no env"
+            # An environment's own arguments have no default that could be given.
+            has_default = key in defaults and not key.startswith("env.args")
+            default = f"{key}={written(defaults[key])}" if has_default else "no env"
             found.append(f"{key}={written(value)} has no effect {why.reason}: set {fix}{default}")
     return found
 

@@ -68,6 +68,8 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
         (["learner.cpu_offload=true"], "learner.cpu_offload"),
         (["learner.cpu_offload=true", "learner.token_budget=auto"], "learner.cpu_offload"),
         (["learner.cpu_offload=true", "learner.tensor_parallel=2"], "learner.cpu_offload"),
+        (["agent.command=echo", "env=corridor", "env.args.num_tasks=9"], "env"),
+        (["agent.command=echo", "env=tasks", "env.args.file=a.jsonl"], "env"),
     ],
 )
 def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str], key: str) -> None:
@@ -75,7 +77,8 @@ def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str],
         load(["model=scratch", *words])
     _, _, ways = str(caught.value).partition(": set ")
     for way in ways.split(", for instance, or "):
-        given = dict(word.split("=", 1) for word in [*words, *way.split(" and ")])
+        set_so = [] if way == "no env" else way.split(" and ")
+        given = dict(word.split("=", 1) for word in [*words, *set_so] if set_so or not word.startswith("env"))
         load(["model=scratch", *("=".join(word) for word in given.items())])
 
 
