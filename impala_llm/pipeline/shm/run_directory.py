@@ -325,7 +325,7 @@ class RunDirectory:
             if self._unsaved.exists():
                 _log.warning(
                     "%s stays in memory, since no disk has all that its run has learned: the same command with "
-                    "run.resume=true goes on with it; remove it to go on from the newest checkpoint instead",
+                    "run.resume=true goes on with it",
                     self._root,
                 )
             else:
@@ -360,6 +360,16 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     if output is not None and read_file(root).get("output") != str(output):
         return None
     return read_run_id(root)
+
+
+def find_output(run_name: str, base: Path | None = None) -> str | None:
+    """Read the folder on disk of the run that a dead owner has left; None where there is none, as of actors alone.
+
+    Args:
+        run_name, base: as for `RunDirectory.create`.
+    """
+    output = read_file(run_path(run_name, base)).get("output")
+    return output if isinstance(output, str) else None
 
 
 def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | None:
