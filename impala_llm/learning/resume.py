@@ -17,7 +17,14 @@ from impala_llm.config import ConfigError, plain
 from impala_llm.idle_settings import in_force
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.pipeline.shm.run_directory import RunDirectoryError, find_learner, find_run, run_path, shared_memory
+from impala_llm.pipeline.shm.run_directory import (
+    RunDirectoryError,
+    find_learner,
+    find_output,
+    find_run,
+    run_path,
+    shared_memory,
+)
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.supervised import SUPERVISED
 
@@ -58,10 +65,11 @@ def how_to_start(config: Config) -> Start:
         RunDirectoryError: a living process has a run of this name.
     """
     folder, name, resume = Path(config.run.dir), config.run.name, config.run.resume
-    any_left = find_run(name)
+    # The folder of actors alone, which a relay fills, is nothing to go on from.
+    is_left = find_run(name) is not None and (find_learner(name) is not None or find_output(name) is not None)
     left = find_run(name, output=folder.resolve())
     if not holds_run(folder):
-        return _without_folder(config, is_left=any_left is not None)
+        return _without_folder(config, is_left)
     where = f"run.dir={folder} holds a run already"
     trained = folder / "policy"
     onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
@@ -69,6 +77,9 @@ def how_to_start(config: Config) -> Start:
     if resume is False:
         raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
     notes = []
+    if is_left and left is None:
+        output = find_output(name) or "unknown"
+        notes.append(f"{_removed(name)}: it is of run.dir={output}, and another run.name would have kept it")
     stale = "" if left is None else _stale(config, folder, left)
     # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
     checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
@@ -134,10 +145,7 @@ def check_folder(config: Config) -> Start:
 def _without_folder(config: Config, is_left: bool) -> Start:
     """How a run starts whose folder on the disk holds none. is_left: whether there is one in shared memory."""
     if config.run.resume is not True:
-        removed = (
-            f"what an earlier learner of run {config.run.name!r} left in shared memory is removed, and its actors are "
-            "told to end: run.resume=true would have gone on with it"
-        )
+        removed = f"{_removed(config.run.name)}: run.resume=true would have gone on with it"
         return Start(notes=(removed,) if is_left else ())
     if not is_left:
         raise ConfigError(_nothing_left(config))
@@ -146,6 +154,10 @@ def _without_folder(config: Config, is_left: bool) -> Start:
             f"run.resume=true: {reason}, and {config.run.dir} has no checkpoint: put learner.num_ranks back"
         )
     return Start(take_over=True)
+
+
+def _removed(name: str) -> str:
+    return f"what an earlier learner of run {name!r} left in shared memory is removed, and its actors are told to end"
 
 
 def _check_sizes(config: Config, differing: Sequence[tuple[str, object, object]], checkpoint: Manifest | None) -> None:

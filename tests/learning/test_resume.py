@@ -120,15 +120,21 @@ def test_another_number_of_ranks_goes_on_from_the_checkpoint_and_not_from_memory
 def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str], tmp_path: Path) -> None:
     make_run(settings, 20)
     leave_in_memory(settings, tmp_path / "other")
-    assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+    start = how_to_start(load(settings))
+    assert (start.take_over, start.run_id) == (False, 77)
+    [removed] = start.notes
+    assert f"is removed, and its actors are told to end: it is of run.dir={tmp_path.resolve()}/other" in removed
 
 
 def test_what_actors_of_another_host_left_in_memory_is_not(settings: list[str]) -> None:
     """Their supervisor has a folder of the run's name as well, for the weights; it is of no folder on the disk."""
+    empty = [*settings, f"run.dir={load(settings).run.dir}-new"]
     code = "import os; from impala_llm.pipeline.shm.run_directory import RunDirectory as R;"
     subprocess.run([sys.executable, "-c", f"{code} R.create({name_of_run(settings)!r}); os._exit(0)"], check=True)
     make_run(settings, 20)
     assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
+    assert how_to_start(load(empty)) == Start()
+    assert "run.resume=true: nothing of run " in refusal(empty, "run.resume=true")
 
 
 def test_what_another_run_of_the_folder_left_in_memory_is_discarded(settings: list[str]) -> None:
