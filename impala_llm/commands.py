@@ -31,7 +31,8 @@ impala-llm new-env NAME
     writes an environment to begin with, and its test, into this directory
 impala-llm demonstrate [--config FILE] [key=value ...]
     records episodes of a script, a policy or a person
-impala-llm demonstrations FOLDER [--read N] [--min-score X] [--max-score X] [--out NEW]
+impala-llm demonstrations FOLDER [--read N] [--min-score X] [--max-score X]
+        [--out NEW]
     shows recorded episodes, and filters them
 impala-llm sft [--config FILE] [key=value ...]
     warm start: a policy learns from recorded episodes

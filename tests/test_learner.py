@@ -169,7 +169,7 @@ def test_what_a_killed_learner_left_is_not_removed_in_silence(
 ) -> None:
     name = f"test-{uuid.uuid4().hex[:12]}"
     imports = "import os; from impala_llm.pipeline.shm.run_directory import RunDirectory as R"
-    make = f"{imports}; R.create({name!r}); os._exit(0)"
+    make = f"from pathlib import Path; {imports}; R.create({name!r}, output=Path({str(tmp_path)!r})); os._exit(0)"
     subprocess.run([sys.executable, "-c", make], check=True)
     try:
         settings = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}"]

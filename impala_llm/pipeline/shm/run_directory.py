@@ -81,7 +81,7 @@ def shared_memory() -> Path:
 
 
 def run_path(run_name: str, base: Path | None = None) -> Path:
-    """Directory of a run, see `RunDirectory.create`, whether or not it is there."""
+    """Directory of a run, whether or not it is there. run_name, base: as for `RunDirectory.create`."""
     check_name("run name", run_name)
     return (base or shared_memory()) / f"impala_llm-{os.getuid()}-{run_name}"
 
