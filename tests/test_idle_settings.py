@@ -101,9 +101,11 @@ def test_an_agent_plays_no_environment(words: list[str], said: str) -> None:
 
 
 def test_a_value_head_that_nothing_trains_has_no_rate() -> None:
-    with pytest.raises(ConfigError, match=r"value_learning_rate=0\.5 has no effect with algorithm.credit=rloo"):
-        load(["experiment=toy", "algorithm.credit=rloo", "learner.value_learning_rate=0.5"])
-    load(["model=scratch", "algorithm=ppo", "learner.value_learning_rate=0.5"])
+    """Comparisons of credits give the rate to all of them, so it is not refused."""
+    for credit, is_shown in (("rloo", False), ("gae", True)):
+        words = ["model=scratch", "algorithm.group_size=2", f"algorithm.credit={credit}"]
+        shown = OmegaConf.create(to_yaml(load([*words, "learner.value_learning_rate=0.5"]), only_in_force=True))
+        assert ("value_learning_rate" in shown.learner) == is_shown
 
 
 def test_what_evaluate_reads_alone_is_taken_and_not_shown() -> None:
