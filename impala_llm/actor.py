@@ -122,7 +122,7 @@ class Actor:
         self.episodes = 0
         self.load_seconds = 0.0
         self.announced = -1
-        self.distrusts = 0
+        self.num_new_learners = 0
         """Learners that have come since servers were reclaimed: one may have left them in the middle of a transfer."""
         self.faults = EnvironmentFaults(config.actor.fault_patience_s)
         self.evaluation_faults = EnvironmentFaults(config.actor.fault_patience_s)
@@ -244,7 +244,7 @@ class Actor:
             if self.evaluation is not None:
                 self.evaluation.clear()
             if self.fed_engine is not None:
-                self.distrusts += 1
+                self.num_new_learners += 1
                 self.start_loading()
         elif isinstance(event, Revoked):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.ticket_id not in event.ticket_ids)
@@ -359,16 +359,16 @@ class Actor:
 
     def start_loading(self) -> None:
         """Swap in the newest weights in the background, unless that is under way or they are here already."""
-        is_due = self.distrusts > 0 or self.announced > self.engine.version
+        is_due = self.num_new_learners > 0 or self.announced > self.engine.version
         if self.is_up and self.loading is None and is_due:
             self.loading = asyncio.create_task(self.load_newest())
             self.loading.add_done_callback(self.loaded)
 
     async def load_newest(self) -> None:
-        if (fed := self.fed_engine) is not None and (come := self.distrusts):
+        if (fed := self.fed_engine) is not None and (come := self.num_new_learners):
             with self.board.lease() as lease:
                 await fed.reclaim(lease)
-            self.distrusts -= come  # where it has failed it is due again, and where another learner has come meanwhile
+            self.num_new_learners -= come  # not before: a failed one is due again. Another learner may have come.
             return
         if fed is not None and await fed.adopt(self.announced):
             return

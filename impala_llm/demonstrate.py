@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, plain
@@ -42,12 +41,12 @@ from impala_llm.engines.base import FinishReason, Generation, SamplingParams, To
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
-from impala_llm.learning.folder_owner import try_to_write
 from impala_llm.learning.origin import base_checksum
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
 from impala_llm.stop_signals import ToldToStop
+from impala_llm.writable_folders import try_to_write, writing_to
 
 PART_EPISODES = 500
 """Episodes after which what was recorded is written."""
@@ -77,7 +76,7 @@ def record(config: Config) -> Path:
         there = read_ids(folder)
         missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
         if missing:  # a folder that has all of them may be read-only
-            with _writing_to(folder):
+            with writing_to(f"demonstrations.dir={folder}"):
                 try_to_write(folder)
         try:
             for catalogue in range(settings.num_catalogues):
@@ -101,7 +100,7 @@ def record(config: Config) -> Path:
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Keep a folder for this process, and make it if it is missing: two would give their parts the same numbers."""
-    with _writing_to(folder):
+    with writing_to(f"demonstrations.dir={folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -117,18 +116,6 @@ def _owned(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-@contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    """Raise ConfigError where the disk refuses what the block writes."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"demonstrations.dir={folder} cannot be written to ({reason}): name another folder, or put that right"
-        ) from None
 
 
 async def _until_told(recording: Coroutine[Any, Any, int]) -> int:
@@ -220,12 +207,12 @@ async def _keep(folder: Path, episodes: Iterable[Awaitable[Demonstration | None]
             too_long += demonstration is None
             found += [] if demonstration is None else [demonstration]
             if len(found) >= PART_EPISODES:
-                with _writing_to(folder):
+                with writing_to(f"demonstrations.dir={folder}"):
                     add_part(folder, found)
                 found = []
             await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
     finally:  # Ctrl-C and faults included
-        with _writing_to(folder):
+        with writing_to(f"demonstrations.dir={folder}"):
             add_part(folder, found)
     return too_long
 
@@ -365,7 +352,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         plain(settings), weights,
     )  # fmt: skip
     if not has_parts(folder):  # a header alone is of a recording that never began, and claims nothing
-        with _writing_to(folder):
+        with writing_to(f"demonstrations.dir={folder}"):
             write_header(folder, header)
         return
     before = read_header(folder)

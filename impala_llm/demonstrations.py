@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from impala_llm.config import ConfigError
 from impala_llm.rollout import Turn
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError
+from impala_llm.writable_folders import writing_to
 
 FORMAT = 2
 HEADER = "demonstrations.json"
@@ -354,18 +355,14 @@ def main(argv: Sequence[str]) -> int:
                 raise DemonstrationError(f"--out {options.out} exists: name a new folder")
             aside = options.out.with_name(f"{options.out.name}.new-{os.getpid()}")
             try:
-                write_header(aside, header)
-                add_part(aside, chosen)
-                aside.rename(options.out)
-            except (OSError, SafetensorError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise DemonstrationError(
-                    f"--out {options.out} cannot be written to ({reason}): name another folder, or put that right"
-                ) from None
+                with writing_to(f"--out {options.out}"):
+                    write_header(aside, header)
+                    add_part(aside, chosen)
+                    aside.rename(options.out)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
             print(f"written to {options.out}")
-    except (DemonstrationError, OSError) as error:
+    except (ConfigError, OSError) as error:
         print(f"impala-llm demonstrations: {error}", file=sys.stderr)
         return 2
     return 0

@@ -19,7 +19,7 @@ the slow tasks, mostly unsolved: without them a score is too high."""
 
 
 class Best(NamedTuple):
-    """The best evaluation so far."""
+    """The best evaluation so far of those whose policy was kept."""
 
     version: int
     score: float
@@ -34,7 +34,7 @@ class Found:
     Attributes:
         metrics: by name.
         text: a sentence for the user.
-        is_best: its score is higher than all before.
+        is_best: its score is higher than that of `EvaluationSchedule.best`.
     """
 
     metrics: dict[str, float]
@@ -61,7 +61,7 @@ class EvaluationSchedule:
         self._last_s: float | None = 0.0 if update == 0 else None
         self.best: Best | None = None
         self.highest: Best | None = None
-        """What patience counts from: the best one, or a better one whose policy could not be kept."""
+        """The evaluation that patience counts from: the best one, or a better one whose policy could not be kept."""
         self._without_gain = 0
 
     def is_due(self, update: int, elapsed_s: float) -> bool:

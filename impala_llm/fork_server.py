@@ -5,11 +5,10 @@ Linux: CUDA must not have been touched before a fork, which no import promises.
     supervisor ──requests──► fork server ──fork──► learner, actors
          ▲──── started, ended ────┘
 
-Requests are lines of JSON on the server's standard input, events on a pipe of their own: on standard output what the
-interpreter runs at its start, such as a sitecustomize, may print. Invariants: the server runs no other
-thread and no code of a user's; a forked process has the session, environment, log and arguments that it would have if
-it were started by itself, and shows them in /proc (its command line with NULs behind it); all of them end with the
-server, and the server with its supervisor.
+Requests are lines of JSON on the server's standard input, events on a pipe of their own, see `start_with_pipe`.
+Invariants: the server runs no other thread and no code of a user's; a forked process has the session, environment, log
+and arguments that it would have if it were started by itself, and shows them in /proc (its command line with NULs
+behind it); all of them end with the server, and the server with its supervisor.
 """
 
 import ctypes
@@ -30,7 +29,7 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent, keep_exit_codes
+from impala_llm.supervised import PROGRESS, SUPERVISOR, die_with_parent, keep_exit_codes, start_with_pipe
 
 _COMMAND_LINE_ROOM = 8192
 """Bytes of a forked process's command line that `ps` shows."""
@@ -159,20 +158,11 @@ class ForkServer:
         self.close()
         self._unread = b""
         script = str(Path(__file__).resolve())
-        reading, events = os.pipe()
-        self._events = os.fdopen(reading, "rb", 0)
-        os.set_blocking(reading, False)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
-                env={**self.environment, SUPERVISOR: str(os.getpid())},
-                stdin=subprocess.PIPE,
-                stdout=2,
-                start_new_session=True,
-                pass_fds=(events,),
-            )
-        finally:
-            os.close(events)
+        self._process, self._events = start_with_pipe(
+            lambda events: [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
+            {**self.environment, SUPERVISOR: str(os.getpid())},
+        )
+        os.set_blocking(self._events.fileno(), False)
 
     def _note(self, event: Mapping[str, int]) -> None:
         if "failed" in event:

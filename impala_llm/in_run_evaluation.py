@@ -56,7 +56,7 @@ class InRunEvaluation:
         self._receiver = receiver
         self._tasks = tasks[: config.run_tasks]
         self._of = {"run_tasks": len(self._tasks), "run_temperature": config.run_temperature}
-        """What makes two evaluations comparable."""
+        """Settings in which two evaluations must agree to be compared."""
         self.candidate = run_folder / CANDIDATE
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST

@@ -27,13 +27,13 @@ from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.known_models import vocab_size
 from impala_llm.learning.checkpoint_files import checkpoints
-from impala_llm.learning.folder_owner import try_to_write
 from impala_llm.learning.resume import how_to_start
 from impala_llm.observability.metrics import MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import ARENA, RunDirectoryError, left_bytes, shared_memory
 from impala_llm.settings import Config, model_directory, other_models
+from impala_llm.writable_folders import try_to_write
 
 MEGABYTE = 1 << 20
 RELAY_COPIES = 4

@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
 from impala_llm.learning.checkpoint_files import CheckpointError, checkpoints, newest_whole, set_aside
 from impala_llm.learning.checkpoint_reader import CheckpointReader
-from impala_llm.learning.folder_owner import FolderOwner, try_to_write, wait_for_owner
+from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import base_checksum
@@ -51,6 +51,7 @@ from impala_llm.settings import Config
 from impala_llm.stop_signals import StopSignals
 from impala_llm.supervised import say
 from impala_llm.trajectory import Trajectory, TrajectoryError
+from impala_llm.writable_folders import try_to_write, writing_to
 
 STATE = "state"
 """Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there goes on from them."""
@@ -356,14 +357,14 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
     wait_for_owner(folder, say, "end it first, or set another sft.dir")
-    with _writing_to(folder):
+    with writing_to(f"sft.dir={folder}"):
         try_to_write(folder)
     with ExitStack() as stack:
         owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
-        with _writing_to(folder):  # only now: what is refused leaves the settings of the one that is there
+        with writing_to(f"sft.dir={folder}"):  # only now: what is refused leaves the settings of the one that is there
             (folder / "config.yaml").write_text(to_yaml(config))
         model = warm.imitation.model
         for caution in [*slow_precision(config, model.lm.device), *other_value_head(config, model)]:
@@ -376,17 +377,6 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
             say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
             raise
     return folder / "policy"
-
-
-@contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    """Raise ConfigError where the disk refuses what the block writes."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"sft.dir={folder} cannot be written to ({error.strerror}): name another folder, or put that right"
-        ) from None
 
 
 def main(config: Config, folders: Sequence[Path]) -> int:

@@ -9,8 +9,11 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import BinaryIO
 
 from impala_llm.log_lines import log_standard_streams
 
@@ -52,6 +55,41 @@ def keep_exit_codes() -> None:
     be lost, and one that was killed would count as one that ended well."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def start_with_pipe(
+    command: Callable[[int], Sequence[str]], env: Mapping[str, str] | None = None, bufsize: int = -1
+) -> tuple["subprocess.Popen[bytes]", BinaryIO]:
+    """Start a process in a session of its own, which reads from its standard input and writes to a pipe of its own.
+
+    On standard output what the interpreter runs at its start, such as a sitecustomize, may print: it goes where
+    standard error goes.
+
+    Args:
+        command: called with the descriptor to which the process writes.
+        env, bufsize: as for subprocess.Popen.
+
+    Returns:
+        (process, the pipe's other end, unbuffered).
+    """
+    reading, writing = os.pipe()
+    pipe = os.fdopen(reading, "rb", 0)
+    try:
+        process = subprocess.Popen(
+            command(writing),
+            env=env,
+            bufsize=bufsize,
+            stdin=subprocess.PIPE,
+            stdout=2,
+            start_new_session=True,
+            pass_fds=(writing,),
+        )
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        os.close(writing)
+    return process, pipe
 
 
 def die_with_parent(parent: int) -> None:

@@ -185,7 +185,7 @@ def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place
     actor.config, actor.actor_id, actor.running = load(["experiment=toy"]), "actor-0", {}
     actor.channel = SimpleNamespace(request=lambda want: None, arena_fill=0.0)
     actor.board = SimpleNamespace(latest=lambda: 0)
-    actor.loading, actor.load_seconds, actor.distrusts, actor.announced = None, 0.0, 0, 0
+    actor.loading, actor.load_seconds, actor.num_new_learners, actor.announced = None, 0.0, 0, 0
     actor.engine, actor.make_engine = Engine(restarts=2), lambda: Engine(restarts=0)
     actor.is_up, actor.starting = True, None
     actor.failed_starts, actor.engine_restarts = 9, 0  # so that this test alone starts an engine: others come later

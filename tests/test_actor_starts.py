@@ -92,7 +92,7 @@ def actor_that_loads(engine: Refusing) -> Any:
     actor: Any = Actor.__new__(Actor)
     actor.actor_id, actor.config, actor.engine = "actor-0", load(["experiment=toy"]), engine
     actor.board = SimpleNamespace(latest=lambda: 0, lease=lambda: nullcontext(SimpleNamespace(version=0)))
-    actor.is_up, actor.distrusts, actor.announced, actor.loading, actor.failure = True, 0, 0, None, None
+    actor.is_up, actor.num_new_learners, actor.announced, actor.loading, actor.failure = True, 0, 0, None, None
     actor.waiting, actor.running = deque([Ticket(1, 0, 1, 0, 0)]), {}
     return actor
 

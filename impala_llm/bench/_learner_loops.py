@@ -89,7 +89,6 @@ def trainer(folder: Path, rows: Sequence[Trajectory], *words: str) -> tuple[Call
         "algorithm.loss=reinforce",
         "algorithm.group_size=8",
         "learner.learning_rate=0",
-        "learner.value_learning_rate=0",
         "learner.token_budget=auto",
         f"learner.max_grad_norm={_CLIP}",
         *words,

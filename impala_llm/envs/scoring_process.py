@@ -4,9 +4,8 @@ nobody else.
     python -m impala_llm.envs.scoring_process REPLIES VERIFIER SECONDS [GIB]
 
 reads a line, NAME [answer, task, arguments], with JSON after the request's name, and writes one of JSON, [NAME, score,
-null] or [NAME, null, error], to the descriptor REPLIES: on standard output what the interpreter runs at its start, such
-as a sitecustomize, may print. Its first line, without a name, says that the verifier is there, or why not. It ends with
-its input.
+null] or [NAME, null, error], to the descriptor REPLIES, see `start_with_pipe`. Its first line, without a name, says
+that the verifier is there, or why not. It ends with its input.
 
 Invariant: a request has one reply, or the process is ended and a new one takes the next request. No answer gets the
 score of another one, unless the verifier executes what the policy writes, which may change the verifier itself.
@@ -30,6 +29,7 @@ from types import MappingProxyType
 from typing import IO, Any, BinaryIO
 
 from impala_llm.plugs import VERIFIERS, load
+from impala_llm.supervised import start_with_pipe
 
 _START_TIMEOUT_S = 120.0
 _MOST_REPLY_BYTES = 1 << 20
@@ -106,19 +106,10 @@ class ScoringProcess:
         return self._exchange(request, self._timeout_s)
 
     def _start(self) -> None:
-        reading, replies = os.pipe()
-        self._replies = os.fdopen(reading, "rb", 0)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "impala_llm.envs.scoring_process", str(replies), *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=(replies,),
-            )
-        finally:
-            os.close(replies)
+        self._process, self._replies = start_with_pipe(
+            lambda replies: [sys.executable, "-m", "impala_llm.envs.scoring_process", str(replies), *self._arguments],
+            bufsize=0,
+        )
         self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:

@@ -9,7 +9,6 @@ ends. On one host the system says at once whether a process lives.
 import json
 import os
 import platform
-import tempfile
 import threading
 import time
 import uuid
@@ -112,17 +111,6 @@ class FolderOwner:
                 os.write(file, content)
             finally:
                 os.close(file)
-
-
-def try_to_write(folder: Path) -> None:
-    """Make a folder where it is missing, and write to it: what is played or learned first would be lost.
-
-    Raises:
-        OSError: it cannot be made or written to.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"a disk that is full refuses this")
 
 
 def wait_for_owner(

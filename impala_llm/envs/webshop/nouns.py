@@ -80,7 +80,7 @@ class TaggedNouns:
 
 
 def installed_nouns() -> NounFunction:
-    """What `installed_tagger` names."""
+    """Nouns by the tagger that `installed_tagger` names."""
     name = installed_tagger()
     model = name.removeprefix("spacy:")
     return TaggedNouns(name, heuristic_nouns if model == name else _spacy_tagger(model))

@@ -1,0 +1,31 @@
+"""Folders that a command writes to: tried before anything is played or learned, and refused in a sentence."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from impala_llm.config import ConfigError
+
+
+def try_to_write(folder: Path) -> None:
+    """Make a folder where it is missing, and write to it: what is played or learned first would be lost.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"a disk that is full refuses this")
+
+
+@contextmanager
+def writing_to(named: str) -> Iterator[None]:
+    """Raise ConfigError where the disk refuses what the block writes. named: folder and setting, `sft.dir=out`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{named} cannot be written to ({reason}): name another folder, or put that right") from None
