@@ -290,8 +290,9 @@ def test_what_failed_is_listed_also_where_a_later_phase_cannot_be_planned(
 
 def test_methods_of_which_one_becomes_the_default_have_two_more_seeds() -> None:
     finished = as_scored({"TOPR": 0.9})
-    assert {run.method for run in shop.shop([0], finished)} == {*plan.FIXED, *shop.CONTENDERS, "no correction, 1e-4"}
-    assert {run.method for run in shop.shop([3], finished)} == set(shop.CONTENDERS)
+    others = {"no correction, 1e-4", "TOPR, 1e-4", "PPO clip, 3e-4"}
+    assert {run.method for run in shop.shop([0], finished)} == {*plan.FIXED, *shop.CONTENDERS, *others}
+    assert {run.method for run in shop.shop([3], finished)} == {*shop.CONTENDERS, "TOPR, 1e-4", "PPO clip, 3e-4"}
     [uncorrected, _] = [run for run in shop.shop([0], finished) if run.method == "no correction, 1e-4"]
     assert {"algorithm.loss=reinforce", "learner.learning_rate=0.0001"} <= set(uncorrected.overrides)
 

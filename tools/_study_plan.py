@@ -18,6 +18,7 @@ Those on WebShop: tools/_study_shop.py. A later phase rests on what an earlier o
 Invariant: methods and rates of `main`, `long` and `shop` were chosen on other seeds and on validation tasks. Exceptions
 are dated in study_plan.md: when 30 of the first 45 runs of `shop` had been looked at, it got its seeds 3 and 4, "no
 correction, 1e-4" and the margin of 0.03, and `shop-256` was added, which got "TOPR, 1e-4" after 18 runs of its own.
+When all of these had been looked at, `shop` got TOPR and PPO's clip at each other's rate.
 """
 
 from collections.abc import Callable, Sequence

@@ -38,9 +38,11 @@ UPDATES_ONCE = 120
 CONTRASTS = (
     (BUILT, "TOPR"), (BUILT, "PPO clip"), ("TOPR", "PPO clip"), ("PPO clip", "V-trace turn, PPO clip"),
     ("PPO clip", "no correction"), ("PPO clip", "no correction, 1e-4"),
-    ("TOPR, 1e-4", "TOPR"), ("TOPR, 1e-4", "PPO clip"),
+    ("TOPR, 1e-4", "TOPR"), ("TOPR, 1e-4", "PPO clip"), ("TOPR", "PPO clip, 3e-4"), ("PPO clip, 3e-4", "PPO clip"),
 )  # fmt: skip
 """Pairs of methods whose differences are shown."""
+AT_THE_OTHERS_RATE = (("TOPR", 1e-4, "TOPR, 1e-4"), ("PPO clip", 3e-4, "PPO clip, 3e-4"))
+"""Methods of `shop` at each other's rate too, with the rate and their name there."""
 
 
 def rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
@@ -55,7 +57,10 @@ def rates(seeds: Sequence[int], finished: Finished, policy: str | None = None) -
 
 
 def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
-    """No correction also at the rate of PPO's clip, with which it has the same gradient where there is no lag."""
+    """No correction also at the rate of PPO's clip, with which it has the same gradient where there is no lag.
+
+    TOPR and PPO's clip, whose rates differ, also at each other's.
+    """
     chosen = plan.chosen_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
     runs = [
         _run("shop", lag, method, rates_of[16], seed, policy)
@@ -69,6 +74,12 @@ def shop(seeds: Sequence[int], finished: Finished, policy: str | None = None) ->
         for lag in (0, 16)
         for seed in seeds
         if seed < NUM_SEEDS_OF_ALL
+    ]
+    runs += [
+        replace(_run("shop", lag, method, rate, seed, policy), method=name)
+        for seed in seeds
+        for lag in (64, 16)
+        for method, rate, name in AT_THE_OTHERS_RATE
     ]
     return [replace(run, evaluate_on="test") for run in runs]
 
