@@ -41,7 +41,7 @@ from impala_llm.envs.base import Suite
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.kept_settings import keep_settings
-from impala_llm.learning.batch_source import BatchSource, Stalled, share_arrivals, share_batch
+from impala_llm.learning.batch_source import Batch, BatchSource, Stalled, share_arrivals, share_batch
 from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.folder_owner import FolderOwner
@@ -151,9 +151,7 @@ class Learner:
         self.meters = Meters(self.receiver, ranks, staleness)
         if self.version > 0:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
-        self.trainer = Trainer(
-            config, ranks, self.model, self.batches.buffer, self.meters.log, self.batches.replay_fraction
-        )
+        self.trainer = Trainer(config, ranks, self.model)
         evaluation = self.make_evaluation(suite, origin, stack)
         self.evaluations = EvaluationRounds(
             config.evaluation, ranks, evaluation, self.meters.log, self.save, self.checkpointer.mark_best
@@ -173,28 +171,18 @@ class Learner:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
         timer = self.trainer.timer
         self.owner.check()
-        with timer.stage("receive"):
-            batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
-        with timer.stage("idle"):
-            if batch is None and not self.stops.number and self.ranks.leads:
-                with suppress(Stopped):
-                    batch = self.batches.next_batch(self.version, self.time.ends_at, self.while_waiting)
-            self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver, self.is_signalled))
-        # Ranks end together: where one is told to stop, or has waited in vain for the rest of the time, all do.
-        is_missing = batch is None if self.ranks.leads else self.stops.number > 0
-        is_over, is_told = self.ranks.sum([float(is_missing), float(self.stops.number)], of_processes=True)
-        if is_over:
-            self.stop_together(is_told > 0)
+        batch = self.take_batch()
+        if batch is None:
             return False
-        with timer.stage("receive"):
-            batch = share_batch(self.ranks, batch)
         self.time.begin()
         # Noted on every rank before the gradients are summed, and so before anybody can publish the step.
         self.receiver.trained([t.unroll_id for t in batch.trajectories])
         self.saving.begin_update()
-        self.trainer.update(
-            batch, self.version, self.progress, partial(share_arrivals, self.ranks, self.batches, self.version)
-        )
+        arrivals = partial(share_arrivals, self.ranks, self.batches, self.version)
+        result = self.trainer.update(batch, self.version, self.progress, arrivals)
+        with timer.stage("log"):
+            self.batches.learned(result.abs_advantages, result.effective_share)
+            self.meters.log.merge(result.metrics.state())
         with timer.stage("publish"):
             self.version += 1
             self.update += 1
@@ -214,12 +202,12 @@ class Learner:
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
                 self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
+            intake = self.batches.end_step()
             if self.ranks.leads:
-                self.meters.observe(self.batches, batch, self.version)
+                self.meters.observe(intake, batch, self.version)
             save_every = self.config.learner.save_every
             if save_every and self.update % save_every == 0:
                 self.save(self.run_folder / f"policy-{self.update}")
-            self.batches.end_step()
             self.saving.end_update()
             if noted is not None:
                 self.saving.save(noted, self.moment())
@@ -228,6 +216,24 @@ class Learner:
         with timer.stage("log"):  # of the step that begins
             self.show(self.meters.gather())
         return True
+
+    def take_batch(self) -> Batch | None:
+        """Wait for a batch of this rank. None on all ranks if one of them was told to stop, or has no batch in time."""
+        timer = self.trainer.timer
+        with timer.stage("receive"):
+            batch = None if self.stops.number else self.batches.batch_at_hand(self.version)
+        with timer.stage("idle"):
+            if batch is None and not self.stops.number and self.ranks.leads:
+                with suppress(Stopped):
+                    batch = self.batches.next_batch(self.version, self.time.ends_at, self.while_waiting)
+            self.meters.log.update(self.publisher.wait_for_ranks(self.version, self.receiver, self.is_signalled))
+        is_missing = batch is None if self.ranks.leads else self.stops.number > 0
+        is_over, is_told = self.ranks.sum([float(is_missing), float(self.stops.number)], of_processes=True)
+        if is_over:
+            self.stop_together(is_told > 0)
+            return None
+        with timer.stage("receive"):
+            return share_batch(self.ranks, batch)
 
     def reserve_version(self) -> None:
         """Note on the disk that the learner's version will be published."""

@@ -28,12 +28,11 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
-from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
+from impala_llm.learning.update import Update, UpdateResult, have_gradients, optimizer_steps, reason_left_out
 from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
-from impala_llm.replay import ReplayBuffer, ReplayFraction
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
@@ -44,17 +43,10 @@ _STATEFUL = ("entropy", "rewards", "collapse", "monitor", "budget")
 class Trainer:
     """One rank's part of an update, and what lives from update to update."""
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        model: PolicyModel,
-        buffer: ReplayBuffer,
-        log: MetricLog,
-        replay_fraction: ReplayFraction | None = None,
-    ) -> None:
-        self.config, self.ranks, self.model, self.buffer, self.log = config, ranks, model, buffer, log
-        self.replay_fraction = replay_fraction
+    def __init__(self, config: Config, ranks: Ranks, model: PolicyModel) -> None:
+        self.config, self.ranks, self.model = config, ranks, model
+        self.log = MetricLog()
+        """Metrics of the update."""
         self.credit, self.loss = parts_of(config.algorithm)
         declare("credit", self.credit.metrics)
         declare("loss", self.loss.metrics)
@@ -84,13 +76,14 @@ class Trainer:
 
     def update(
         self, batch: Batch, version: int, progress: float, arrivals: Callable[[], Sequence[Trajectory]] = tuple
-    ) -> None:
+    ) -> UpdateResult:
         """Update the policy on a batch, in one optimizer step or several: from version v to v + 1.
 
         Args:
             progress: share of the run that is over.
             arrivals: called before the weights change, if the mismatch monitor has use for it: what has come meanwhile.
         """
+        self.log = MetricLog()
         with self.timer.stage("forward"):
             if not self.budget.is_chosen:
                 self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
@@ -114,15 +107,15 @@ class Trainer:
         self.num_updates += 1
         with self.timer.stage("log"):
             sizes = self.balance.bring_home(batch, update.sizes)
-            self.buffer.update_advantages(list(sizes), list(sizes.values()))
             if update.culprits:
                 culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
                 reason = reason_left_out(culprits, self.credit.discount, version, self.loss.name)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
-            self.steer(update.weight_sums)
+            effective_share = self.effective_share(update.weight_sums)
             self.log.add("optimizer/not_finite", len(update.culprits))
+        return UpdateResult(self.log, sizes, effective_share)
 
     def trial(self, cpu_micro: PackedBatch) -> None:
         """Compute a micro-batch forward and backward, for its time and memory alone."""
@@ -372,16 +365,14 @@ class Trainer:
                 found.add(place)
         return found if self.ranks.sum([len(found)])[0] else set(part)
 
-    def steer(self, weight_sums: Sequence[float]) -> None:
-        """Let the replayed share of the next batches follow the effective sample size of this one's weights."""
+    def effective_share(self, weight_sums: Sequence[float]) -> float | None:
+        """Return `UpdateResult.effective_share`, and log it. All ranks call it."""
         count, total, squares = self.ranks.sum(weight_sums)
-        if 0 < squares < math.inf:
-            size = total * total / (count * squares)
-            self.log.add("buffer/ess", size)
-            if self.replay_fraction is not None:
-                self.replay_fraction.update(min(1.0, size))
-        if self.replay_fraction is not None:
-            self.log.add("buffer/replayed_share", self.replay_fraction.fraction)
+        if not 0 < squares < math.inf:
+            return None
+        share = total * total / (count * squares)
+        self.log.add("buffer/ess", share)
+        return share
 
     def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
         """Entropy and length over all ranks: the bonus follows its target, and a collapse is said aloud."""

@@ -21,12 +21,10 @@ from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WebShopConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import NoPriorities
 
 HOPE = 0.7
 """The value that the critic gives every state."""
@@ -100,7 +98,7 @@ def learn(policy: Path, episode: Trajectory) -> tuple[float, dict[str, float]]:
     """By how much one update raises the mean log-probability of what was said, and the update's metrics."""
     config = load(["model=scratch", "algorithm=ppo", "learner.warmup_updates=0"])
     model = hopeful(policy)
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     trainer.update(Batch((episode,), (1.0,), (0,), 1.0), version=0, progress=0.0)
     [micro] = pack([episode], 2048)
     after = action_log_probs(model, micro, 1.0)

@@ -37,7 +37,6 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.products import prepare_cuda
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.shm.run_directory import shared_memory
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
@@ -60,13 +59,6 @@ PEAK_TFLOPS = {
 LENGTHS = (57, 9, 130, 33)
 OFFLOADED = "fsdp2 with CPU offload"
 RANK_UPDATES = 5
-
-
-class NoPriorities:
-    """In place of a replay buffer."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        return None
 
 
 # --- models, rows, runs
@@ -344,7 +336,7 @@ def train_rank(device: str, policy: str, output: str, sharding: str) -> None:
     here.place(model)
     share = episodes([9, 57, 130, 33, 12, 80, 20, 41, 64, 15, 99, 28], 512)[here.rank :: num_ranks]
     batch = Batch(tuple(share), (1.0,) * len(share), tuple(range(len(share))), 1.0)
-    trainer = Trainer(config, here, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, here, model)
     for version in range(RANK_UPDATES):
         trainer.update(batch, version, progress=0.0)
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
@@ -418,7 +410,7 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     drawn = np.random.default_rng(0).uniform(0.25, 1.0, num_rows)
     rows = episodes([int(longest * share) for share in drawn], model.vocab_size)
     batch = Batch(tuple(rows), (1.0,) * num_rows, tuple(range(num_rows)), 1.0)
-    trainer = Trainer(config, here, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, here, model)
     num_tokens = sum(row.num_tokens for row in rows)
 
     def tokens_per_s() -> float:

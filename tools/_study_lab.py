@@ -233,7 +233,7 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
     line = DelayLine()
     source = BatchSource(config, line, config.learner.batch_size, config.run.seed)  # type: ignore[arg-type]
     log = MetricLog()
-    trainer = Trainer(config, Ranks("cpu"), model, source.buffer, log)
+    trainer = Trainer(config, Ranks("cpu"), model)
     batch_size, reuse = config.learner.batch_size, config.replay.samples_per_insert
     under_way: list[Trajectory] = []
     num_arrived = num_tokens = 0
@@ -263,10 +263,11 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
         num_tokens += sum(t.num_action_tokens for t in arriving)
         line.put(arriving)
         batch = source.next_batch(version)
-        trainer.update(batch, version, progress=version / settings.num_updates)
+        result = trainer.update(batch, version, progress=version / settings.num_updates)
+        source.learned(result.abs_advantages, result.effective_share)
+        source.end_step()
+        log.merge(result.metrics.state())
         log.add("buffer/reuse", batch.mean_reuse)
-        source.received.clear()
-        source.evicted.clear()
         interval = config.learner.sync_interval
         if interval is not None and (version + 1) % interval == 0:
             player.engine.load_state(model.lm.state_dict(), version + 1)

@@ -27,7 +27,6 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
@@ -70,13 +69,6 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-class NoPriorities:
-    """In place of a replay buffer."""
-
-    def update_advantages(self, item_ids: Sequence[int], sizes: Sequence[float]) -> None:
-        return None
-
-
 async def play(config: Config, engine: Any, chat: ChatFormat, first_ticket: int) -> Batch:
     """The next batch of training tasks, in the order of the suite."""
     suite, size, group_size = make_suite(config.env), config.learner.batch_size, config.algorithm.group_size
@@ -96,16 +88,14 @@ async def train(config: Config, num_batches: int, updates_each: int) -> dict[str
     """The metrics of each update, and the checksum of the weights after them."""
     policy = resolve_policy(config)
     model = PolicyModel.from_pretrained(policy, config.model.value_hidden_size, config.model.value_trunk_gradient)
-    log = MetricLog()
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), log)  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     engine = make_engine(config, policy, version=0)
     chat = ChatFormat(AutoTokenizer.from_pretrained(policy), make_suite(config.env).system_prompt)
     updates = []
     for number in range(num_batches):
         batch = await play(config, engine, chat, number * config.learner.batch_size)
         for version in range(number * updates_each, (number + 1) * updates_each):
-            trainer.update(batch, version, progress=0.0)
-            summary = log.flush()
+            summary = trainer.update(batch, version, progress=0.0).metrics.flush()
             updates.append({name: summary[name] for name in WATCHED if name in summary})
         engine.load_state(model.lm.state_dict(), (number + 1) * updates_each)  # type: ignore[attr-defined]
     await engine.close()

@@ -19,18 +19,10 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 
 _CLIP = 1.0
-
-
-class NoBuffer:
-    """Part of the replay buffer that an update calls."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        return None
 
 
 def rows_of_actions(folder: Path, lengths: Sequence[int], share: float = 1.0, scored: bool = True) -> list[Trajectory]:
@@ -95,12 +87,11 @@ def trainer(folder: Path, rows: Sequence[Trajectory], *words: str) -> tuple[Call
     ]
     config = load(settings)
     model = PolicyModel.from_pretrained(folder, config.model.value_hidden_size, config.model.value_trunk_gradient)
-    made = Trainer(config, Ranks("cpu"), model, NoBuffer(), MetricLog())  # type: ignore[arg-type]
+    made = Trainer(config, Ranks("cpu"), model)
     batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(range(len(rows))), 1.0)
 
     def update() -> float:
-        made.update(batch, 0, 0.0)
-        return made.log.flush()["loss/total"]
+        return made.update(batch, 0, 0.0).metrics.flush()["loss/total"]
 
     update()
     return update, made.budget.tokens, model

@@ -31,7 +31,7 @@ from impala_llm.replay import (
     ReplayFraction,
     SamplesPerInsert,
 )
-from impala_llm.replay.buffer import Moment, StateTooLarge
+from impala_llm.replay.buffer import BufferStats, Moment, StateTooLarge
 from impala_llm.settings import Config
 from impala_llm.trajectory import DeferredTrajectory, Trajectory
 
@@ -59,6 +59,22 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a batch source took in and gave up in a step, and what it holds at its end."""
+
+    received: tuple[Trajectory, ...]
+    evicted: tuple[Trajectory, ...]
+    """Trajectories that taught nothing, dropped for age or space."""
+    num_refilled: int
+    """Groups without variance that were dropped for others."""
+    num_yielded: int
+    """Groups that had to go on without members that were still to come."""
+    replayed_share: float | None
+    """Share of the next batch that may have been used before; None where it is not bounded."""
+    buffer: BufferStats
 
 
 @dataclass(frozen=True)
@@ -123,16 +139,14 @@ class BatchSource:
             error=batch_size * max(1.0, replay.samples_per_insert),
         )
         self.received: list[Trajectory] = []
-        """Arrived since the caller last cleared it."""
+        """Arrived in this step."""
         self.evicted: list[Trajectory] = []
-        self.num_refilled = 0
-        """Groups without variance that were dropped for others, since the start."""
+        self.num_refilled = self.num_yielded = 0
+        """As in `Intake`, of this step."""
         self._discount = config.algorithm.credit.discount
         self._refills = config.algorithm.refill * self._num_items
         self._refills_owed = 0.0
         self._grant_refills()
-        self.num_yielded = 0
-        """Groups that had to go on without members that were still to come, since the start."""
         self._before_draw: SourceMoment | None = None
 
     def next_batch(
@@ -253,7 +267,7 @@ class BatchSource:
         self.received = [copies.get(id(t), t) for t in self.received]
 
     def arrivals(self, version: int) -> list[Trajectory]:
-        """Take in and return what has arrived since the caller last cleared `received`."""
+        """Take in what has arrived, and return all that has in this step."""
         self.collect(version, timeout_s=0.0)
         return self.received
 
@@ -263,9 +277,24 @@ class BatchSource:
         What has arrived since the draw is then missing: the ledger has it as received."""
         return self._before_draw or self._moment()
 
-    def end_step(self) -> None:
-        """Note that the batch that was drawn last has been trained on: its draw stays."""
+    def learned(self, abs_advantages: Mapping[int, float], effective_share: float | None) -> None:
+        """Set priorities and the replayed share of the next batches by what was learned from the last one.
+
+        Args:
+            abs_advantages, effective_share: as in `UpdateResult`.
+        """
+        self.buffer.update_advantages(list(abs_advantages), list(abs_advantages.values()))
+        if self.replay_fraction is not None and effective_share is not None:
+            self.replay_fraction.update(min(1.0, effective_share))
+
+    def end_step(self) -> Intake:
+        """End the step: its batch has been trained on, so that its draw stays. Returns what the step took in."""
         self._before_draw = None
+        share = None if self.replay_fraction is None else self.replay_fraction.fraction
+        counts = self.num_refilled, self.num_yielded
+        intake = Intake(tuple(self.received), tuple(self.evicted), *counts, share, self.buffer.stats())
+        self.received, self.evicted, self.num_refilled, self.num_yielded = [], [], 0, 0
+        return intake
 
     def _moment(self) -> SourceMoment:
         fraction = self.replay_fraction

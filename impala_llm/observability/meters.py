@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from impala_llm.learning.batch_source import Batch, BatchSource
+from impala_llm.learning.batch_source import Batch, Intake
 from impala_llm.learning.parallel import Ranks
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import METRICS, MetricLog
@@ -91,32 +91,33 @@ class Meters:
         self._window = EpisodeWindow()
         self._progress = {"progress/tokens": 0.0, "progress/episodes": 0.0}
         self._warnings = RateLimitedWarnings()
-        self._num_yielded = self._num_refilled = 0
         # Not those of now: actors that were there before the learner have brought episodes by then.
         self._totals = receiver.counters_at_start
 
-    def observe(self, source: BatchSource, batch: Batch, version: int) -> None:
-        """Episodes that arrived, the buffer, the tickets and the actors, as of now. version: made of the batch."""
+    def observe(self, intake: Intake, batch: Batch, version: int) -> None:
+        """Log a step's episodes, and the buffer, tickets and actors as of now.
+
+        Args:
+            version: policy version that was made of the batch.
+        """
         log = self.log
-        for t in source.received:
+        for t in intake.received:
             self._observe_arrival(t)
         # The step was made from the version before.
         oldest = 0 if self._max_staleness is None else version - 1 - self._max_staleness
         for t in batch.trajectories:
             self._observe_lost(t, float((t.versions[t.action_mask] < oldest).mean()))
-        for t in source.evicted:
+        for t in intake.evicted:
             self._observe_lost(t, 1.0)
             log.add("buffer/evicted", 1)
             log.add(f"buffer/evicted_{_length_class(t.num_tokens)}", 1)
             log.add("buffer/evicted_length_tokens", t.num_tokens)
             log.add("buffer/evicted_reward", float(t.rewards.sum()))
-        log.add("buffer/refilled_groups", source.num_refilled - self._num_refilled)
-        self._num_refilled = source.num_refilled
-        log.add("buffer/yielded_groups", source.num_yielded - self._num_yielded)
-        self._num_yielded = source.num_yielded
-        source.received.clear()
-        source.evicted.clear()
-        stats = source.buffer.stats()
+        log.add("buffer/refilled_groups", intake.num_refilled)
+        log.add("buffer/yielded_groups", intake.num_yielded)
+        if intake.replayed_share is not None:
+            log.add("buffer/replayed_share", intake.replayed_share)
+        stats = intake.buffer
         log.add("buffer/fill", stats.fill)
         log.add("buffer/trajectories", stats.num_trajectories)
         log.add("buffer/size_gb", stats.num_bytes / 1e9)

@@ -29,7 +29,6 @@ from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import AlgorithmConfig, Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
@@ -125,13 +124,6 @@ def make_batch() -> list[Trajectory]:
     return [make_trajectory(n, turns, seed, bootstrap=seed in (1, 3)) for seed, (n, turns) in enumerate(spans)]
 
 
-class NoPriorities:
-    """Part of a replay buffer that an update calls."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        return None
-
-
 def make_config(credit: Credit | None = None, loss: Loss | None = None, **algorithm: object) -> Config:
     """Settings that are not checked; V-trace and truncated importance weights where nothing else is given."""
     config = Config()
@@ -142,7 +134,7 @@ def make_config(credit: Credit | None = None, loss: Loss | None = None, **algori
 def trainer_with(directory: Path, *overrides: str) -> Trainer:
     config = load(["model=scratch", "algorithm.group_size=2", *overrides])
     model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    return Trainer(config, Ranks("cpu"), model)
 
 
 def batch_of(weights: tuple[float, ...]) -> Batch:

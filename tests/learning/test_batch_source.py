@@ -258,6 +258,26 @@ def test_a_bounded_share_of_a_batch_was_used_before() -> None:
     assert source.next_batch(version=0).mean_reuse > 1.0
 
 
+def test_the_replayed_share_falls_after_a_batch_of_few_effective_samples_and_rises_after_others() -> None:
+    words = ("replay=prioritised", "replay.max_replays=4", "replay.max_replayed_share=0.5", "replay.target_ess=0.4")
+    source, _ = make_source(*words, "algorithm.max_staleness=8")
+    assert source.end_step().replayed_share == 0.5
+    source.learned({}, 0.3)
+    assert source.end_step().replayed_share == pytest.approx(0.5 * 0.3 / 0.4)
+    source.learned({}, None)
+    assert source.end_step().replayed_share == pytest.approx(0.5 * 0.3 / 0.4), "nothing was measured"
+    source.learned({}, 1.0)
+    assert source.end_step().replayed_share > 0.5 * 0.3 / 0.4
+
+
+def test_a_step_takes_in_what_has_arrived_since_the_last_one() -> None:
+    source, receiver = make_source()
+    receiver.arriving = members(0) + members(1)
+    source.next_batch(version=0)
+    assert sorted(t.ticket_id for t in source.end_step().received) == list(range(8))
+    assert source.end_step().received == ()
+
+
 def test_each_unroll_of_an_episode_is_an_item_of_its_own() -> None:
     source, receiver = make_source("algorithm=vtrace", "algorithm.group_size=1", "algorithm.max_staleness=1")
     unrolls = [
@@ -376,11 +396,9 @@ def test_fractions_of_a_group_to_replace_add_up_over_the_updates(refill: float) 
     source, receiver = make_source(f"algorithm.refill={refill}", stall_timeout_s=5.0)
     num_refilled = 0
     for update in range(24):
-        before = source.num_refilled
         receiver.arriving = [t for group in range(4 * update, 4 * update + 4) for t in scored(group, 1, 1, 1, 1)]
         source.next_batch(version=0)
-        source.end_step()
-        num_refilled += source.num_refilled - before
+        num_refilled += source.end_step().num_refilled
         assert num_refilled == math.floor(refill * 2 * (update + 1) + 1e-6)
         if update % 7 == 0:
             state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.moment().trajectories}

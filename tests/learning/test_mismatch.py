@@ -24,7 +24,7 @@ from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
+from tests.learning.builders import make_batch, make_config, save_lm
 
 VERSION = 3  # of the builders' trajectories
 CPU = torch.device("cpu")
@@ -228,16 +228,15 @@ class Run:
 
     def __init__(self, directory: Path, config: Config) -> None:
         self.model = PolicyModel.from_pretrained(directory)
-        self.log = MetricLog()
-        self.trainer = Trainer(config, Ranks("cpu"), self.model, NoPriorities(), self.log)  # type: ignore[arg-type]
+        self.trainer = Trainer(config, Ranks("cpu"), self.model)
         self.arriving: list[Trajectory] = []
         self.version = VERSION
 
     def update(self, rows: Sequence[Trajectory]) -> dict[str, float]:
         batch = Batch(tuple(rows), (1.0,) * len(rows), tuple(t.group_id for t in rows), 1.0)
-        self.trainer.update(batch, self.version, 0.1, self.take_arrivals)
+        result = self.trainer.update(batch, self.version, 0.1, self.take_arrivals)
         self.version += 1
-        return self.log.flush()
+        return result.metrics.flush()
 
     def take_arrivals(self) -> list[Trajectory]:
         taken, self.arriving = self.arriving, []

@@ -18,10 +18,9 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import OutOfMemory, TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config, LearnerConfig
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
+from tests.learning.builders import make_batch, make_config, save_lm
 from tests.two_ranks import Meeting, ThreadRanks
 
 ERRORS = {
@@ -54,7 +53,7 @@ def trained(directory: Path, config: Config, **limits: object) -> tuple[Trainer,
     model = SmallMemory.from_pretrained(directory)
     for name, value in limits.items():
         setattr(model, name, value)
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     trainer.update(Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0), version=3, progress=0.0)
     return trainer, trainer.log.flush()
 
@@ -234,7 +233,7 @@ def test_a_trial_that_ran_out_of_memory_amid_its_gradient_leaves_none(
 ) -> None:
     model = SmallBackward.from_pretrained(save_lm(tmp_path))
     model.most = 1024
-    trainer = Trainer(settings("auto"), Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(settings("auto"), Ranks("cpu"), model)
     memory = Memory(says_so=False)
     memory.total_memory = 10**12
     memory.install(monkeypatch)

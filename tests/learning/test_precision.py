@@ -9,9 +9,8 @@ import torch
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_config, save_lm
+from tests.learning.builders import make_batch, make_config, save_lm
 
 ROWS = [5, 33, 1, 64, 140, 32]
 """On both sides of the length from which a CPU's attention takes another path."""
@@ -21,7 +20,7 @@ def trained(directory: Path, **learner: object) -> tuple[Trainer, dict[str, floa
     config = make_config(entropy_coef=0.01)
     config.learner = dataclasses.replace(config.learner, warmup_updates=0, **learner)  # type: ignore[arg-type]
     model = PolicyModel.from_pretrained(directory, value_trunk_gradient=True)
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     for _ in range(2):
         trainer.update(Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0), version=3, progress=0.0)
     return trainer, trainer.log.flush()

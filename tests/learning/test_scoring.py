@@ -17,10 +17,8 @@ from impala_llm.learning.packing import pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.scratch import make_scratch_policy
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.trainer import Trainer
 from tests.learning.builders import (
-    NoPriorities,
     make_batch,
     make_config,
     make_trajectory,
@@ -96,7 +94,7 @@ def test_a_teacher_is_asked_alone_whatever_would_shape_rewards(tmp_path: Path) -
     config = dataclasses.replace(trainer.config, algorithm=dataclasses.replace(trainer.config.algorithm))
     config.algorithm.overlong_tokens, config.algorithm.overlong_penalty = 250, 9.0
     config.algorithm.reward_kl_coef, config.algorithm.normalize_reward = 0.7, True
-    shaped = Trainer(config, Ranks("cpu"), trainer.model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    shaped = Trainer(config, Ranks("cpu"), trainer.model)
     (batch,) = pack(make_batch(), 1000)
     assert shaped.scorers.reference(batch) is None
     shaped.update(varied(), version=3, progress=0.0)
@@ -147,7 +145,7 @@ def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None
     with torch.no_grad():
         for p in model.lm.parameters():
             p.add_(0.01 * torch.randn_like(p))  # away from the reference
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     gradients: list[torch.Tensor] = []
 
     def record(update: int, progress: float, skip: bool) -> object:

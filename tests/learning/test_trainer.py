@@ -24,12 +24,11 @@ from impala_llm.learning.objective import whitened
 from impala_llm.learning.packing import OutOfMemory, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.observability.metrics import METRICS, MetricError, MetricLog, declare
+from impala_llm.observability.metrics import METRICS, MetricError, declare
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import (
-    NoPriorities,
     batch_of,
     group_advantages,
     make_config,
@@ -43,7 +42,7 @@ from tests.learning.builders import (
 def make_trainer(directory: Path) -> Trainer:
     config = make_config(entropy_coef=0.01)
     model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    return Trainer(config, Ranks("cpu"), model)
 
 
 @pytest.mark.parametrize("where", ["moments", "sum of gradients"])
@@ -179,7 +178,8 @@ def test_a_metric_without_a_meaning_is_refused(tmp_path: Path) -> None:
 
     trainer = Trainer(
         make_config(GroupRelative(), Silent(), entropy_coef=0.01),
-        *(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)), NoPriorities(), MetricLog()),  # type: ignore[arg-type]
+        Ranks("cpu"),
+        PolicyModel.from_pretrained(save_lm(tmp_path)),
     )
     with pytest.raises(MetricError, match="loss/unheard_of.*`metrics`"):
         trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
@@ -215,7 +215,7 @@ def watching_trainer(directory: Path, credit: Credit, **algorithm: object) -> tu
     config.model.path = str(save_lm(directory))
     config.engine.max_length, config.learner.learning_rate = 40, 0.0
     model = PolicyModel.from_pretrained(Path(config.model.path))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
+    return Trainer(config, Ranks("cpu"), model), loss
 
 
 def advantages_of_turns(trainer: Trainer, loss: Watching, batch: Batch) -> list[list[float]]:
@@ -382,7 +382,7 @@ def test_the_second_moment_is_that_of_all_tokens_of_an_optimizer_step_however_it
         learning_rate=0.0, warmup_updates=0, decay="constant", token_budget=token_budget, minibatches=minibatches
     )
     model = PolicyModel.from_pretrained(save_lm(tmp_path))
-    trainer = Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model)
     trainer.update(varied(), version=3, progress=0.0)
     limits = list(dict.fromkeys(scored.batch_limit for scored, _, _ in loss.seen))
     assert len(limits) == minibatches

@@ -20,12 +20,10 @@ from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import (
-    NoPriorities,
     endless,
     make_batch,
     make_config,
@@ -47,7 +45,7 @@ def test_two_ranks_train_as_one_does_on_the_whole_batch(tmp_path: Path, credit: 
         config.learner = LearnerConfig(warmup_updates=0, decay="constant", epochs=2)
         with lock:
             model = PolicyModel.from_pretrained(tmp_path)
-            trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+            trainer = Trainer(config, ranks, model)
         batch = Batch(tuple(rows), (1.0,) * len(rows), (0,) * len(rows), 1.0)
         trainer.update(batch, version=3, progress=0.0)
         return [p.detach() for p in trainer.model.parameters()]
@@ -85,13 +83,6 @@ class RecordedRanks(TrainingRanks):
 # --- what is not finite
 
 
-class Finite(NoPriorities):
-    """As the buffer does, refuses what is no number."""
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        assert all(map(math.isfinite, values)), values
-
-
 @pytest.mark.parametrize("algorithm", ["ppo", "group_relative"])
 def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_finite(
     tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
@@ -108,14 +99,15 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
 
     def work(rank: int) -> None:
         model = models[rank]
-        trainer = Trainer(config, TrainingRanks(rank, meeting), model, Finite(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, TrainingRanks(rank, meeting), model)
         for version, episodes in enumerate([bad if rank else good, good], start=3):
             before = [p.detach().clone() for p in model.parameters()]
             varied = [dataclasses.replace(t, ticket_id=i) for i, t in enumerate(episodes)]
-            trainer.update(Batch(tuple(varied), (1.0,) * 6, tuple(range(6)), 1.0), version, 0.0)
+            result = trainer.update(Batch(tuple(varied), (1.0,) * 6, tuple(range(6)), 1.0), version, 0.0)
+            assert all(map(math.isfinite, result.abs_advantages.values())), "the buffer takes no others"
             moved[rank].append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
             assert all(bool(p.isfinite().all()) for p in model.parameters())
-            summaries[rank].append(trainer.log.flush())
+            summaries[rank].append(result.metrics.flush())
 
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
         list(pool.map(work, (0, 1)))
@@ -164,7 +156,7 @@ def test_the_episode_whose_gradient_alone_is_not_finite_is_named(
     model = SteepAt.from_pretrained(save_lm(tmp_path))
     episodes = [dataclasses.replace(t, tokens=t.tokens % model.token) for t in make_batch()]
     episodes[3].tokens[0] = model.token
-    trainer = Trainer(load(["model=scratch", "algorithm=ppo"]), Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(load(["model=scratch", "algorithm=ppo"]), Ranks("cpu"), model)
     before = [p.detach().clone() for p in model.parameters()]
     with caplog.at_level(logging.WARNING):
         trainer.update(Batch(tuple(episodes), (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
@@ -192,9 +184,10 @@ def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batc
     batches = [[differing, differing], [equal, (endless(differing[0]), *differing[1:])]]
 
     def work(rank: int) -> None:
-        trainer = Trainer(config, ranks[rank], models[rank], Finite(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, ranks[rank], models[rank])
         for version, trajectories in enumerate(batches[rank], start=3):
-            trainer.update(dataclasses.replace(varied(), trajectories=trajectories), version, 0.0)
+            result = trainer.update(dataclasses.replace(varied(), trajectories=trajectories), version, 0.0)
+            assert all(map(math.isfinite, result.abs_advantages.values()))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, (0, 1)))

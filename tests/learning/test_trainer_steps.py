@@ -1,7 +1,6 @@
 """Several optimizer steps an update: what each sees, and what the buffer and the optimizer are told."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from impala_llm.learning.control import EntropyControl
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import (
-    NoPriorities,
     batch_of,
     endless,
     group_advantages,
@@ -51,7 +48,7 @@ def recording_trainer(directory: Path, recompute: str = "never", **learner: obje
     config = make_config(GroupRelative(), loss, entropy_coef=0.01, max_staleness=None, recompute_behaviour=recompute)
     config.learner = LearnerConfig(warmup_updates=0, decay="constant", learning_rate=1e-2, **learner)  # type: ignore[arg-type]
     model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog()), loss  # type: ignore[arg-type]
+    return Trainer(config, Ranks("cpu"), model), loss
 
 
 def test_two_passes_are_two_steps_on_the_same_batch(tmp_path: Path) -> None:
@@ -141,28 +138,16 @@ def test_several_steps_on_a_batch_of_many_micro_batches_begin_with_its_log_proba
     torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
 
 
-class Priorities(NoPriorities):
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[int, float]] = []
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.told.append(dict(zip(ids, values, strict=True)))
-
-
 @pytest.mark.parametrize("cut", [{}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2}], ids=str)
-def test_the_buffer_is_told_once_of_each_item_the_largest_advantage_of_its_trajectories(
+def test_the_result_has_for_each_item_the_largest_advantage_of_its_trajectories(
     tmp_path: Path, cut: dict[str, int]
 ) -> None:
     trainer, _ = recording_trainer(tmp_path, **cut)
-    trainer.buffer = buffer = Priorities()  # type: ignore[assignment]
     batch = dataclasses.replace(varied(), item_ids=(7, 7, 8, 9, 9, 9))
-    trainer.update(batch, version=3, progress=0.0)
+    result = trainer.update(batch, version=3, progress=0.0)
     sizes = np.abs(group_advantages(batch))
     expected = {7: sizes[:2].max(), 8: sizes[2], 9: sizes[3:].max()}
-    [told] = buffer.told
-    assert told == pytest.approx(expected, rel=1e-5)
+    assert result.abs_advantages == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:

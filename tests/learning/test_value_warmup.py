@@ -11,10 +11,9 @@ from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.vtrace import GAE
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_config, save_lm, varied
+from tests.learning.builders import make_config, save_lm, varied
 
 
 def make_trainer(directory: Path, loss: Loss, num_updates: int, **algorithm: object) -> Trainer:
@@ -22,7 +21,7 @@ def make_trainer(directory: Path, loss: Loss, num_updates: int, **algorithm: obj
     config = make_config(GAE(), loss, max_staleness=None, **algorithm)
     config.learner = LearnerConfig(warmup_updates=0, value_warmup_updates=num_updates)
     model = PolicyModel.from_pretrained(save_lm(directory))
-    return Trainer(config, Ranks("cpu"), model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    return Trainer(config, Ranks("cpu"), model)
 
 
 def test_the_entropy_bonus_waits_for_the_policy_to_learn(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.work_balance import TOLERANCE, WorkBalance, assign
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import CONTEXT_START, Trajectory
@@ -127,16 +126,6 @@ def test_a_rank_that_stays_out_computes_what_it_has_drawn(tmp_path: Path) -> Non
     assert of_both(work, (0, 1)) == batches
 
 
-class Priorities:
-    """A replay buffer that remembers the |A| that it was told."""
-
-    def __init__(self) -> None:
-        self.told: dict[int, float] = {}
-
-    def update_advantages(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.told |= dict(zip(ids, values, strict=True))
-
-
 def test_two_ranks_with_unlike_batches_train_as_one_and_each_learns_its_own_priorities(tmp_path: Path) -> None:
     save_lm(tmp_path)
     meeting = Meeting()
@@ -145,10 +134,8 @@ def test_two_ranks_with_unlike_batches_train_as_one_and_each_learns_its_own_prio
     def trained(ranks: Ranks, batch: Batch, model: PolicyModel) -> tuple[dict[int, float], dict[str, float]]:
         config = make_config(GroupRelative(), PPOClip(), max_staleness=None)
         config.learner = LearnerConfig(warmup_updates=0, decay="constant")
-        buffer = Priorities()
-        trainer = Trainer(config, ranks, model, buffer, MetricLog())  # type: ignore[arg-type]
-        trainer.update(batch, version=3, progress=0.0)
-        return buffer.told, trainer.log.flush()
+        result = Trainer(config, ranks, model).update(batch, version=3, progress=0.0)
+        return dict(result.abs_advantages), result.metrics.flush()
 
     def work(rank: int) -> tuple[dict[int, float], dict[str, float]]:
         return trained(TrainingRanks(rank, meeting), drawn([0, 1] if rank == 0 else [2, 3]), models[rank])
@@ -190,7 +177,7 @@ def test_groups_of_equal_returns_which_are_not_computed_are_no_work(tmp_path: Pa
     def work(rank: int) -> dict[str, float]:
         config = make_config(GroupRelative(), PPOClip(), max_staleness=None)
         ranks = TrainingRanks(rank, meeting)
-        trainer = Trainer(config, ranks, models[rank], Priorities(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, ranks, models[rank])
         trainer.update(batches[rank], version=3, progress=0.0)
         return trainer.log.flush()
 
@@ -219,7 +206,7 @@ def test_each_rank_judges_its_own_engines_alone(tmp_path: Path) -> None:
     def work(rank: int) -> tuple[bool, float]:
         config = make_config(GroupRelative(), PPOClip(), max_staleness=None, mismatch_alarm=0.05)
         ranks = TrainingRanks(rank, meeting)
-        trainer = Trainer(config, ranks, models[rank], Priorities(), MetricLog())  # type: ignore[arg-type]
+        trainer = Trainer(config, ranks, models[rank])
         trainer.update(batches[rank], version=3, progress=0.0)
         found = trainer.log.flush()
         assert found["learner/imbalance"] < found["learner/imbalance_drawn"]

@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ import pytest
 
 from impala_llm.config import load
 from impala_llm.learner import Learner
-from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.batch_source import Batch, Intake
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.resume import Start
 from impala_llm.observability.meters import EpisodeWindow, Meters
@@ -38,14 +37,8 @@ class QuietReceiver:
         return {}
 
 
-def played_source(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Any:
-    return SimpleNamespace(
-        received=list(received),
-        evicted=list(evicted),
-        num_yielded=0,
-        num_refilled=0,
-        buffer=ReplayBuffer(OldestFirst(), 1, 1),
-    )
+def intake(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Intake:
+    return Intake(tuple(received), tuple(evicted), 0, 0, None, ReplayBuffer(OldestFirst(), 1, 1).stats())
 
 
 def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
@@ -57,7 +50,7 @@ def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:
     unrolls[:2] = [dataclasses.replace(t, score=0.0, stats={}) for t in unrolls[:2]]
     never_ending = dataclasses.replace(make_trajectory(continues=True), ticket_id=8)
     for t in (unrolls[0], whole, never_ending, unrolls[1], unrolls[2]):
-        meters.observe(played_source(received=[t]), Batch((), (), (), 1.0), version=3)
+        meters.observe(intake(received=[t]), Batch((), (), (), 1.0), version=3)
     found = meters.log.flush()
     assert found["rollout/episodes"] == 2
     assert found["rollout/score"] == 0.5
@@ -91,9 +84,9 @@ def test_what_is_too_old_or_dropped_is_counted_by_length() -> None:
 
     short, long = make_trajectory(num_tokens=40, version=3), make_trajectory(num_tokens=300)
     batch = Batch((short, old_in(long, 3)), (1.0, 1.0), (0, 1), 1.0)
-    source = played_source(evicted=[old_in(long, 0)])  # for want of room
+    dropped = intake(evicted=[old_in(long, 0)])  # for want of room
     meters = Meters(QuietReceiver(), None, max_staleness=2)  # type: ignore[arg-type]
-    meters.observe(source, batch, version=5)  # the batch was trained on from version 4
+    meters.observe(dropped, batch, version=5)  # the batch was trained on from version 4
     found = meters.log.flush()
     assert found["buffer/lost_tokens_below_256"] == 0.0
     num_long = long.num_action_tokens
@@ -109,7 +102,7 @@ def test_old_tokens_are_lost_where_they_do_not_teach(tmp_path: Path, algorithm: 
     with ExitStack() as stack:
         meters = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0)).meters
         batch = Batch((make_trajectory(version=1),), (1.0,), (0,), 1.0)
-        meters.observe(played_source(), batch, version=5)  # the batch was trained on from version 4
+        meters.observe(intake(), batch, version=5)  # the batch was trained on from version 4
         assert meters.log.flush()["buffer/lost_tokens_share"] == share
 
 
@@ -118,10 +111,10 @@ def test_what_actors_bring_while_the_learner_starts_is_counted_in_its_first_step
     receiver.num_received = 5.0
     meters = Meters(receiver, Ranks("cpu"))  # type: ignore[arg-type]
     receiver.num_received = 32.0
-    meters.observe(played_source(), Batch((), (), (), 1.0), 1)
+    meters.observe(intake(), Batch((), (), (), 1.0), 1)
     assert meters.gather()["pipeline/received"] == 32
     receiver.num_received = 40.0
-    meters.observe(played_source(), Batch((), (), (), 1.0), 2)
+    meters.observe(intake(), Batch((), (), (), 1.0), 2)
     assert meters.gather()["pipeline/received"] == 8
 
 
@@ -132,7 +125,7 @@ def test_a_metric_that_only_another_release_knows_is_counted_and_left_out(caplog
             return {"actor-0": strange | {"actor/idle_share": 0.25}}
 
     meters = Meters(Told(), Ranks("cpu"))  # type: ignore[arg-type]
-    meters.observe(played_source(), Batch((), (), (), 1.0), 3)
+    meters.observe(intake(), Batch((), (), (), 1.0), 3)
     found = meters.gather()
     assert found["actor/idle_share"] == 0.25 and found["learner/version"] == 3
     assert found["pipeline/unknown_figures"] == 5
@@ -143,7 +136,7 @@ def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was
     meters = Meters(QuietReceiver(), Ranks("cpu"))  # type: ignore[arg-type]
     meters.go_on_from({"progress/tokens": 1000.0, "progress/episodes": 10.0, "loss/policy": 3.0})
     for step in (1, 2):
-        meters.observe(played_source(received=[make_trajectory(), make_trajectory()]), Batch((), (), (), 1.0), step)
+        meters.observe(intake(received=[make_trajectory(), make_trajectory()]), Batch((), (), (), 1.0), step)
         meters.finish_step({"time/step_s": 2.0}, num_tokens=300)
         found = meters.gather()
         assert (found["learner/trained_tokens"], found["learner/trained_tokens_per_s"]) == (300.0, 150.0)

@@ -27,10 +27,9 @@ from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, local
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.trainer import Trainer
-from tests.learning.builders import NoPriorities, make_batch, make_trajectory
+from tests.learning.builders import make_batch, make_trajectory
 
 UPDATES = 5
 
@@ -110,7 +109,7 @@ def main(arguments: list[str]) -> None:
     episodes = [*make_batch(), *(make_trajectory(38, [(4, 9), (20, 36)], seed) for seed in range(6, 12))]
     share = episodes[ranks.rank * len(episodes) // num_ranks : (ranks.rank + 1) * len(episodes) // num_ranks]
     batch = Batch(tuple(share), (1.0,) * len(share), tuple(t.ticket_id for t in share), 1.0)
-    trainer = Trainer(config, ranks, model, NoPriorities(), MetricLog())  # type: ignore[arg-type]
+    trainer = Trainer(config, ranks, model)
     if "resume" in files:
         trainer.optimizer.load_state_dict(load_file(files["resume"]))
     rows: list[dict[str, float]] = []

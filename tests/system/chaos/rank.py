@@ -192,8 +192,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
                 batch = list(source.next_batch(version).trajectories)
             except Stalled:
                 log.say("stalled")
-        source.received.clear()
-        source.evicted.clear()
+        source.end_step()
         bits = meeting.exchange(HAS_BATCH * bool(batch) | WANTS_END * settings.calm.exists(), MEET_S)
         if any(value & WANTS_END for value in bits):
             break
@@ -211,8 +210,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
     settled_at = None
     while settled_at is None or time.monotonic() < settled_at + SETTLE_S:
         source.collect(version, 0.05)
-        source.received.clear()
-        source.evicted.clear()
+        source.end_step()
         counters = ledger.counters()
         if counters["ready"] or counters["open"]:
             settled_at = None
