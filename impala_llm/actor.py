@@ -110,7 +110,7 @@ class Actor:
         """Restarts inside of engines that were given up, and how often one was given up or did not start."""
         self.start_at = 0.0
         """Monotonic time before which it is not restarted."""
-        # Without a value past its end a part of an episode teaches nothing.
+        # An aborted episode can be trained on only if a value is bootstrapped at its end.
         self.keep_aborted = config.algorithm.credit.uses_values
         self.channel = endpoint.connect()
         """An `ActorChannel` to each rank of the learner."""

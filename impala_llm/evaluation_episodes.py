@@ -116,5 +116,5 @@ class EvaluationEpisodes:
 
 
 def evaluation_places(config: Config) -> int:
-    """How many evaluation tasks an actor plays at once."""
+    """Number of evaluation tasks that an actor plays at once."""
     return max(1, int(config.evaluation.run_share * config.actor.max_episodes))

@@ -24,9 +24,11 @@ class ToldToStop(SystemExit):
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
-    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most, or for as long as
-    `waits_on` says so, and then `on_wait` is called. A second one does not cut that short."""
+    """Handles SIGINT, SIGTERM and SIGHUP of a rank by an exception, which releases sockets, shared memory and files.
+
+    While `holds_back()` is true the exception is raised by the next `check`, or after `STOP_PATIENCE_S`; for as long as
+    `waits_on()` is true, that time is extended, and `on_wait` is called once. Further signals are ignored.
+    """
 
     def __init__(self) -> None:
         self.number = 0

@@ -98,7 +98,7 @@ PIPELINE = [each for file, tree in TREES.items() if file.startswith("pipeline/")
 
 
 def test_each_parameter_stands_in_the_docstring() -> None:
-    """Of functions with one parameter the name and the type say enough."""
+    """A single parameter needs no entry: its name and type describe it."""
     assert len(PIPELINE) > 200, "the search finds functions"
     several = [(each, names) for each in PIPELINE if len(names := each.parameters()) > 1]
     missing = {each.name: left for each, names in several if (left := [n for n in names if not each.says(n)])}

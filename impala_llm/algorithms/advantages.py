@@ -55,15 +55,16 @@ def gae(
     discounts: Tensor,
     lam: float = 0.95,
 ) -> GAEOutput:
-    """A_t = δ_t + γ_t λ A_{t+1} with δ_t = r_t + γ_t V_{t+1} - V_t, from 0 at the end (GAE, arXiv 1506.02438).
+    """Generalised advantage estimation (GAE, arXiv 1506.02438): A_t = δ_t + γ_t λ A_{t+1}, and 0 after the last step.
 
-    Computed as V-trace with all ratios 1, as the credit `gae` is: nothing corrects for the age of the data.
+    δ_t = r_t + γ_t V_{t+1} - V_t. Computed as V-trace with all ratios 1, as the credit `gae` is: the staleness of the
+    data is not corrected.
 
     Args:
         rewards, values: float[T, B], r_t, received after step t, and V_t.
         bootstrap_value: float[B], V after the last step; 0 where the episode ended.
-        discounts: float[T, B], γ_t: what discounts the step after t, 0 where the episode ended with t. What lies behind
-            such a step is not looked at, and may be NaN.
+        discounts: float[T, B], γ_t, the discount of the step after t; 0 where the episode ended with t. Values behind
+            such a step are ignored, and may be NaN.
         lam: λ in [0, 1].
 
     Raises:
@@ -90,10 +91,10 @@ def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | Non
 
 @torch.no_grad()
 def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """The scores, all the same in a group where they are equal but for the rounding of float32 rewards.
+    """Make the scores of a group exactly equal if they differ only by the rounding of float32 rewards.
 
-    What is equal is defined here alone: 0.3 + 0.4 is not 0.7 to the last digit, and a division by the deviation would
-    blow that digit up to an advantage of full size.
+    This function alone defines which scores are equal. 0.3 + 0.4 differs from 0.7 in the last digit, and a division by
+    the standard deviation would turn this difference into an advantage of full size.
 
     Args:
         scores: float[M].

@@ -45,8 +45,9 @@ from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 MetricValue = tuple[str, float | tuple[float, ...], float]
-"""A measurement: metric, value, and what it is a mean of (its weight). The figure of a whole batch that is no mean of
-the figures of its parts, such as a deviation, has the means that it is formed of; see `moments`."""
+"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A figure of a whole
+batch that is not a mean of the figures of its parts, such as a standard deviation, is given by the means from which it
+is computed; see `moments`."""
 
 
 def moments(values: Tensor) -> tuple[float, float]:
@@ -130,7 +131,7 @@ class PackedBatch:
 
     @staticmethod
     def empty() -> "PackedBatch":
-        """A micro-batch of one token that belongs to nobody: for passes in which a rank only takes part."""
+        """Make a micro-batch of one token of no trajectory, for a rank without data in a collective forward."""
         none, first = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         return PackedBatch(
             members=(),
@@ -214,18 +215,18 @@ class Prepared(NamedTuple):
     """Result of a credit for whole episodes, before they are packed."""
 
     advantages: Tensor
-    """float32[M]; an episode with exactly 0 is not computed where nothing else would teach it."""
+    """float32[M]; an episode with exactly 0 is left out of the forward where no other part of the loss needs it."""
     metrics: Sequence[MetricValue] = ()
 
 
 @dataclass(frozen=True)
 class Worth:
-    """Advantages of a micro-batch's actions, and the fit of the values."""
+    """Result of a credit for a micro-batch: advantages of its action tokens, and values with their targets."""
 
     advantages: Tensor
     """float32[N], without gradient."""
     values: Tensor | None = None
-    """float32[K], differentiable: what is fitted to `targets`; None, as these and the rows: nothing is."""
+    """float32[K], differentiable: fitted to `targets`. None where no values are fitted, as are targets and rows."""
     targets: Tensor | None = None
     """float32[K], without gradient."""
     value_rows: Tensor | None = None

@@ -21,10 +21,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
 """Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
 _MOST_TASKS = 10_000_000
-"""They are listed: more take gigabytes."""
+"""Most tasks of a split: their ids are kept in a list, and more would take gigabytes."""
 _warnings = RateLimitedWarnings(math.inf, on_terminal=True)
 _closing: set[asyncio.Future[Any]] = set()
-"""Calls of `close` that are under way: what nobody holds may be dropped."""
+"""Calls of `close` that are under way: asyncio itself keeps only weak references to its tasks."""
 
 
 _NOT_ITS_OWN = (KeyboardInterrupt, ToldToStop, GeneratorExit, asyncio.CancelledError)

@@ -154,7 +154,7 @@ def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
 
 
 def _sizes(present: Mapping[str, int], weights: Sequence[float]) -> list[int]:
-    """How many tasks of each part make an epoch: in the ratio of the weights, and all of each."""
+    """Number of tasks of each part in an epoch: in the ratio of the weights, and at least all tasks of each part."""
     sums = {name: size * sum(weights) / weight for (name, size), weight in zip(present.items(), weights, strict=True)}
     rarest = max(sums, key=sums.__getitem__)
     if sums[rarest] > _MOST_TASKS:

@@ -40,7 +40,7 @@ class ScoringError(RuntimeError):
 
 
 class _StrayReply(ScoringError):
-    """The line in the place of the reply was none to this request, and the process is ended."""
+    """The line read as the reply is not a reply to this request; the process has been ended."""
 
 
 class ScoringProcess:
@@ -53,7 +53,8 @@ class ScoringProcess:
         timeout_s: for one answer; then the process is killed, with all that it has started.
         memory_gib: largest address space of the process; None: without limit.
         example: task and arguments with which an empty answer is scored before the first one, so that the time in which
-            the verifier imports its libraries is no answer's; its score is of no interest. None: none is.
+            the verifier imports its libraries does not count for an answer; its score is ignored. None: no empty answer
+            is scored.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ScoringProcess:
     def _ask(self, request: bytes) -> float:
         try:
             return self._score(request)
-        except _StrayReply:  # which an answer before this one may have left: a new process has none of it
+        except _StrayReply:  # the code of an earlier answer may have written it: try again with a new process
             return self._score(request)
 
     def _score(self, request: bytes) -> float:
@@ -124,7 +125,7 @@ class ScoringProcess:
         except OSError as problem:
             self._end()
             raise ScoringError(str(problem)) from None
-        except Exception as problem:  # whatever the line holds
+        except Exception as problem:  # the line may hold anything
             self._end()
             raise _StrayReply(
                 f"what stands in the place of the reply is none ({problem!r:.200}), and so the answer has no score: if "

@@ -1,8 +1,8 @@
 """An episode that is played through the gateway: its key, its calls of the engine, its rewards.
 
-Invariant: whatever the engine samples for it is a part of its tree, also where the client went away meanwhile. While
-no call is under way it holds at most one session of the engine, and while one is, none that is idle: so an engine with
-a slot for each episode never waits for ever.
+Invariant: all tokens that the engine samples for the episode become part of its tree, even if the client disconnects.
+An episode holds at most one idle session of the engine, and none while a call is under way: so an engine with one slot
+per episode never waits for ever.
 """
 
 import asyncio

@@ -144,18 +144,18 @@ class MismatchMonitor:
         self.recomputes = self._mode == "always"
         """Whether the engine's log-probabilities are being replaced: decided as an update begins, for all its steps."""
         self._is_first = True
-        # Not yet compared with the threshold.
+        # Sum of |l| and number of tokens since the last comparison with the threshold.
         self._total = 0.0
         self._num_tokens = 0
-        # Of this update.
+        # Metrics, and number of compared tokens, of this update.
         self._metrics: list[MetricValue] = []
         self._num_compared = 0
-        # By the identity of the memory that makes up a trajectory, so that an entry goes when its trajectory goes.
+        # Recomputed log-probabilities by the id of a trajectory's memory; removed when that memory is freed.
         self._kept: dict[int, Tensor] = {}
 
     @property
     def wants_arrivals(self) -> bool:
-        """Whether `look` has use for what has arrived: to replace it, or as this update has compared too little."""
+        """Whether `look` needs new trajectories: to replace their log-probabilities, or since too few were compared."""
         return self.recomputes or self._num_compared < ENOUGH_TOKENS
 
     def begin(self, trajectories: Sequence[Trajectory], version: int) -> None:

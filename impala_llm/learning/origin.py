@@ -40,20 +40,21 @@ _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
 
 _PIECES, _PIECE = 1024, 4096
-"""Pieces of a file of weights by which it is known, and bytes of each: a file of up to 4 MB is read as a whole."""
+"""Number of pieces of a weights file that its fingerprint is computed from, and bytes of each: a file of up to 4 MB is
+read as a whole."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a learner begins: weights, version, and what belongs to them."""
+    """Starting point of a learner: weights, version, and the state that belongs to them."""
 
     update: int
     version: int
-    """For its first weights: of a lost host's checkpoint one that was never published."""
+    """Version of its first weights; if they are from a lost host's checkpoint, one that was never published."""
     board: WeightReader | None
     """Board with these weights; None: they are those of the checkpoint, or the configured start."""
     checkpoint: CheckpointReader | None
-    """The newest whole one: of it come at least the optimizer and the state of the trainer."""
+    """Newest undamaged checkpoint; at least the optimizer and the state of the trainer are read from it."""
     is_lost: bool
     """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
 

@@ -50,7 +50,7 @@ def newest_board(run_dir: RunDirectory) -> WeightReader | None:
 
 
 class LearnerEndpoint:
-    """A context manager. Its life, in this order:
+    """Connects a learner rank to its actors. A context manager, used in this order:
 
         with LearnerEndpoint(config, rank, num_ranks, barrier, files) as endpoint:
             newest = endpoint.newest_weights()      what an earlier learner of this run left, if it did
@@ -58,11 +58,12 @@ class LearnerEndpoint:
             endpoint.listen(version, tasks, vocab_size, batch_size)
             endpoint.receiver.drain(...)            trajectories; announce(...) versions
 
-    On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
-    again, see `RunDirectory.keep`. After a signal the supervisor decides, where there is one.
+    On exit without an error the actors are told that the run is over. They are not told after an error, since the
+    learner will be started again, see `RunDirectory.keep`. After a signal they are told only if there is no supervisor,
+    which otherwise decides.
 
-    Where a rank has several processes, those from number `num_ranks` on receive nothing: `restore` and `listen` do
-    nothing there, and `receiver` answers that nothing comes.
+    Where a rank has several processes, those numbered `num_ranks` and above receive nothing: `restore` and `listen` do
+    nothing there, and `receiver` returns a `NoReceiver`.
 
     Args:
         rank: of this process; from `num_ranks` on it shares one with another process.
@@ -178,7 +179,7 @@ class LearnerEndpoint:
 
     @property
     def receiver(self) -> Receiver:
-        """For the time after `listen`."""
+        """Receiver of this rank, once `listen` has been called; a `NoReceiver` in processes that receive nothing."""
         if not self._leads:
             return cast(Receiver, NoReceiver())
         assert self._receiver is not None, "call listen first"

@@ -1,7 +1,7 @@
 """Curriculum: prefers the kinds of tasks that succeed sometimes.
 
 Invariant: whether a group is played depends on the success rates of its kind, the run's seed and the group's number
-alone. Tasks that are passed over come again in the next epoch.
+alone. Tasks that are skipped come again in the next epoch.
 """
 
 import threading
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 _FORGETTING = 0.02
-"""Smallest weight of a new episode in its kind's rate: about fifty episodes are remembered."""
+"""Smallest weight of a new episode in its kind's rate: the rate is a mean over about the last fifty episodes."""
 
 
 class Curriculum:
-    """Success rates by kind, from the episodes that arrive. Thread-safe.
+    """Tracks the success rate of each kind of task, and decides which groups of tasks are played. Thread-safe.
 
     A kind whose rate is p is played with probability 4p(1 - p): always at one half, seldom where all episodes succeed
     or all fail, which teach little. A kind that has not been played counts as one half.

@@ -1,7 +1,7 @@
-"""Granting: which actor gets which ticket next. For callers that hold the ledger's lock.
+"""Granting: decides which actor gets which ticket next. For callers that hold the ledger's lock.
 
-Invariant: a suspect (see quarantine.py) is granted only to an actor that has no other one. A turn costs what the actors
-cost that have changed since the last one, however many there are.
+Invariant: a suspect (see quarantine.py) is granted only to an actor that has no other suspect. The time of a call of
+`fill_levels` depends on the number of actors whose tickets or levels have changed, not on the number of actors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Granting:
             self._table.changed.add(actor_id)
 
     def know(self, actor_id: str) -> None:
-        """Take an actor in, with the level that it has or none."""
+        """Add an actor if it is new, with level 0; a known actor keeps its level."""
         self.request(actor_id, self._wants.get(actor_id, 0))
 
     def forget(self, actor_id: str) -> None:

@@ -76,7 +76,8 @@ class TicketTable:
         self.kept = slots.version
         """Newest version that a later process would go on from."""
         self.over = slots.version
-        """Version up to which steps are known not to have ended the process."""
+        """Version up to which no step counts as one in which the process died: steps that were completed, and the one
+        in which the process was told to end. See quarantine.py."""
         self.notes: list[journal_rows.Row] = []
         # Resends arrive within seconds; tickets that ended many batches ago need not be remembered.
         self._num_remembered = max(4096, 16 * slots.batch_size * (1 + (slots.max_staleness or 0)))

@@ -1,7 +1,7 @@
 """Conversion of float32 to bfloat16 on the way into shared memory: rounded, summed and stored in one pass.
 
-Invariant: the bytes are those of `torch.Tensor.to(torch.bfloat16)`: rounded to the nearest, of two to the even one,
-with denormal numbers and infinities; what is not a number becomes 0xFFFF.
+Invariant: the bytes are those of `torch.Tensor.to(torch.bfloat16)`. Rounds to nearest, ties to even; keeps denormal
+numbers and infinities; NaN becomes 0xFFFF.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weight board: versions of the weights in shared memory, from the learner to all engines of its host.
 
-Invariant: a leased version is whole and does not change until the lease ends. The publisher writes only into slots that
-nobody leases, and makes a version the latest after its last byte. So a publisher may be killed at any moment: the
+Invariant: a leased version is whole and does not change until the lease ends. The publisher writes only into slots
+without a lease, and makes a version the latest after its last byte. So a publisher may be killed at any moment: the
 latest version stays readable, and the next publisher continues with the same slots.
 
 Weights are copied once in and, by a reader that wants its own, once out; checksums are computed in the same passes. The
@@ -235,7 +235,8 @@ class WeightPublisher:
             slot.reserve_beside(len(layout.places), extra_bytes)
 
     def _remove_surplus(self, latest: tuple[int, int] | None) -> None:
-        """Remove slots beyond this publisher's, which another one has left, but the latest version's and those read."""
+        """Remove slots that an earlier publisher with more of them has left, except the latest version's and slots that
+        are being read."""
         for index in _indices(self.directory):
             if index < len(self._slots) or (latest is not None and index == latest[0]):
                 continue
@@ -245,7 +246,7 @@ class WeightPublisher:
                     for path in self.directory.glob(f"slot-{index}.*"):
                         if path != slot.lock:  # a reader may be about to open it
                             path.unlink()
-                    shutil.rmtree(slot.directory)  # last: where it is left, this goes on
+                    shutil.rmtree(slot.directory)  # last: a later call finds the slot by it if this one is interrupted
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
@@ -268,7 +269,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _writable_slot(self, latest: tuple[int, int] | None, deadline: float) -> Iterator[Slot]:
-        """Lock the slot of the oldest version that nobody reads, against readers."""
+        """Lock the slot of the oldest version that is not being read, against readers."""
         latest_slot, latest_version = (None, None) if latest is None else latest
 
         def age(slot: Slot) -> int:

@@ -1,15 +1,16 @@
 """Files of a weight board, shared by publisher, readers and relay: pointer, manifests, locks, mapped weights.
 
-Invariant: the contents of a file are checked before use: a malformed manifest, or weights that are shorter than it
-says, give a WeightsError that names the file.
+Invariant: the contents of a file are checked before use. A malformed manifest, or a weights file of another size than
+its manifest states, raises a WeightsError that names the file.
 
-    latest         names the slot and the version of the newest one; replaced by an atomic rename. A symbolic link that
-                   leads nowhere, slot-<k>/<version>: a short one needs none of a full file system's memory
+    latest         slot and version of the newest weights: the text slot-<k>/<version> as the target of a symbolic link,
+                   replaced by an atomic rename. The target does not exist; a short link takes no memory, so that it can
+                   be written on a full file system
     slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
     slot-<k>.json  the manifest of the slot, JSON; named slot-<k>.json.new while the slot is written
     slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
-    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
-    its holder. It alone is left of a slot that a publisher with fewer of them removes
+    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel releases it when
+                   its holder ends. It stays when a publisher with fewer slots removes the others' files
     publisher.lock flock: exclusive while a publisher writes
 """
 
@@ -364,7 +365,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_in_place(path: Path, content: bytes) -> None:
-    """Write a file that nobody reads meanwhile.
+    """Write a file that no process reads meanwhile.
 
     Waits for room, at most a minute, where others have filled the file system and the file was shorter before.
 

@@ -15,7 +15,7 @@ from impala_llm.pipeline.weights.safetensors_layout import Layout
 
 UINT64 = 2**64
 NO_SUM = -1
-"""Sum that stands for a part whose checksum has to be computed with the others'."""
+"""Sum of a part that does not begin and end between words: the checksum is computed when all parts are written."""
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
@@ -44,14 +44,14 @@ computed on the way."""
 
 
 class SharedWriting(Protocol):
-    """Communication of processes that write a version together, each its parts. All of them call each method."""
+    """Communication between processes that write a version together, each its parts. All of them call each method."""
 
     def tell(self, number: int) -> int:
-        """Return the number that the board's publisher has called this with."""
+        """Broadcast the publisher's number: returns on every process the `number` that the publisher passed."""
         ...
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers, in [-1, 2^64), of all processes. Returns when all have called it."""
+        """Gather the numbers, in [-1, 2^64), of all processes: a list for each. Returns when all have called it."""
         ...
 
 
