@@ -75,11 +75,12 @@ def gae(
 
 
 def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | None = None) -> float:
-    """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts.
+    """Return of an episode: the sum of its rewards, those of the k-th turn times γ^k.
 
     Args:
-        discount: γ, a turn.
-        extra: float[turns], rewards beside the environment's; None: there are none.
+        t: the episode.
+        discount: γ, per turn.
+        extra: float[turns], rewards in addition to the environment's; None: there are none.
     """
     if discount == 1.0:
         return float(t.rewards.sum(dtype=np.float64)) + (0.0 if extra is None else float(extra.sum()))
@@ -127,10 +128,15 @@ def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> 
 def levelled_returns(
     returns: Sequence[float], trajectories: Sequence[Trajectory], extras: Sequence[np.ndarray] | None = None
 ) -> Tensor:
-    """float32[M]: the returns of these episodes, `levelled` in each group by the size of the rewards, which may cancel.
+    """Apply `levelled` to returns. The rounding is judged by the sum of absolute rewards, since rewards may cancel.
 
     Args:
-        extras: float[turns] of each, rewards beside the environment's; None: there are none.
+        returns: M of them, one for each episode.
+        trajectories: the M episodes.
+        extras: float[turns] of each, rewards in addition to the environment's; None: there are none.
+
+    Returns:
+        float32[M].
     """
     sizes = [float(np.abs(t.rewards).sum(dtype=np.float64)) for t in trajectories]
     if extras is not None:

@@ -93,7 +93,12 @@ class PackedBatch:
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], members: Sequence[int]) -> "PackedBatch":
-        """Lay the trajectories at these places end to end, in this order, without padding."""
+        """Pack trajectories end to end, without padding.
+
+        Args:
+            trajectories: of a batch.
+            members: places in it of those to pack, in this order.
+        """
         rows = [trajectories[i] for i in members]
         lengths = np.array([row.num_tokens for row in rows])
         starts = np.cumsum(lengths) - lengths

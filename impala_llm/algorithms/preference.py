@@ -123,7 +123,8 @@ def pair_advantages(
 
     Args:
         log_probs, reference_log_probs: float32[M], of all action tokens of each episode together.
-        scores: float[M]. group_ids: int64[M].
+        scores: float[M].
+        group_ids: int64[M].
         beta: see `dpo`.
     """
     pairs = best_and_worst(scores, group_ids)

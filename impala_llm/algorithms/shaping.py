@@ -39,6 +39,7 @@ def turn_divergences(
     Args:
         behaviour_log_probs, reference_log_probs: float[N].
         turn_ids: int64[N], in [0, num_turns).
+        num_turns: number of turns.
 
     Returns:
         float[num_turns] in nats, without gradient; a token counts at most 20 either way.

@@ -124,6 +124,7 @@ class RankChannels:
 
         Raises:
             ValueError: the ticket was not granted to this actor.
+            RecordTooLarge, RecordError: see `ActorChannel.send`.
         """
         return self._channel_of(trajectory.ticket_id).send(trajectory)
 
@@ -146,7 +147,11 @@ class RankChannels:
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
         """Collect the events of all ranks; if there are none, wait for one for at most `timeout_s`. Each version is
-        reported once."""
+        reported once.
+
+        Raises:
+            LearnerLost: see `ActorChannel.poll`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             events = [event for channel in self._channels for event in self._taken(channel)]

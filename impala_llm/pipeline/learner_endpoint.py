@@ -66,14 +66,16 @@ class LearnerEndpoint:
     nothing there, and `receiver` returns a `NoReceiver`.
 
     Args:
-        rank: of this process; from `num_ranks` on it shares one with another process.
+        config: of the run.
+        rank: of this process; from `num_ranks` on it shares a rank with another process.
+        num_ranks: ranks that receive trajectories.
         barrier: returns once all ranks have called it. Called here, and in `newest_weights`.
         files: of the policy besides its weights, by name, which rank 0 puts on the boards: config.json, tokenizer.
         take_over, run_id: see `RunDirectory.create`; without effect under a supervisor, which has decided that.
 
     Raises:
-        RunDirectoryError: another learner of this run is alive, or shared memory cannot be had.
-        KeyFileError: `pipeline.keys` names a folder that cannot be used.
+        RunDirectoryError: another learner of this run is alive, or there is no shared memory.
+        WeightsError: there is no memory for the boards' files.
     """
 
     def __init__(
@@ -118,8 +120,11 @@ class LearnerEndpoint:
     def restore(self, past: PastTickets) -> None:
         """Put the tickets and trajectories of a checkpoint where `listen` finds those of a learner that was killed.
 
-        Before the first version is published, and only where no earlier learner has left a board. One that has died
-        after this, and before it published, has left the same trajectories: they are replaced.
+        Call it before the first version is published, and only if no earlier learner has left a board. If an earlier
+        learner died between this call and its first version, it has left the same trajectories: they are replaced.
+
+        Raises:
+            ArenaError: there is no memory for the tickets or the trajectories.
         """
         if not self._leads:
             return
@@ -139,14 +144,19 @@ class LearnerEndpoint:
         batch_size: int,
         curriculum: Curriculum | None = None,
     ) -> None:
-        """Take actors in, here and, where `pipeline.bind` says so, from other hosts.
+        """Accept actors from this host, and from other hosts if `pipeline.bind` is set.
 
         Args:
             version: that the learner is at; it, or an older one, lies on the board.
             tasks: ids of the training tasks, of all ranks.
             vocab_size: token ids of trajectories must lie below.
             batch_size: trajectories of one update, of this rank.
-            curriculum: says which tasks are passed over; None: none.
+            curriculum: decides which groups are skipped; None: none is.
+
+        Raises:
+            KeyFileError: `pipeline.keys` names a folder that cannot be used.
+            RunDirectoryError, ArenaError: see `TicketLedger.recover` and `TrajectoryStore`.
+            ValueError, zmq.ZMQError: see `Receiver.start` and `serve_weights`.
         """
         if not self._leads:
             return

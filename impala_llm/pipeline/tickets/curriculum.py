@@ -36,7 +36,12 @@ class Curriculum:
         self._rates = {kind: (float(rate), int(count)) for kind, rate, count in rows}
 
     def observe(self, kind: str, success: bool) -> None:
-        """Update the success rate of a kind by an episode of it that has ended."""
+        """Update the success rate of a kind with an episode that has ended.
+
+        Args:
+            kind: of the episode's task.
+            success: whether the episode succeeded.
+        """
         with self._lock:
             rate, count = self._rates.get(kind, (0.5, 0))
             self._rates[kind] = rate + max(1 / (count + 2), _FORGETTING) * (success - rate), count + 1
@@ -57,7 +62,12 @@ class Curriculum:
         }
 
     def plays(self, task_id: int, group_id: int) -> bool:
-        """Return whether group `group_id` of task `task_id`, which is due, is played."""
+        """Return whether a group that is due is played.
+
+        Args:
+            task_id: of the group's task.
+            group_id: of the group.
+        """
         rate = self.rate(self._kinds[task_id])
         draw = np.random.default_rng([self._seed, 1, group_id]).random()
         return bool(draw < max(4 * rate * (1 - rate), self._least))

@@ -48,7 +48,12 @@ class Granting:
         self._below: list[tuple[int, int, str]] = []
 
     def request(self, actor_id: str, want: int) -> None:
-        """Set the level of actor `actor_id`: it wants to have `want` tickets under way."""
+        """Set the level of an actor, a new one included.
+
+        Args:
+            actor_id: of the actor.
+            want: tickets that it wants to have under way.
+        """
         if actor_id not in self._wants:
             self._table.open_at[actor_id] = set()
             self._numbers[actor_id] = self._num_arrived

@@ -150,7 +150,12 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
 
 
 def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
-    """Copy rows with all versions higher by `shift`; 0, which means none in most places, stays."""
+    """Copy rows, with all versions increased.
+
+    Args:
+        rows: see `account`.
+        shift: that is added to each version but 0, which means none in most places.
+    """
     found: list[Row] = []
     for kind, *fields in rows:
         at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), _TAKEN: (), _CRASHED: ()}.get(kind, (1, 2, 4))
@@ -180,6 +185,8 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
     """Read rows, and move the task order to its position.
 
     Args:
+        rows: see `account`.
+        order: of this run; its position is set here.
         version: newest one on a board: steps that made a later one do not count.
 
     Raises:

@@ -32,7 +32,11 @@ def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> Non
 
 
 def rewrite_journal(table: TicketTable) -> None:
-    """Begin the journal anew, with the rows from which the next process restores the table."""
+    """Replace the journal by the rows from which the next process restores the table.
+
+    Raises:
+        ArenaError: see `Journal.rewrite`.
+    """
     table.slots.drop_zeros()
     table.notes.clear()
     if table.journal is not None:

@@ -113,7 +113,15 @@ class ActorSockets:
                 yield (index, frames[0]), frames[1:], key
 
     def send(self, address: Address, message: Message) -> None:
-        """Send a message to an address, see `send_frame`."""
+        """Send a message, as `send_frame` does.
+
+        Args:
+            address: of the actor.
+            message: to encode and send.
+
+        Raises:
+            WireError: it cannot be encoded, see `messages.encode`.
+        """
         self.send_frame(address, self.encode(message))
 
     def send_items(self, address: Address, kind: Callable[[tuple[Any, ...]], Message], items: Sequence[object]) -> None:
@@ -123,16 +131,28 @@ class ActorSockets:
             address: of the actor.
             kind: makes a message of at most MAX_ITEMS items.
             items: in order.
+
+        Raises:
+            WireError: a message cannot be encoded.
         """
         for first in range(0, len(items), MAX_ITEMS):
             self.send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
     def encode(self, message: Message) -> bytes:
-        """Encode a message once, for `send_frame` to many."""
+        """Encode a message once, to send it to several actors by `send_frame`.
+
+        Raises:
+            WireError: see `messages.encode`.
+        """
         return encode(message, self.run_id)
 
     def send_frame(self, address: Address, frame: bytes) -> None:
-        """Send a frame, made by `encode`, to an address. It is dropped where the actor is gone or does not read."""
+        """Send a frame. It is dropped if the actor has left or does not read.
+
+        Args:
+            address: of the actor.
+            frame: made by `encode`.
+        """
         # ROUTER drops it without an error; all important messages are sent again.
         self._sockets[address[0]].send_multipart([address[1], frame], zmq.NOBLOCK)
 

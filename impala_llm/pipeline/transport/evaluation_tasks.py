@@ -125,7 +125,15 @@ class EvaluationTasks(Generic[Actor]):
             return self._to_tell(wants, now)
 
     def answered(self, actor: Actor, result: EvaluationResult) -> bool:
-        """Note a result. Returns whether it was awaited from this actor; it has no effect otherwise."""
+        """Note a result of an evaluation task.
+
+        Args:
+            actor: that sent it.
+            result: of the task.
+
+        Returns:
+            Whether it was awaited from this actor; otherwise it has no effect.
+        """
         with self._lock:
             is_awaited = self._take_back(actor, result.evaluation_id, result.task_id)
             # Actors never load an older version: a result of versions before the granted one is not valid.
@@ -137,7 +145,15 @@ class EvaluationTasks(Generic[Actor]):
             return is_awaited
 
     def failed(self, actor: Actor, failure: EvaluationFailed) -> bool:
-        """Note the failure of an actor's attempt, after which the task is dealt again. Returns as `answered` does."""
+        """Note the failure of an attempt, after which the task is dealt again.
+
+        Args:
+            actor: whose attempt failed.
+            failure: its report.
+
+        Returns:
+            Whether this actor had the task; otherwise the report has no effect.
+        """
         with self._lock:
             is_awaited = self._take_back(actor, failure.evaluation_id, failure.task_id)
             if is_awaited:

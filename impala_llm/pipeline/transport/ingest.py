@@ -61,7 +61,12 @@ _CLAIMED = np.array(
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    """Reason for the refusal of a record whose `num_tokens` exceed `max_tokens`, the learner's `engine.max_length`."""
+    """Reason for the refusal of a record that is too long.
+
+    Args:
+        num_tokens: of the record.
+        max_tokens: the learner's `engine.max_length`.
+    """
     return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
 
 

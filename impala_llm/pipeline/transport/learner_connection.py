@@ -110,7 +110,15 @@ class LearnerConnection:
             raise
 
     def send(self, message: Message, records: Iterable[memoryview] = ()) -> None:
-        """Send a message and the records that belong to it, or drop it where the learner does not read."""
+        """Send a message, or drop it if the learner does not read.
+
+        Args:
+            message: to send.
+            records: that belong to it, one frame each.
+
+        Raises:
+            WireError: it cannot be encoded, see `messages.encode`.
+        """
         try:
             frames: list[bytes | memoryview] = [encode(message, self._run_id), *records]
             if len(frames) == 1:

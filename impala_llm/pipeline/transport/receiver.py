@@ -120,6 +120,7 @@ class Receiver:
         Raises:
             zmq.ZMQError: an endpoint is in use.
             ValueError: an endpoint needs keys.
+            RunDirectoryError, ArenaError: see `TicketLedger.recover`.
         """
         raise_limit()
         try:
@@ -192,9 +193,10 @@ class Receiver:
         """Note that the learner has made a version, and announce it to all actors where its weights are published.
 
         Args:
+            version: above the current one.
             published: it is on the board of engines.
-            kept: it is on the board of kept versions. A restarted learner goes on from either; until one holds, the
-                trajectories of its step stay stored, see `must_keep`.
+            kept: it is on the board of kept versions. A restarted learner continues from the newest version on either
+                board; until a version is on one, the trajectories of its step stay stored, see `must_keep`.
 
         Raises:
             ValueError: the version is not a new one.

@@ -189,12 +189,22 @@ class SessionRegistry:
             raise ActorRefused(f"the learner cannot use the arena: {error}") from error
 
     def report(self, session: Session, stats: dict[str, float]) -> None:
-        """Replace the metrics of a session's actor by `stats`, by name."""
+        """Replace the metrics of an actor.
+
+        Args:
+            session: of the actor.
+            stats: metrics by name.
+        """
         with self._lock:
             self._actor_stats[session.actor_id] = stats
 
     def offer_engines(self, session: Session, engines: Engines) -> None:
-        """Replace the servers that a session's actor offers for weights by those of `engines`."""
+        """Replace the servers that an actor offers for weights.
+
+        Args:
+            session: of the actor.
+            engines: the servers that it offers now.
+        """
         with self._lock:
             self._engines[session.actor_id] = dict(zip(engines.openings, engines.urls, strict=True))
 
@@ -203,7 +213,12 @@ class SessionRegistry:
         return len(self.by_address) // self._limits.heartbeats_per_s
 
     def granted(self, session: Session, tickets: Iterable[Ticket]) -> None:
-        """Note that tickets are on their way to the actor of a session."""
+        """Note that tickets were sent to an actor.
+
+        Args:
+            session: of the actor.
+            tickets: that were sent.
+        """
         session.granted_at |= {ticket.ticket_id: self.clock.now for ticket in tickets}
 
     def lost_grants(self, session: Session, held: Iterable[int]) -> list[Ticket]:
@@ -261,7 +276,12 @@ class SessionRegistry:
         return late
 
     def lose(self, session: Session, reason: str) -> None:
-        """End the session of a lost actor, and log `reason`; its tickets may be the cause of the loss."""
+        """End the session of a lost actor. Its tickets may be the cause of the loss.
+
+        Args:
+            session: of the actor.
+            reason: for the log.
+        """
         num_open = len(self._ledger.open_tickets(session.actor_id))
         _log.warning("actor %s is lost (%s): %d tickets are granted again", session.actor_id, reason, num_open)
         self.totals["actors_lost"] += 1

@@ -90,7 +90,8 @@ class WeightPublisher:
         takeover_s: seconds to wait for another publisher that ends.
 
     Raises:
-        ValueError: num_slots is below 2, or a name in files is no plain file name.
+        ValueError: num_slots is below 2, or a name in files is not a plain file name.
+        WeightsError: there is no memory for the files.
     """
 
     def __init__(
@@ -124,8 +125,7 @@ class WeightPublisher:
                     write_atomically(path, content)
 
     def reserve(self, tensors: Mapping[str, TensorSource], extra_bytes: int = 0) -> float:
-        """Reserve memory for all slots, so that no version has to wait for it, nor fails where others fill the file
-        system.
+        """Reserve memory for all slots, so that later versions need not wait for it, nor fail on a full file system.
 
         Slots that are being read, or hold the latest version, are left for later; so is the removal of those that a
         publisher with more slots has left.
@@ -216,10 +216,14 @@ class WeightPublisher:
 
         Args:
             tensors: of the same names, dtypes and shapes as the publisher's.
+            sharing: with the publisher and the other processes.
             num_threads: as for `publish`.
 
         Returns:
-            Whether they are written: not where readers hold all slots.
+            Whether they were written; False if readers hold all slots.
+
+        Raises:
+            WeightsError: memory is short.
         """
         index = sharing.tell(_NO_SLOT)
         if index == _NO_SLOT:
@@ -360,7 +364,11 @@ class WeightLease:
                 raise damaged(str(self._slot.weights), self.version, name)
 
     def file_bytes(self) -> np.ndarray:
-        """Map the whole weights file, read-only uint8, without comparing checksums. Valid until the lease ends."""
+        """Map the whole weights file, read-only uint8, without comparing checksums. Valid until the lease ends.
+
+        Raises:
+            WeightsError: size or header of the file disagree with the manifest.
+        """
         return self._slot.mapped(self.manifest).data
 
 
@@ -376,7 +384,7 @@ class WeightReader:
         self._slots: dict[int, Slot] = {}
 
     def latest(self) -> int | None:
-        """Newest version on the board; None before the first."""
+        """Newest version on the board; None before the first. Raises WeightsError if the board is malformed."""
         latest = read_latest(self.directory)
         return None if latest is None else latest[1]
 

@@ -92,7 +92,16 @@ class Download:
         return list(self._missing.values())
 
     def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
-        """Store the data of a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
+        """Store the data of a chunk.
+
+        Args:
+            chunk: that the data belong to.
+            data: bytes that were received.
+            checksum: that they must have, see `copy_kernels.bytes_checksum`.
+
+        Returns:
+            False, and the chunk stays missing, if length or checksum disagree.
+        """
         target = self._data[chunk.position : chunk.position + chunk.length]
         if len(data) != chunk.length or copy_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
             return False

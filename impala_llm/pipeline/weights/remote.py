@@ -30,6 +30,7 @@ def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Itera
 
     Args:
         board: directory of the board.
+        endpoint: to listen at, see `sockets.router`.
         keys: of the learner; None: clear text, on this host only.
 
     Raises:
@@ -57,6 +58,7 @@ def relay_weights(board: Path, endpoint: str, keys: ActorKeys | None) -> Iterato
 
     Args:
         board: directory of this host's board.
+        endpoint: of the learner's weight server.
         keys: of an actor; None: clear text, on this host only.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -58,9 +58,12 @@ class SharedWriting(Protocol):
 def write_tensors(
     layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
 ) -> list[int]:
-    """Write tensors, or this process's parts of them, into `target`, uint8[layout.num_bytes].
+    """Write tensors, or this process's parts of them, into a file in memory.
 
     Args:
+        layout: of the file.
+        target: uint8[layout.num_bytes].
+        tensors: by name, those of the layout.
         num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
 
     Returns:
