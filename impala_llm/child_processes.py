@@ -196,7 +196,7 @@ class Child:
                         self._take(line)
 
     def _take(self, line: bytes) -> None:
-        """Keep a message. A line that is none is passed over: what runs in the process has the descriptor too."""
+        """Keep a message. A line that is not a message is ignored: other code in the process may write to the pipe."""
         try:
             message = json.loads(line, parse_int=_parse_number)
         except (ValueError, RecursionError, OverflowError):
@@ -341,6 +341,6 @@ def _relatives(families: set[str]) -> list[psutil.Process]:
 
 
 def say(text: str) -> None:
-    """Print a line for the user. On a full disk it is lost, and the run goes on."""
+    """Print a line for the user. On a full disk the line is lost, and the run continues."""
     with contextlib.suppress(OSError):
         print(f"impala-llm: {text}", file=sys.stderr, flush=True)

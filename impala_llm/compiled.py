@@ -7,7 +7,7 @@ call.
 
 Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder; a user
 who has none reads what lies beside the source.
-NUMBA_CACHE_DIR names another one: its files are unpickled, so that nobody else may write there.
+NUMBA_CACHE_DIR names another one: its files are unpickled, so that no other user may write there.
 """
 
 import ast
@@ -28,7 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Installed(InTreeCacheLocator):
-    """Beside the source, to be read only: an installation that was compiled by whoever made it."""
+    """Cache beside the source, read-only: that of an installation which was compiled when it was made."""
 
     def ensure_cache_path(self) -> None:
         if not any(Path(self.get_cache_path()).glob("*.nbi")):

@@ -1,4 +1,4 @@
-"""config.yaml in the folder of a run: all of its settings, by which it goes on and from which others begin."""
+"""config.yaml in the folder of a run: all its settings, with which it is continued and from which others begin."""
 
 import errno
 import os

@@ -125,7 +125,7 @@ def _attention_problems(config: Config) -> list[str]:
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """Shares that nobody has or that forbid trials, and adapters without the library that makes them."""
+    """Ways of sharding that are impossible or forbid trials, and adapters without the library that makes them."""
     learner, rank, found = config.learner, config.model.lora.rank, []
     if learner.tensor_parallel > 1:
         recomputes = config.algorithm.recompute_behaviour

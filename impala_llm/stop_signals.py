@@ -9,11 +9,11 @@ STOP_PATIENCE_S = 4.0
 
 
 class Stopped(Exception):
-    """A signal has come, to any process of the learner, while it waits for a batch."""
+    """A process of the learner received a signal while it waited for a batch."""
 
 
 class ToldToStop(SystemExit):
-    """SIGTERM or SIGHUP has come. A class of its own, since other people's code may raise SystemExit too.
+    """SIGTERM or SIGHUP was received. A class of its own, since user code may raise SystemExit too.
 
     Args:
         number: of the signal.
@@ -32,7 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
-        """Signal that has come."""
+        """Number of the signal that was received; 0: none."""
         self.holds_back: Callable[[], bool] = lambda: False
         self.waits_on: Callable[[], bool] = lambda: False
         self.on_wait: Callable[[], object] = lambda: None
@@ -42,7 +42,7 @@ class StopSignals:
         signal.signal(signal.SIGALRM, self._wake)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt or ToldToStop where a signal has come."""
+        """Raise KeyboardInterrupt or ToldToStop if a signal was received."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.number:
             raise KeyboardInterrupt if self.number == signal.SIGINT else ToldToStop(self.number)

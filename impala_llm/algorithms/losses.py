@@ -116,8 +116,9 @@ def decoupled_ppo(
 ) -> LossOutput:
     """-w min(rA, clip(r, 1 - clip_low, 1 + clip_high) A) with r = π/π_prox and the constant weight w = π_prox/μ.
 
-    Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298. The clip holds π near a recent policy, whatever the age of
-    the data; the weight corrects for the age. Where π_prox = μ this is `ppo_clip`, where π_prox = π nothing is clipped.
+    Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298. The clip holds π near a recent policy, whatever the
+    staleness of the data; the weight corrects for that. Where π_prox = μ this is `ppo_clip`, where π_prox = π nothing
+    is clipped.
 
     Args:
         log_probs, behaviour_log_probs, advantages: float[N].

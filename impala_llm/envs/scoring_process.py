@@ -114,7 +114,7 @@ class ScoringProcess:
         self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
-        # A name that nobody guesses: an answer that the verifier executes may write to the pipe of the replies.
+        # A random name: an answer that the verifier executes may write to the pipe of the replies.
         name = secrets.token_hex(8) if request else ""
         try:
             line = self._line(request and f"{name} ".encode() + request, time.monotonic() + timeout_s)

@@ -101,7 +101,7 @@ class AgentPool:
         self._tend()
         if not self._workers:
             starting = self._starting = self._starting or asyncio.create_task(self._fill())
-            await asyncio.wait([starting])  # which goes on for other episodes where this one is cancelled
+            await asyncio.wait([starting])  # which continues for other episodes if this one is cancelled
             if not self._workers:
                 starting.result()
         worker = min(self._workers, key=lambda each: each.num_episodes)
@@ -363,7 +363,7 @@ async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTrans
 
 
 def _write_at_once(data: bytes) -> int:
-    """Write on the standard error what it takes without waiting: a pipe that nobody reads must not stop the actor.
+    """Write to the standard error as much as it takes without waiting: a pipe without reader must not stop the actor.
 
     Returns the number of bytes that it did not take.
     """

@@ -221,7 +221,7 @@ class ChatTokens:
     def _num_thoughts(self, ids: list[int], opened: str) -> int:
         """How many tokens the reasoning has, with those that end it; 0 where none is looked for, or it has no end.
 
-        A call in there is none: the policy only thinks of it.
+        Text in there that looks like a call is not one: the policy only thinks about it.
         """
 
         def is_over(number: int) -> bool:

@@ -152,7 +152,7 @@ class GatewayEpisode:
         )
         task = asyncio.ensure_future(self._generate(session, answer, params, stop))
         self._running[session] = task
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also where nobody waits for it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read it even if no caller waits
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

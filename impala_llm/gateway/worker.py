@@ -48,7 +48,7 @@ _Run = Callable[[Task, str, str], Awaitable[Any]]
 
 
 class ThreadLeft(asyncio.CancelledError):
-    """An agent that is no coroutine was cancelled: nobody can end its thread but the end of the process."""
+    """An agent that is not a coroutine was cancelled: its thread ends only with the process."""
 
 
 class AgentError(RuntimeError):

@@ -63,7 +63,7 @@ class RewardScale:
         self._first: list[float] = []
         """Returns of this rank, until all ranks have enough."""
         self._is_known = False
-        """Whether they have had enough; it stays so for more ranks, which go on from a checkpoint."""
+        """Whether they have had enough; it stays so for more ranks, which continue from a checkpoint."""
         self._count = self._sum = self._squares = 0.0
 
     def sums(self, episode_returns: Sequence[float]) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 The policy's own weights stay as they were at the start, without gradient and moments: without its adapters it is the
 reference policy. Engines get matrices with the adapters merged, W + s·B·A, computed a few rows at a time on their way
-out (policy_export.py). Beside each version lie the adapters, in float32, with which a restarted learner goes on.
+out (policy_export.py). Beside each version lie the adapters, in float32, with which a restarted learner continues.
 
 Invariant: adapters lie whole, and equal, on every rank, also where ranks share the rest of the policy.
 """

@@ -3,8 +3,8 @@ replace the engine's by the learner's.
 
 l = log π - log μ of a token, π by the learner at its version v, μ as the engine reported it at version u <= v. Only
 where u = v is l a mismatch: of kernels, precision, temperature or weights. Where u < v it is mixed with what the policy
-has learned since, so the metrics per staleness say how |l| grows with age and the alarm does not look at them. Nor is
-every token of age 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
+has learned since, so the metrics per staleness show how |l| grows with it, and the alarm ignores them. Nor is every
+token of staleness 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
 weights left in the engine's cache. `mismatch/logprob_*` and the alarm therefore take rows that version v alone sampled.
 (What remains: weights that changed between the prompt and the first token leave no trace in the versions.)
 

@@ -116,7 +116,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     mode: Any = algorithm.aggregate  # checked by config.load
     of_policy = losses.aggregate(per_token, batch.segment_ids, mode, denominator)
     # The bonus is a part of what the policy learns, so it has the same mask: a state that the policy left long ago says
-    # nothing of the entropy that it needs. The value loss has none: targets are corrected for age (V-trace) or have no
+    # nothing of the entropy that it needs. The value loss has none: targets are corrected (V-trace) or have no
     # ratio at all (GAE), and the values of old turns are what the advantages of the young ones before them rest on.
     # Without a bonus not even with a weight of 0: its backward pass is as long as that of the policy's logits.
     bonus: Tensor | float = 0.0

@@ -1,4 +1,4 @@
-"""Origin of a learner: the weights that it goes on from, and their version.
+"""Origin of a learner: the weights from which it continues, and their version.
 
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
@@ -66,7 +66,7 @@ class Origin:
 
 
 def find_origin(run_folder: Path, newest: WeightReader | None, versions: VersionMark, ranks: Ranks) -> Origin:
-    """Find what the learner goes on from; rank 0 says so where it is a checkpoint. All ranks call it.
+    """Find the state from which the learner continues; rank 0 reports a checkpoint. All ranks call it.
 
     Args:
         newest: board with what an earlier learner of this run has left in shared memory.
@@ -184,12 +184,12 @@ def base_checksum(directory: Path) -> int:
 def start_model(
     config: Config, newest: WeightReader | None, update: int = 0, is_main: bool = True, checkpoint: str | None = None
 ) -> PolicyModel:
-    """The policy to go on from.
+    """The policy to continue with.
 
     Args:
         newest: board with what a killed learner published or kept last; None: the configured start.
         update: of the run, that made it.
-        is_main: whether this rank says where it goes on from.
+        is_main: whether this rank reports where it continues from.
         checkpoint: name of the one that the optimizer comes from; None: it begins anew.
     """
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)

@@ -37,7 +37,7 @@ class Past:
 
         Args:
             num_ranks: of this run.
-            version: that the learner goes on with: all others move along with it.
+            version: that the learner continues with; all others are shifted with it.
             is_lost: whether tickets and trajectories are wanted; else they lie in shared memory, and none is read.
 
         Raises:

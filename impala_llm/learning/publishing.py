@@ -19,10 +19,10 @@ A `VersionPublisher` sends a version to one of two places, or to none:
 - to the board of kept versions, which only a restarted learner reads: a version that is not published while what was
   trained on since the last one on a board fills its share of the trajectory store.
 
-A restarted learner goes on from the newest version on either board. Each version has its value head beside it.
+A restarted learner continues from the newest version on either board. Each version has its value head beside it.
 
-Invariant: whoever waits for a version gets it in the end. A version is skipped because readers hold all slots of the
-board only where tickets can do without it: the ticket that the step from version v takes demands v - η at most
+Invariant: a caller that waits for a version gets it in the end. A version is skipped, because readers hold all slots of
+the board, only if tickets can do without it: the ticket that the step from version v takes demands v - η at most
 (pipeline/tickets/staleness.py), so a learner at v gets its next batch while the newest published version is not older
 than v - η. Otherwise the learner waits until a reader ends its lease. Its ranks meet after each attempt, since a
 collective in which one of them is awaited for too long is an error. Where tickets ended without a trajectory, so that
@@ -55,7 +55,7 @@ from impala_llm.stop_signals import Stopped
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
-"""Seconds that a learner waits for a slot of the board before it goes on without publishing."""
+"""Seconds that a learner waits for a slot of the board before it continues without publishing."""
 _KEEP_TIMEOUT_S = 60.0
 
 

@@ -223,7 +223,7 @@ _DECLARED = (
     ("staleness/newest", _MIN, "of the newest action token that the policy loss uses"),
     ("staleness/mean", _MEAN, "mean over the action tokens that the policy loss uses"),
     ("staleness/span", _MEAN, "newest minus oldest version inside a trajectory, per trajectory of the batch"),
-    ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by its token of middle age"),
+    ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by the median of its tokens"),
     ("staleness/in_flight", _MEAN, "learner version minus the version at the grant, per outstanding ticket"),
     # Speed of both sides, per wall-clock second. Levels of kind `sum` are over ranks: each adds its own once a step.
     ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
@@ -272,7 +272,7 @@ _DECLARED = (
     ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
     ("buffer/trajectories", _SUM, "trajectories in the replay buffer, all ranks"),
     ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
-    ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped for age or space since the last step"),
+    ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped as stale or for space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     *(
         (f"buffer/evicted_{name}", _SUM, f"dropped trajectories of {tokens} tokens, since the last step")

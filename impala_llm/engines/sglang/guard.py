@@ -130,7 +130,7 @@ def _key_words(folder: Path) -> list[str]:
 def _environment(folder: Path) -> dict[str, str]:
     """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
     environment = {**os.environ, "TMPDIR": str(folder)}
-    # An owner that imports torch has the variable with torch's own choice, a folder that anybody may have made.
+    # In an owner that imports torch the variable has torch's default, a folder that another user may have made.
     of_torch = f"{tempfile.gettempdir()}/torchinductor_"
     if environment.get("TORCHINDUCTOR_CACHE_DIR", of_torch).startswith(of_torch):
         environment["TORCHINDUCTOR_CACHE_DIR"] = _compiled_code(folder)

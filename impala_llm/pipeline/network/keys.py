@@ -164,7 +164,7 @@ class AuthorisedKeys:
         self._warnings = RateLimitedWarnings()
 
     def name(self, public_key: bytes) -> str | None:
-        """Find the name that a key belongs to. Files that cannot be used authorise nobody.
+        """Find the name that a key belongs to. Files that cannot be used authorise no key.
 
         Args:
             public_key: Z85, 40 bytes.
@@ -285,7 +285,7 @@ def _check_private(path: Path, fix: str, handle: int | None = None) -> None:
 
     Args:
         fix: command that mends its mode.
-        handle: descriptor of the open file, which nobody can replace; None: the path is checked.
+        handle: descriptor of the open file, which cannot be replaced meanwhile; None: the path is checked.
 
     Raises:
         KeyFileError: others can use it.

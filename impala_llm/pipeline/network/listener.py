@@ -27,7 +27,7 @@ def address_towards(host: str, port: int) -> str:
 
     Args:
         host: name or address of the other one.
-        port: any; nobody needs to listen there.
+        port: any; no process needs to listen there.
 
     Raises:
         OSError: there is no route to the host.

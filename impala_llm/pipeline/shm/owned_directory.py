@@ -142,7 +142,7 @@ def read_file(root: Path, name: str = RUN_FILE) -> dict[str, object]:
 
 def empty(root: Path) -> None:
     """Remove all files in a directory whose lock is held, also while ending actors create and remove files in it."""
-    (root / RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to a directory that is half deleted
+    (root / RUN_FILE).unlink(missing_ok=True)  # first: no process attaches to a directory that is half deleted
     for path in root.iterdir():
         while os.path.lexists(path):
             try:

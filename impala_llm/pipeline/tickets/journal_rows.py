@@ -93,7 +93,7 @@ def as_of(rows: Iterable[Row], version: int) -> list[Row]:
 
     Args:
         rows: see `account`.
-        version: of the weights that the process goes on from.
+        version: of the weights from which the process continues.
     """
     found: list[Row] = []
     for row in rows:

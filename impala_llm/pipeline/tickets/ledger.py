@@ -3,8 +3,8 @@
 Invariant: no ticket is lost and none is counted twice, whichever process dies at any time. Each method takes the lock
 and leaves the journal in step with the tickets.
 
-How many tickets may be under way: staleness.py. Their states: table.py. Who gets which: granting.py. What is set aside
-since it kills actors or the learner: quarantine.py. How a later process goes on: recovery.py.
+Number of tickets that may be under way: staleness.py. Their states: table.py. Choice of the actor that gets a ticket:
+granting.py. Tasks and trajectories that kill actors or the learner: quarantine.py. Restart: recovery.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _TOTALS = (
 
 class TicketLedger:
     """Grants tickets and follows each to its end. Thread-safe: it holds a lock during each call.
+
+    A method that changes tickets raises ArenaError if the journal needs more room and there is no memory.
 
     One round, with max_staleness = 0, a batch of 2 and one actor:
 
@@ -372,7 +374,7 @@ class TicketLedger:
     # --- after a death
 
     def rows(self, version: int) -> list[journal_rows.Row]:
-        """Rows of a journal from which the ledger of another process, at this version, goes on; see `recover`.
+        """Rows of a journal from which the ledger of another process, at this version, continues; see `recover`.
 
         Args:
             version: the current one, or that of the step under way: what it trained on then counts.

@@ -74,7 +74,7 @@ class TicketTable:
         self.num_open = 0
         self.totals: Counter[str] = Counter()
         self.kept = slots.version
-        """Newest version that a later process would go on from."""
+        """Newest version from which a later process would continue."""
         self.over = slots.version
         """Version up to which no step counts as one in which the process died: steps that were completed, and the one
         in which the process was told to end. See quarantine.py."""

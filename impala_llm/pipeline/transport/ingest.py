@@ -115,7 +115,7 @@ class Inbox:
 
 
 class IngestBroken(RuntimeError):
-    """The ledger and the trajectory store may disagree: only a process that recovers from both can go on."""
+    """The ledger and the trajectory store may disagree: only a process that recovers from both can continue."""
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ class Ingest:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
             reason = self._explain(row, start, known)
             self._store.cancel(start, row[NUM_WORDS])
-            # One version is made at a time: nobody can have a later one.
+            # One version is made at a time: no actor can have a later one.
             if reason is None and known[NEWEST_VERSION] == version + 1:
                 early.append(place)
             else:

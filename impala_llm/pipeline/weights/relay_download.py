@@ -1,7 +1,7 @@
 """Download of one version by a relay, in files that outlive the relay.
 
 Invariant: a chunk counts as received only after its bytes lie in the file and their checksum agreed; so a relay that
-opens the files after a kill goes on at the first missing chunk.
+opens the files after a kill continues at the first missing chunk.
 
     download           the weights, then the files beside them, end to end; its pages are used for the next version
     download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received. It is
