@@ -417,7 +417,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{where}{key}={value} cannot be resolved ({why}): write the value itself, or correct what it refers to"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
-        # What is wrong with a word of the command line names the word; the rest stands in a file.
+        # A problem of a word of the command line names the word; any other one is in a file.
         where = f"settings file {file}: " if file and full_key not in given else ""
         if isinstance(cause, OverrideParseException):
             return f"{cause.override} cannot be read: quote a value with special characters, as in \"key='a=b'\""

@@ -125,7 +125,7 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
     for part, functions in checks.items():
         problems = [problem for check in functions for problem in check(config)]
         state, more = DETAILS[part](config)
-        # Where preflight has the cause already, its consequences are not said as well.
+        # If preflight has found the cause, its consequences are not reported as well.
         found.append(Finding(part, state, problems or more))
     found += [processes(config), open_files(config)]
     if is_learner:

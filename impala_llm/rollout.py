@@ -308,7 +308,7 @@ class _Played:
     tokens: list[int]
     """Since its start. Replaced and not changed: an engine may hold it."""
     answers: list[Answer] = field(default_factory=list)
-    """Those of the present unroll."""
+    """Answers of the present unroll."""
     num_turns: int = 0
     num_unrolls: int = 0
 

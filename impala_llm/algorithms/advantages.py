@@ -121,7 +121,7 @@ def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> 
     largest = of_group(scores, "amax")
     apart = largest - of_group(scores, "amin")
     limit = ROUNDING * of_group(scores.abs() if sizes is None else sizes, "amax")
-    # Where a score is infinite so are both, and nothing is equal.
+    # Where a score is infinite, `apart` is infinite or NaN, and the scores stay as they are.
     return torch.where(apart.isfinite() & (apart <= limit), largest, scores)
 
 

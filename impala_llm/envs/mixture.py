@@ -59,7 +59,7 @@ class MixtureSuite:
         self.system_prompt = prompts.pop() if self._is_one_prompt else ""
         train = [contract.tasks(suite, "train") for suite in self.suites]
         sizes = _sizes(dict(zip(self.part_names, map(len, train), strict=True)), weights)
-        # Of each part: its task ids, one after the other those of training, as often as they come, validation, test.
+        # Task ids of each part: those of training, each as often as it is played, then validation, then test.
         self._ids: list[np.ndarray] = []
         self._splits: dict[Split, list[int]] = {split: [] for split in SPLITS}
         held_out: dict[Split, list[list[int]]] = {"validation": [], "test": []}

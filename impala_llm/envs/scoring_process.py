@@ -185,10 +185,10 @@ def _request(answer: str, task: Any, arguments: Mapping[str, Any]) -> bytes:
 
 
 def main(descriptor: int, verifier: str, timeout_s: float, memory_gib: float | None) -> None:
-    """Serve standard input until it ends. descriptor: where the replies go."""
+    """Serve the requests of standard input until it ends, and write the replies to `descriptor`."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     process_id = os.getpid()
-    # What a verifier and its processes read is no request. Nor do they inherit what dup returns.
+    # A verifier and its processes must not read requests from standard input. They do not inherit what dup returns.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(descriptor), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.close(descriptor)

@@ -219,7 +219,7 @@ class ChatTokens:
         return self.text(tokens).removesuffix(self._format.closing_text)
 
     def _num_thoughts(self, ids: list[int], opened: str) -> int:
-        """How many tokens the reasoning has, with those that end it; 0 where none is looked for, or it has no end.
+        """Number of tokens of the reasoning, with those that end it; 0 if none is looked for, or it has no end.
 
         Text in there that looks like a call is not one: the policy only thinks about it.
         """

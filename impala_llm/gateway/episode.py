@@ -237,7 +237,7 @@ class GatewayEpisode:
         number, self._num_sessions = self._num_sessions, self._num_sessions + 1
         if number == 0:
             return self.spec.episode_id, self.spec.seed
-        # Of another stream: parallel answers to one question are not to be the same.
+        # Another seed: parallel answers to one question must differ.
         return f"{self.spec.episode_id}/{number}", self._seed(number, _OF_BRANCH)
 
     def _seed(self, number: int, kind: int) -> int:

@@ -131,8 +131,8 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
-    # Of the board's version a checkpoint has what a narrower type took from it on the board, also where settings had
-    # that type only before.
+    # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even if
+    # only earlier settings had that type.
     if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
         checkpoint.load_model(model)
     if not ranks.is_sharded:
@@ -199,7 +199,7 @@ def start_model(
         return model
     with newest.lease() as lease:
         _, of_adapters = without_prefix(lease.extra())
-        # What lies on the board has its adapters merged.
+        # The weights on the board have the adapters merged.
         model = PolicyModel.from_pretrained(resolve_policy(config) if of_adapters else lease.path, *sizes)
         add_adapters(model.lm, config.model.lora)
         if of_adapters and not load_adapters(model.lm, of_adapters):

@@ -135,7 +135,7 @@ def server_transport(
     key = endpoint.run_dir.server_key if config.engine.urls is None else None
     in_flight: Any = config.engine.in_flight  # one that config.py has checked
     sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
-    # What no rank has as it is sent, the board has.
+    # Tensors that no rank holds in the form in which they are sent are read from the board.
     is_made = ranks.is_sharded or board_dtype(config) is not None or is_adapted(model.lm)
     board = WeightReader(endpoint.board.directory) if is_made else None
     return partial(send_to_servers, sender, endpoint.receiver.engines, board=board, device=ranks.device)

@@ -47,9 +47,12 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
 
 
 def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:
-    """Why a step is left out: a sentence that names what has a number that is not finite.
+    """Reason why a step is left out: a sentence that names the values that are not finite.
 
     Args:
+        culprits: trajectories with such values.
+        discount: γ, per turn.
+        version: policy version, for the message.
         loss: name of the loss.
     """
     first = culprits[0]

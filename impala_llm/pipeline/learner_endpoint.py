@@ -38,7 +38,7 @@ class PastTickets:
     rows: Sequence[Row]
     """See `TicketLedger.rows`."""
     trajectories: Sequence[Trajectory]
-    """Those that were received and not trained on."""
+    """Trajectories that were received and not trained on."""
 
 
 def newest_board(run_dir: RunDirectory) -> WeightReader | None:
@@ -53,7 +53,7 @@ class LearnerEndpoint:
     """Connects a learner rank to its actors. A context manager, used in this order:
 
         with LearnerEndpoint(config, rank, num_ranks, barrier, files) as endpoint:
-            newest = endpoint.newest_weights()      what an earlier learner of this run left, if it did
+            newest = endpoint.newest_weights()      board of an earlier learner of this run, if there is one
             ...                                     publish a version on endpoint.board
             endpoint.listen(version, tasks, vocab_size, batch_size)
             endpoint.receiver.drain(...)            trajectories; announce(...) versions
@@ -171,7 +171,7 @@ class LearnerEndpoint:
                 self._stack.enter_context(serve_weights(run_dir.weights_path, served_at, keys))
         algorithm = config.algorithm
         order = TaskOrder(tasks, algorithm.group_size, config.run.seed, self._rank, self._num_ranks, curriculum)
-        # Free running is bounded by what the buffer can hold.
+        # Without a bound on staleness, open tickets are limited by the capacity of the buffer.
         max_open = config.replay.capacity if algorithm.max_staleness is None else None
         journal = Journal(run_dir.journal_path(self._rank))
         ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
@@ -211,7 +211,7 @@ class LearnerEndpoint:
 
     def _store(self) -> TrajectoryStore:
         replay = self._config.replay
-        # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
+        # More than the buffer's own capacity: open groups, trajectories queued for it, headers and gaps.
         num_bytes = (replay.capacity_mb * 5 // 4 + 64) << 20
         return TrajectoryStore(self.run_dir.replay_path(self._rank), num_bytes, 4 * replay.capacity)
 

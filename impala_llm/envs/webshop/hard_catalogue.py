@@ -45,7 +45,8 @@ PRICE_GAP = 45
 
 NAMING = ("A {}.", "You will love this {}.", "The {} that people ask for.")
 CHEAP_NAMINGS, DEAR_NAMINGS = (0, 1, 2), (2, 3)
-"""How often a description names the product type. Dear products are praised more, and so mostly found first."""
+"""Number of times that a description may name the product type. Dear products are praised more, and so mostly found
+first."""
 CLOSING = ("Comes in a plain box.", "Sent within a day.", "Made with care, and sent to you in a box within two days.")
 
 _SYLLABLES = [consonant + vowel for consonant in "BCDFGHJKLMNPQRSTVWXZ" for vowel in "AEIOU"]

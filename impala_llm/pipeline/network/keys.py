@@ -359,7 +359,7 @@ def _key(path: Path, content: object, name: str) -> bytes:
             raise ValueError
         return value.encode("ascii")
     except (ValueError, KeyError, struct.error):
-        # The last two come from z85. What stands in a secret file is never shown.
+        # The last two come from z85. The contents of a secret file are never shown.
         raise KeyFileError(
             f"{path} is malformed: {name} must be a string of {_KEY_CHARACTERS} characters of Z85; copy the file again"
         ) from None

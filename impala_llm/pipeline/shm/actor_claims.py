@@ -47,7 +47,7 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
                 break
             if _claim(stack, f"{run_name}-actor-{index}"):
                 found.append(index)
-            else:  # what is dealt by index has one share for each: a gap could give two the same
+            else:  # servers, for example, are shared out by index: with a gap two actors could get the same ones
                 found.clear()
                 stack.close()
         yield found

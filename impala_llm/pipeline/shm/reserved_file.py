@@ -34,7 +34,7 @@ def overwrite(path: Path, content: bytes) -> None:
         content: all that it holds afterwards.
 
     Raises:
-        OSError: the file system has no room for what is beyond its size.
+        OSError: the file system has no room for the bytes beyond that size.
     """
     with open(os.open(path, _FLAGS, 0o600), "wb") as file:
         file.write(content)

@@ -244,7 +244,7 @@ class TrajectoryStore:
         return trajectories
 
     def held(self) -> dict[int, Callable[[], memoryview]]:
-        """Records that a later process would find: `unroll_id` -> what returns its bytes. For any thread.
+        """Records that a later process would find: `unroll_id` -> function that returns the bytes. For any thread.
 
         Their space is not used again while one of these functions is referred to.
         """

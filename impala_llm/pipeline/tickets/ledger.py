@@ -336,7 +336,7 @@ class TicketLedger:
             self._table.note_made(self._table.over)
 
     def lost_members(self, group_id: int) -> int:
-        """Count the tickets of a group that have ended: what was received of it is complete without them.
+        """Count the tickets of a group that have ended: its received trajectories are complete without them.
 
         0 for a group of which every ticket has ended.
         """
@@ -377,7 +377,7 @@ class TicketLedger:
         """Rows of a journal from which the ledger of another process, at this version, continues; see `recover`.
 
         Args:
-            version: the current one, or that of the step under way: what it trained on then counts.
+            version: the current one, or that of the step under way, whose trajectories then count as trained on.
         """
         with self._lock:
             return journal_rows.as_of(self._table.account(), version)

@@ -49,7 +49,7 @@ Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWan
 class ActorChannel:
     """An actor's connection to one learner rank. For one thread or event loop. Only `poll` with a timeout blocks.
 
-    A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
+    A turn of an actor: `poll`, start an episode for each granted ticket, `send` the finished trajectories.
 
     Args:
         endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host.
@@ -300,7 +300,7 @@ class ActorChannel:
         return []
 
     def _introduce_again(self) -> None:
-        # The learner is new, or had given this actor up: it knows nothing of what is under way.
+        # The learner is new, or had given this actor up: it does not know the tickets and records that are under way.
         self._version = None
         self.hello()
         if self._want is not None:

@@ -90,7 +90,7 @@ class ActorSockets:
         """Wait for a message or the wake-up.
 
         Returns:
-            What is readable: sockets, for `receive`, and `wakeup`.
+            Those that can be read: sockets, for `receive`, and `wakeup`.
         """
         return {ready for ready, _ in self._poller.poll(math.ceil(1000 * timeout_s))}
 
@@ -169,7 +169,7 @@ class ActorSockets:
         self._context.destroy(linger=0)
 
     def join(self) -> None:
-        """Wait until what was sent before `close` is delivered or dropped."""
+        """Wait until the messages that were sent before `close` are delivered or dropped."""
         self._context.term()
 
 

@@ -156,7 +156,7 @@ class LearnerConnection:
         return None
 
     def set_pause(self, wanted_s: float) -> None:
-        """Set the seconds between two heartbeats to what the learner wants, within this actor's own limits."""
+        """Set the seconds between two heartbeats to `wanted_s`, the learner's, within this actor's own limits."""
         # Several answers must come before the learner counts as silent.
         most_s = (self._times.learner_timeout_s or math.inf) / _PATIENCE_HEARTBEATS
         self.pause_s = max(self._times.heartbeat_s, min(wanted_s, most_s))

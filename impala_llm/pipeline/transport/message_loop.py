@@ -1,4 +1,4 @@
-"""Message loop of a receiver: handles what actors send, stores what they offer, grants tickets, announces versions.
+"""Message loop of a receiver: handles messages of actors, stores their records, grants tickets, announces versions.
 
 Invariant: a trajectory is acknowledged once it lies, valid, in the trajectory store. Malformed records, and records
 that do not match their ticket, are refused and counted. No message of a peer can end the receiver: an error in handling
@@ -290,7 +290,7 @@ class MessageLoop:
                     del refused[next(iter(refused))]
                 self._actors.send(session.address, Refused(sequence, reason))
             if not settled.acks and not settled.refusals:
-                return  # what is left must wait: for room, or for its version
+                return  # the other records must wait: for room, or for their version
 
     def _send_acks(self) -> None:
         for address, sequences in self._acks.items():

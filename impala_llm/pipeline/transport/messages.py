@@ -178,7 +178,7 @@ class Heartbeat:
 
     Attributes:
         held: tickets granted to this actor of which it has neither reported a failure nor received an acknowledgement;
-            the learner grants again what is missing here.
+            the learner grants tickets again that are missing here.
         stats: metrics by name.
         want: as in TicketRequest.
         first_sequence: as in Hello.

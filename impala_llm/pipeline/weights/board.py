@@ -173,7 +173,7 @@ class WeightPublisher:
             timeout_s: seconds to wait while readers hold all other slots.
             extra: kept with the version, see `WeightLease.extra`.
             sharing: with processes that write their parts of the version by `contribute`.
-            num_threads: that write what lies in memory.
+            num_threads: threads that write tensors which are in memory.
 
         Returns:
             Seconds taken.
@@ -195,7 +195,7 @@ class WeightPublisher:
             try:
                 with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
                     slot.withdraw()
-                    with contextlib.suppress(OSError):  # what finds no room waits for it when it is written
+                    with contextlib.suppress(OSError):  # without room now, the writing itself waits for it
                         self._reserve_beside(layout, len(extra))
                     write_in_place(slot.extra, extra)
                     target = slot.writable(layout.num_bytes)
@@ -418,7 +418,7 @@ class WeightReader:
                         locked = stack.enter_context(flock(slot.lock, fcntl.LOCK_SH))
                     except OSError as error:
                         raise WeightsError(f"{slot.lock} cannot be locked: {error}") from error
-                    # Only under the lock does the slot keep what it holds.
+                    # The slot keeps its version only while it is locked.
                     manifest = slot.read_manifest() if locked else None
                     if manifest is not None and manifest.version == wanted:
                         yield WeightLease(slot, manifest)

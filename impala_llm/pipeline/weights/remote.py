@@ -20,8 +20,8 @@ from impala_llm.pipeline.weights.relay_messages import MAX_FRAME_BYTES
 from impala_llm.pipeline.weights.relay_server import WeightServer
 
 _QUEUE = 8
-"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice what a relay asks for at a
-time."""
+"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice as many as a relay asks
+for at a time."""
 
 
 @contextlib.contextmanager

@@ -206,7 +206,7 @@ class Slot:
             os.replace(self.manifest, _next_of(self.manifest))
 
     def reserve_beside(self, num_tensors: int, extra_bytes: int) -> None:
-        """Reserve memory for what is written beside the weights, unless the slot has it already.
+        """Reserve memory for the files that are written beside the weights, unless the slot has it already.
 
         Args:
             num_tensors: of a version.

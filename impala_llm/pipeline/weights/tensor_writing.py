@@ -28,7 +28,7 @@ class TensorPart:
     Attributes:
         start: place of its first byte in the tensor.
         num_bytes: of the part.
-        pieces: an array, or what makes arrays in order, each but the last of a multiple of 8 bytes of the tensor.
+        pieces: an array, or a function that yields arrays in order, all but the last with a multiple of 8 bytes.
             Either its bytes, as uint8, or, of a tensor in BF16, numbers in float32, which are rounded on the way.
     """
 
@@ -64,10 +64,10 @@ def write_tensors(
         layout: of the file.
         target: uint8[layout.num_bytes].
         tensors: by name, those of the layout.
-        num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
+        num_threads: threads that write tensors which are in memory. Those made by functions use the caller's thread.
 
     Returns:
-        For each tensor, in the order of the file, what this process adds to its checksum; -1 where that must be
+        For each tensor, in the order of the file, this process's part of its checksum; -1 where that must be
         computed when all parts are there, as a part does not begin and end between words.
     """
     sums: dict[str, int] = {}
