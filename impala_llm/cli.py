@@ -1,6 +1,6 @@
 """Entry of the console script `impala-llm`.
 
-What the commands need is imported inside of `main`: that takes a second, in which Ctrl-C is no error either.
+The modules of the commands are imported inside of `main`: that takes a second, in which Ctrl-C is not an error either.
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """Records demonstrations: episodes that a script, a policy or a person plays, see demonstrations.py.
 
 A script and a person answer in text. Here they are engines, so that the same rollout lays their episodes out as it does
-a policy's: what the environment is given is what the ids of the answer say. Their answers have log-probability 0.
+a policy's: the environment gets the text of the answer's ids. Their answers have log-probability 0.
 
 Invariant: recorded episodes are kept. An interrupted recording continues without playing again what the folder has. One
 process at a time records into a folder.

@@ -7,8 +7,8 @@
 docs/demonstrations.md has every field. Nothing is pickled.
 
 Invariant: the lines of a part are renamed into place after its arrays, so a part that has lines is whole. Parts are
-never changed: who records further episodes adds one. The arrays carry a checksum of the lines, since only their order
-says whose tokens are whose, and one of their own, since a token that is damaged is a token.
+never changed: further episodes are recorded into a new part. The arrays carry a checksum of the lines, since only their
+order says whose tokens are whose, and one of their own, since a token that is damaged is a token.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Evaluation tasks at an actor: played beside its training episodes, on the same engine, in a part of its places.
 
-Invariant: what is played is what the learner named last. A result is kept until another evaluation begins, and sent
-again whenever its task is named again: the learner names a task until it has the result.
+Invariant: only the tasks that the learner named last are played. A result is kept until another evaluation begins, and
+sent again whenever its task is named again: the learner names a task until it has the result.
 """
 
 import asyncio

@@ -492,7 +492,7 @@ def reserved_bytes(config: Config) -> dict[str, int]:
     """Bytes of shared memory by the setting that they follow from, on the learner's host; where the learner is on
     another one, on that of its actors.
 
-    All of it is reserved as the processes start: what does not fit is an error then, again and again.
+    All of it is reserved as the processes start: without room they would fail again and again.
     """
     pipeline, path = config.pipeline, config.model.path
     if not config.learner_processes_here:  # what the relay fetches
@@ -583,7 +583,7 @@ def float32_bytes(path: str) -> int:
 
 
 def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of a model's tensors. What cannot be read is left out: `_model` tells of it."""
+    """Names and shapes of a model's tensors. Files that cannot be read are left out: `_model` reports them."""
     for file in directory.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict

@@ -54,11 +54,11 @@ class Trajectory:
     """One episode, or an unroll of one. T tokens, K turns.
 
     An unroll has the whole history before its own turns as context, without action tokens. One after which the episode
-    continues has no score. What is bootstrapped ends with the observation that the next turn would answer.
+    continues has no score. One that is bootstrapped ends with the observation that the next turn would answer.
 
     An episode whose turns saw different histories, since its agent compacted or branched the conversation, lies here
     context by context: a token of version CONTEXT_START, and all up to the next such token, see nothing of what is
-    before it. What contexts share stands in each of them, and is an action in one of them alone.
+    before it. Tokens that several contexts share stand in each of them, and are actions in one of them alone.
 
     The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
     unless they lie so already.

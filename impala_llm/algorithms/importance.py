@@ -4,7 +4,7 @@
 the row of each token. Invariant: log-ratios are clamped to [-20, 20] before any exponential, so every ratio and weight
 is finite and positive; weights and masks are constants for the gradient; no mask keeps a token whose ratio is NaN.
 
-Order of use: reject, truncate, normalise. What a mask rejects is taken out of all inputs of the loss, as in
+Order of use: reject, truncate, normalise. Rejected tokens are removed from all inputs of the loss, as in
 `log_probs[mask]`, and not multiplied by 0 afterwards: 0 times an infinite loss, or its gradient, is NaN.
 """
 

@@ -253,8 +253,8 @@ class LossOutput(NamedTuple):
     micro-batches combine weighted by N; names in `_max` combine by maximum, in `_min` by minimum. A `clip_share` is the
     share of the tokens where a bound has an effect."""
     weights: Tensor
-    """float[N], without gradient: what the loss multiplies -A grad log π of each token with: its importance weight, 0
-    where it is clipped. Their effective sample size steers how much is replayed."""
+    """float[N], without gradient: factor of -A grad log π of each token: its importance weight, 0 where it is clipped.
+    Their effective sample size controls the share of replayed data."""
 
 
 @dataclass
@@ -312,7 +312,7 @@ class BatchLoss(Loss):
 
     @abstractmethod
     def measure(self, scored: Scored, advantages: Tensor) -> Tensor:
-        """float32[n], any n: what `batch_limit` needs to know of the tokens that teach, of one micro-batch.
+        """float32[n], any n: the input of `batch_limit` from one micro-batch.
 
         Args:
             scored, advantages: as in `__call__`, without gradient.
@@ -323,7 +323,7 @@ class BatchLoss(Loss):
         """Return the number that `__call__` finds in `Scored.batch_limit`, the same on all ranks.
 
         Args:
-            measured: float32: what `measure` gave, of all micro-batches of this rank.
+            measured: float32, results of `measure` for all micro-batches of this rank.
             sum_over_ranks: collective: all ranks call it together, and equally often.
         """
 

@@ -5,8 +5,8 @@ All inputs are flat float[N] over action tokens: `log_probs` is log π with grad
 the engine reported it, `advantages` is the advantage of each token. Only `log_probs` is differentiated.
 ρ = e^(log π - log μ), with the log-ratio clamped to ±20.
 
-Invariant: what is not an action token is not in the input, so nothing masked can enter a loss or a statistic. A
-micro-batch without tokens gives a loss of 0 that can be differentiated: every rank runs its backward pass.
+Invariant: the inputs hold action tokens only, so no masked token can enter a loss or a statistic. A micro-batch without
+tokens gives a loss of 0 that can be differentiated: every rank runs its backward pass.
 """
 
 import math

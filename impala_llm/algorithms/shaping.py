@@ -1,6 +1,6 @@
-"""Rewards of the trainer's own, beside the environment's: for episodes that grow too long, and for leaving a reference.
+"""Rewards that the trainer adds to the environment's: penalties for long episodes and for leaving a reference policy.
 
-Invariant: what is added stands in the rewards of the turns, so returns, values and advantages all see the same.
+Invariant: they are added to the rewards of the turns, so returns, values and advantages all include them.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Calls an environment and holds what it returns against the protocol in base.py.
 
-Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
+Invariant: all values that are returned from here obey base.py; anything else raises an `EnvironmentFault`.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class Timed:
 
 
 def close(session: Session | AsyncSession) -> None:
-    """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
+    """Call a session's method `close`, if it has one. Its errors are ignored: the episode is over.
 
     A coroutine function continues in the event loop; see `closed`.
     """

@@ -1,8 +1,8 @@
 """Messages of a chat as tokens, and answers as messages.
 
-The policy's own chat template renders a conversation; what users and tools say is encoded apart from it, so that a text
-that spells a special token stays a text. What follows an answer is rendered behind a mark in its place: an answer's
-tokens are never made from its text again.
+The policy's own chat template renders a conversation; texts of users and tools are encoded apart from it, so that a
+text that spells a special token stays a text. Messages after an answer are rendered behind a mark in the answer's
+place: its tokens are never made from its text again.
 """
 
 import bisect

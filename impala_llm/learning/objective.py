@@ -91,7 +91,7 @@ class Rows:
     weights: Tensor
     """float32[S]: importance weights of the replay draw, 1 where it was uniform."""
     prepared: Tensor | None = None
-    """float32[S]: what the credit has prepared; None where it has nothing."""
+    """float32[S]: advantages that the credit has prepared; None where it prepares none."""
     recomputed: Recomputed | None = None
     """Log-probabilities that enter the ratios for log μ; None: those that the engine reported."""
     scores: TokenScores = NO_SCORES

@@ -2,8 +2,8 @@
 as configured, or found by trial, and lowered where memory runs out.
 
 Invariants. A trajectory is never cut, and every token of every trajectory is in exactly one micro-batch; the same
-trajectories in the same order give the same micro-batches. Work that memory did not suffice for is done again from the
-beginning, in smaller micro-batches: what counts its results sees each trajectory once.
+trajectories in the same order give the same micro-batches. If memory runs out, the work is repeated from the beginning
+in smaller micro-batches, and each trajectory counts once in its results.
 """
 
 import gc

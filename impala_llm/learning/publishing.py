@@ -8,8 +8,8 @@ Three transports bring a version to engines:
   own, where engines read it in the same way. It follows the board by itself.
 - process group: `send_to_servers` broadcasts it to SGLang servers; their engines only take note (`SGLangEngine.adopt`).
 
-Where ranks share the policy, each writes its part of a version to the board. What a process group sends of it, or of
-one that is converted on its way to the board, is read from there.
+Where ranks share the policy, each writes its part of a version to the board. Tensors that a process group sends of it,
+or of a version that is converted on its way to the board, are read from the board.
 
 A `VersionPublisher` sends a version to one of two places, or to none:
 
@@ -164,7 +164,7 @@ class VersionPublisher:
         interval: updates between two versions that are published; None: none after the first.
         max_staleness: η; None: free running.
         timeout_s: seconds to wait for a free slot of the board in one attempt.
-        dtype: of the weights for engines; None: the learner's. What is kept is in the learner's.
+        dtype: of the weights for engines; None: the learner's. Kept versions always have the learner's.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Update:
     shaping: list[np.ndarray]
     """float32[turns] for each trajectory: rewards beside the environment's."""
     prepared: torch.Tensor | None
-    """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
+    """float32[M]: advantages that the credit has prepared, one for each trajectory; None where it prepares none."""
     weights: torch.Tensor
     """float32[M]: of the draw."""
     teaching: tuple[int, ...]

@@ -77,8 +77,8 @@ class MetricWriter:
 
     Args:
         names: of the writers beside the JSONL file.
-        after: step from which the run continues: what the JSONL file has of later ones is removed, since they are made
-            again. None: it has none.
+        after: step from which the run continues: lines of later steps are removed from the JSONL file, since these are
+            made again. None: there are none.
         with_lines: whether the JSONL file is written. The comparison after a run is no step and stands in
             evaluation.json.
 

@@ -87,7 +87,7 @@ class ReplayBuffer:
             episodes would be missing there. Infinity: no item is evicted for its staleness.
         max_replays: times that an item may be sampled, >= 1.
         seed: >= 0, of all draws.
-        separate_replayed: what was sampled before is a class of its own, and `sample` takes `max_replayed`.
+        separate_replayed: items that were sampled before are a class of their own, and `sample` takes `max_replayed`.
 
     Raises:
         ValueError: a setting that is out of range.
