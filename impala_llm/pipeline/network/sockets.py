@@ -185,8 +185,8 @@ def monitor(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) 
 
 
 def ends_without_handshake(events: zmq.Socket[bytes]) -> bool:
-    """Return whether the last connection of a watched dealer has had no handshake: nobody answers a key that is not
-    authorised, nor one for another learner.
+    """Return whether the last connection of a watched dealer ended without a handshake: a learner does not answer a key
+    that is not authorised, or that is meant for another learner.
 
     Args:
         events: see `monitor`; they are read.
@@ -241,7 +241,7 @@ def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
 
 @functools.lru_cache
 def _families(host: str) -> set[int]:
-    """Address families of a host. Looked up until it succeeds, and not again: whoever connects anew would wait for it.
+    """Address families of a host. Looked up until it succeeds, and not again: each new connection would wait for it.
 
     Raises:
         OSError: it cannot be looked up now.

@@ -1,7 +1,7 @@
-"""Sockets of a receiver: where it listens, messages of actors in, messages to actors out.
+"""Sockets of a receiver: it listens at them, receives the messages of actors, and sends messages to actors.
 
-Invariant: a message never waits for its peer. One for a peer that is gone or does not read is dropped; senders of
-important ones send them again.
+Invariant: a message never waits for its peer. It is dropped if the peer has left or does not read; senders of important
+messages send them again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ActorSockets:
 
     def __init__(self, endpoints: Endpoints, run_id: int, wakeup: int) -> None:
         self.endpoints = [endpoints.local, *([] if endpoints.remote is None else [endpoints.remote])]
-        """First that of this host; once bound, with real ports."""
+        """The endpoint for this host first; once bound, with the real ports."""
         self._keys = endpoints.keys
         self.run_id = run_id
         self._wakeup = wakeup
@@ -83,7 +83,7 @@ class ActorSockets:
 
     @property
     def num_refused(self) -> int:
-        """Number of connections that were refused, for want of an authorised key."""
+        """Number of connections that were refused, since they had no authorised key."""
         return self._authenticator.refused if self._authenticator is not None else 0
 
     def wait(self, timeout_s: float) -> set[object]:

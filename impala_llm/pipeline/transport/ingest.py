@@ -75,9 +75,9 @@ class ReceiverError(RuntimeError):
 
 
 class Inbox:
-    """Trajectories on their way from the thread that receives to the one that trains.
+    """Queue of trajectories from the receiving thread to the training thread.
 
-    Each is taken out once, in the order of arrival. Once the receiver has died, nothing is taken out any more.
+    Each is taken out once, in the order of arrival. After the receiver has died, `drain` raises.
     """
 
     def __init__(self) -> None:
